@@ -1,7 +1,7 @@
-"""Puts that do not wait for the disk, and say when they are there.
+"""Puts that do not wait for the disk, but return futures of the receipts.
 
-An event loop must not wait for a sync. It hands its records over, gets futures, and one thread, started with the first
-of them, syncs for all that have gathered meanwhile.
+An event loop must not wait for a sync. It passes its records on and gets futures. One thread, started with the first of
+them, syncs all records that have been collected meanwhile.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class AsyncPuts:
         self._closed = False
 
     def put(self, put: Callable[[], SendReceipt], *, synced: bool) -> Future[SendReceipt]:
-        """Call `put`, which must not wait for the disk itself. The future is done when it returns, or, with `synced`,
-        once its record is on disk. What `put` raises is in the future."""
+        """Call `put`, which must not wait for the disk itself. Return its future receipt.
+        The future is done when `put` returns or, with `synced`, once its record is on disk. It has the error that `put`
+        raises."""
         future: Future[SendReceipt] = Future()
         future.set_running_or_notify_cancel()
         try:
@@ -69,9 +70,9 @@ class AsyncPuts:
                     future.set_result(receipt)
 
     def close(self) -> None:
-        """Sync what is waiting, and take no more."""
+        """Sync the waiting records, and refuse further ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():  # a future's callback closes
+        if self._thread is not None and self._thread is not threading.current_thread():  # a callback calls this
             self._thread.join()

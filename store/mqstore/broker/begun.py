@@ -56,23 +56,23 @@ _log = logging.getLogger("mqstore")
 _SUSPECTS: Final = "suspects.json"
 
 PROCESS_ENDED: Final = "the process ended while it was handled"
-"""Why a message failed whose handler had begun when its process was killed."""
+"""Reason of a failure if the handler had begun when its process was killed."""
 
 _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
 _BATCH_MAX: Final = 1_024
 _FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * _BATCH_MAX
-"""The most workers, each with the largest batch."""
+"""Largest file: the most workers, each with the largest batch."""
 NONE: Final = -1
-"""A cell that ends the list."""
+"""Value of the cell that ends the list."""
 _UP_TO: Final = -2
-"""Minus a queue offset: a cell that names the messages up to there."""
+"""A cell `_UP_TO - N` names the messages up to queue offset N."""
 UNREAD: Final = memoryview(bytearray(_CELL_BYTES * _BATCH_MAX)).cast("q")
 """Cells of workers whose calls are not noted. Nobody reads them."""
 
 
 class Address(NamedTuple):
-    """Where a message lies."""
+    """Position of a message."""
 
     topic: str
     queue_id: int
@@ -110,7 +110,8 @@ class Notes:
         """The cells of each worker, for `note`: `int64`, to be written."""
 
     def close(self) -> None:
-        """Remove the file. The cells can be written on, which nobody reads: a handler may still be ending."""
+        """Remove the file.
+        A handler that is still ending may write to the cells, but nobody reads them."""
         try:
             self._fs.unlink(self._path, missing_ok=True)
         except MQStoreError as error:
@@ -118,31 +119,30 @@ class Notes:
 
 
 class Suspects:
-    """Messages that were in handlers when the process was killed, of all groups: one is in a handler at a time.
-
-    Thread-safe, and blocks nobody: who may not begin yet is called when it is his turn.
-    """
+    """Messages that were in handlers when the process was killed, of all groups.
+    Only one of them is in a handler at a time. Thread-safe and non-blocking: an owner that may not begin yet is called
+    when it is its turn."""
 
     def __init__(self, save: Callable[[dict[str, set[Address]]], object] = lambda left: None) -> None:
-        """`save` keeps them for the next process; under the lock."""
+        """Start without suspects. `save`, called under the lock, keeps them for the next process."""
         self.left: dict[str, set[Address]] = {}
-        """By group: those that have not been through a handler since. Not to be changed from outside."""
+        """Suspects by group that have not been through a handler since. Callers must not change this."""
         self._save = save
         self._lock = threading.Lock()
         self._inside: tuple[object, object] | None = None
-        """(key, owner) of whose turn it is."""
+        """(key, owner) that has the turn, or None."""
         self._line: deque[tuple[object, object, Callable[[], object]]] = deque()
 
     def holds(self, group: str, address: Address) -> bool:
-        """Whether this message is suspected."""
+        """Return True if this message is suspected."""
         return address in self.left.get(group, ())
 
     def add(self, group: str, addresses: Iterable[Address]) -> None:
-        """Suspect these."""
+        """Add suspects."""
         self._change(group, self.left.get(group, set()).union(addresses))
 
     def clear(self, group: str, addresses: Iterable[Address]) -> None:
-        """These have been through a handler, or never will be."""
+        """Remove suspects that have been through a handler, or never will be."""
         self._change(group, self.left.get(group, set()).difference(addresses))
 
     def _change(self, group: str, after: set[Address]) -> None:
@@ -153,8 +153,8 @@ class Suspects:
                 self._save(self.left)
 
     def come(self, key: object, owner: object, turn: Callable[[], object]) -> None:
-        """Call `turn()` once it is the turn of `key`: now, or by the thread that ends the turn before. `leave` must
-        follow."""
+        """Call `turn()` once it is the turn of `key`: now, or in the thread that ends the turn before.
+        The caller must call `leave` afterwards."""
         with self._lock:
             if self._inside is None:
                 self._inside = key, owner
@@ -164,7 +164,7 @@ class Suspects:
         turn()
 
     def leave(self, key: object) -> None:
-        """Let the next one in, if it is the turn of `key`."""
+        """Start the next turn, if it is the turn of `key`."""
         turn = None
         with self._lock:
             if self._inside is not None and self._inside[0] is key:
@@ -176,35 +176,35 @@ class Suspects:
             turn()
 
     def is_in(self, key: object) -> bool:
-        """Whether it is the turn of `key`."""
+        """Return True if it is the turn of `key`."""
         inside = self._inside
         return inside is not None and inside[0] is key
 
     def give_up(self, owner: object) -> None:
-        """The handler of this owner's that has the turn hangs: the others do not wait for it."""
+        """End the turn of this owner, whose handler hangs, so that others do not wait for it."""
         inside = self._inside
         if inside is not None and inside[1] is owner:
             self.leave(inside[0])
 
     def desert(self, owner: object) -> None:
-        """This owner has stopped: nothing of it is called any more, and nobody waits for it."""
+        """Remove an owner that has stopped: its waiting turns are dropped, and others do not wait for it."""
         with self._lock:
             self._line = deque(each for each in self._line if each[1] is not owner)
         self.give_up(owner)
 
 
 class Begun:
-    """What the files of a store say, and new ones. Of the process that has the store open for writing."""
+    """Notes of a store: those that were left, and new ones of the writing process."""
 
     def __init__(self, parts: Parts) -> None:
-        """Read what a process that was killed has left. Raises StoreIOError."""
+        """Read the notes of a process that was killed. Raises StoreIOError."""
         self._parts = parts
         self._fs = parts.fs
         self._folder = parts.store.path / "config" / "begun"
         self._left_behind: list[str] = []
         folders: list[str] = []
         self.groups: dict[str, set[Address]] = {}
-        """Group -> messages that its handlers had begun, of each group with a push consumer that did not stop."""
+        """Messages that handlers had begun, by group, for groups whose push consumer did not stop."""
         self.suspects = Suspects(self._save)
         if self._fs.exists(self._folder):
             self._left_behind, folders = self._fs.scandir_own(self._folder)
@@ -237,13 +237,13 @@ class Begun:
                     addresses.update(Address(*first.queue, offset) for offset in range(first.offset, stop))
 
     def forget(self) -> None:
-        """Remove what was read: whoever asked for it has it on disk."""
+        """Remove the notes that were read. The caller has their results on disk."""
         for name in self._left_behind:
             if name.isdecimal():
                 self._fs.unlink(self._folder / name, missing_ok=True)
 
     def _load(self) -> None:
-        """What earlier processes suspected, as far as it is not settled."""
+        """Load the suspects of earlier processes, as far as they are not settled."""
         try:
             value: Any = json.loads(self._fs.read_whole(self._folder / _SUSPECTS, _FILE_MAX_BYTES))
             for group, found in value["suspects"].items():
@@ -259,7 +259,8 @@ class Begun:
         return committed is None or address.offset >= committed
 
     def _save(self, suspects: Mapping[str, set[Address]]) -> None:
-        """Have the kernel keep them. What is not kept is handled beside others after the next kill, and no more."""
+        """Save the suspects without a sync.
+        Suspects that are not saved are only handled beside others after the next kill."""
         path = self._folder / _SUSPECTS
         try:
             if not suspects:
@@ -272,13 +273,13 @@ class Begun:
             _log.warning("%s is not written: %s", path, error)
 
     def open(self, group: str, workers: int, cells: int) -> Notes:
-        """A new file, with so many `cells` for each worker. Raises StoreFullError, StoreIOError."""
+        """Return a new file, with `cells` cells for each worker. Raises StoreFullError, StoreIOError."""
         self._fs.mkdir(self._folder, exist_ok=True)
         path = self._folder / str(next(self._names))
         length = _HEAD_BYTES + _CELL_BYTES * workers * cells
         fd = self._fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._parts.config.file_mode)
         try:
-            # The head last: without it nothing of the file counts.
+            # The head is written last: without it the file does not count.
             self._fs.pwrite(fd, b"\xff" * (length - _HEAD_BYTES), _HEAD_BYTES)
             head = json.dumps({"group": group, "workers": workers, "cells": cells}, ensure_ascii=False)
             self._fs.pwrite(fd, head.encode().ljust(_HEAD_BYTES, b"\0"), 0)

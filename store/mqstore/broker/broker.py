@@ -1,17 +1,16 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""The broker: who gets which message, when, and what is remembered of it. The door of this room.
+"""The broker: the door of delivery, with one method for each operation of clients.
 
-Clients use only these operations (clients#contract). Arguments and results are plain values, times
-integer milliseconds, receipts strings, so that a socket could carry them. Nothing blocks but `wait` and a `pop` that is
-given time to wait.
+Clients use only these operations (clients#contract). Arguments and results are plain values that a socket could carry:
+times are integer milliseconds, receipts are strings. Only `wait` and a `pop` with `poll` block.
 
     put ---> road ---> log ---> dispatcher ---> waiters ---> read, pop
               ^                     |
               +---- delay, timer, retry, revive, transactions (housekeeper: run_once)
 
-One thread, the housekeeper, drives every mechanism. A store with a clock of its own has no thread: call `run_once`.
+One thread, the housekeeper, drives every mechanism. A store with its own clock has no thread: call `run_once`.
 
-Long because the whole contract of clients is here: a method checks what it is given and passes it to a mechanism.
+The module is long because it has the whole contract of clients. A method checks its arguments and calls a mechanism.
 """
 
 from __future__ import annotations
@@ -74,25 +73,25 @@ Start = Literal["earliest", "latest"] | datetime
 
 @dataclass(frozen=True, slots=True)
 class BrokerStats:
-    """A snapshot of everything a broker counts."""
+    """Snapshot of all counters of a broker."""
 
     store: StoreStats
     counters: StatisticsSnapshot
     delay_levels: dict[int, tuple[int, int]]
     """(next queue offset to look at, end of the queue) of each level that was ever used."""
     timer_waiting: int
-    """Messages that wait for a moment of their own."""
+    """Number of messages that wait for a moment of any delay."""
     in_flight: int
-    """Messages popped and not settled."""
+    """Number of messages popped and not settled."""
     open_transactions: int
     oldest_pin: Pin | None
-    """What keeps the front of the log, and for whom."""
+    """Pin that keeps the front of the log, or None."""
     errors: dict[str, str]
-    """What stopped a mechanism in its last run."""
+    """Error of each mechanism that failed in its last run."""
 
 
 class Broker(Closing, Sending):
-    """Delivery on a store that is open for writing; closing it closes the store.
+    """Delivery on a store that is open for writing. Closing the broker closes the store.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
@@ -113,7 +112,7 @@ class Broker(Closing, Sending):
         self._housekeeper = Housekeeper(str(store.path), store.clock)
         try:
             self._open(store)
-        except BaseException:  # the store is ours, and with it the lock of its directory
+        except BaseException:  # the broker owns the store, and with it the lock of its directory
             self._housekeeper.stop(0)
             store.close()
             raise
@@ -169,19 +168,19 @@ class Broker(Closing, Sending):
             self._housekeeper.add(name, mechanism.run_once)
         store.enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
-        self.groups.on_change.append(self._waiters.wake_group)  # behind pop's, which forgets what it knew of the group
+        self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         self._sender = parts.road._sender
         if store.config.clock is None:
-            self._housekeeper.run("pop")  # what receivers of the process before held is there for who asks first
+            self._housekeeper.run("pop")  # first: messages held by receivers of the process before are visible
             self._housekeeper.start()
 
     def _topic_changed(self, topic: str) -> None:
         config = self.topics.get(topic)
         if config is None or not config.readable:
-            self._waiters.wake_all(topic)  # who waits finds that it is gone, or not to be read, and says so
+            self._waiters.wake_all(topic)  # a waiter then finds that it is gone or not readable, and raises
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:
-        """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there."""
+        """Create the topics of a staged batch that Spark left in the store's inbox, unless they exist."""
         for name, queues in wanted.items():
             check_user_topic(name)
             if queues > QUEUES_MAX:
@@ -195,7 +194,7 @@ class Broker(Closing, Sending):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """Append one message, as `Road.put` says."""
+        """Append one message as `Road.put` does."""
         return self._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
@@ -207,22 +206,25 @@ class Broker(Closing, Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        """Append many messages to one queue (None: whose turn it is), with one flush wait. Errors as of `put`.
-        `options` are those of one message: InvalidMessageError says what takes them."""
+        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
+        Raises what `put` raises. `options` are those of one message: InvalidMessageError says which method takes
+        them."""
         return self._parts.road.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> Future[SendReceipt]:
-        """As `put`, never waiting for the disk: with durability "flush" the future is done at the next sync, which all
-        that wait share; else it is done on return."""
+        """Append one message as `put` does, without waiting for the disk.
+        With durability "flush" the future is done at the next sync, which all waiting puts share. Otherwise it is done
+        on return."""
         synced = (options.get("durability") or self.store.durability) == "flush"
         if synced:
             options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
 
     def recall(self, recall_handle: str) -> bool:
-        """Cancel a message delayed to a moment; whether it was still waiting. InvalidReceiptError for no handle."""
+        """Cancel a message delayed to a moment. Return True if it was still waiting.
+        Raises InvalidReceiptError if `recall_handle` is not a handle."""
         return self._timer.recall(recall_handle)
 
     # -- out, by offset ---------------------------------------------------------------------------------------------
@@ -238,38 +240,39 @@ class Broker(Closing, Sending):
         filter: Filter | str | None = None,
         group: str | None = None,
     ) -> ReadResult:
-        """What a queue holds from `offset` on, as far as `filter` passes it. Never blocks; with `group` its permissions
-        count, a reset is honoured, and what it lost to retention is counted."""
+        """Return a queue's messages from `offset` on that pass `filter`. Never blocks.
+        With `group` its permissions count, a pending reset is applied, and messages lost to retention are counted."""
         return self._reads.read(
             topic, queue_id, offset, max_messages, max_bytes=max_bytes, filter=as_filter(filter), group=group
         )
 
     def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
-        """What to give `read`, `wait` and `pop` for an expression over tags or properties; None for one that passes
-        everything. FilterError points at the place that is wrong."""
+        """Return the filter for an expression over tags or properties, for `read`, `wait` and `pop`.
+        Returns None if all messages pass. Raises FilterError with the position of the mistake."""
         return parse_filter(expression, kind)
 
     def wait(
         self, topic: str, queue_id: int, offset: int, timeout: Duration, filter: Filter | str | None = None
     ) -> bool:
-        """Block until a message at or behind `offset` passes `filter`, or a read would move on; False when `timeout`
-        seconds have passed."""
+        """Block until a message at or behind `offset` passes `filter`, or a read would move on.
+        Returns False after `timeout` seconds."""
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Offset of the first message that still counts; `max_offset` of an empty queue."""
+        """Return the offset of the first message that still counts, or `max_offset` of an empty queue."""
         self._check_open()
         return self._reads.min_offset(topic, queue_id)
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Offset of the next message to come."""
+        """Return the offset of the next message that will be put."""
         self._check_open()
         return self._reads.max_offset(topic, queue_id)
 
     def offset_for_time(
         self, topic: str, queue_id: int, timestamp_ms: int, bound: Literal["lower", "upper"] = "lower"
     ) -> int:
-        """Offset of the first message stored at or after `timestamp_ms` (upper: of the last one not after it)."""
+        """Return the offset of the first message stored at or after `timestamp_ms`.
+        With bound "upper" it is the last message stored at or before `timestamp_ms`."""
         return self._reads.offset_for_time(topic, queue_id, timestamp_ms, bound)
 
     def add_waiter(
@@ -282,8 +285,9 @@ class Broker(Closing, Sending):
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
     ) -> Waiter:
-        """As `wait`, without a thread: `callback(worth_a_read)` is called once, by whoever dispatches; False: the time
-        is over. It wakes another thread and does no more: it must neither block nor put or read anything."""
+        """Call `callback(worth_a_read)` once, when `wait` would return.
+        The dispatching thread calls it, or after the timeout the housekeeper, with False. The callback may only wake
+        another thread. It must not block, put or read."""
         return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
 
     def add_pop_waiter(
@@ -297,17 +301,17 @@ class Broker(Closing, Sending):
         order: bool = False,
         timeout: Duration | None = None,
     ) -> Waiter:
-        """Have `callback(worth_a_pop)` called once, as that of `add_waiter`, when a pop may find something. Of several
-        that wait one is called for each message."""
+        """Call `callback(worth_a_pop)` once, when a pop may find a message, under the rules of `add_waiter`.
+        Each message wakes one of several waiters."""
         deadline_ms = self._deadline(timeout)
         return self._pop.add_waiter(group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order)
 
     def remove_waiter(self, waiter: Waiter) -> bool:
-        """Let a waiter go; False: its callback has been called, or is about to be."""
+        """Remove a waiter. Return False if its callback has been called, or is about to be."""
         return self._waiters.remove_waiter(waiter)
 
     def wake_one(self, group: str, topic: str, queue_id: int = -1) -> None:
-        """Let another that waits to pop have the turn of one whose callback was called and who will not pop."""
+        """Pass a turn on to another waiting receiver, if the one called back will not pop."""
         self._waiters.wake_one(group, topic, queue_id)
 
     def _deadline(self, timeout: Duration | None) -> int | None:
@@ -315,10 +319,10 @@ class Broker(Closing, Sending):
             return None
         return self._clock.monotonic_ms() + milliseconds(timeout, "timeout")
 
-    # -- progress ---------------------------------------------------------------------------------------------------
+    # -- committed offsets ------------------------------------------------------------------------------------------
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
-        """Where the group goes on; None: it never committed."""
+        """Return the group's committed offset, or None if it never committed."""
         self._check_open()
         return self.offsets.committed(group, topic, queue_id)
 
@@ -332,9 +336,9 @@ class Broker(Closing, Sending):
         durability: Durability | None = None,
         owner: str | None = None,
     ) -> None:
-        """Note that the group has consumed everything below `offset`. "flush": on disk before this returns. With
-        `owner`, NotPermittedError if another client holds the queue's lock. OffsetOutOfRangeError for an offset or a
-        queue that does not exist."""
+        """Note that the group has consumed everything below `offset`.
+        With "flush" it is on disk before this returns. With `owner`, raises NotPermittedError if another client holds
+        the queue's lock. Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
         self._check_open()
         self.groups.need(group)
         config = self.topics.need(topic)
@@ -344,21 +348,22 @@ class Broker(Closing, Sending):
         if owner is not None and self._locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         self.offsets.commit(group, topic, queue_id, offset, durability=durability)
-        if owner is not None:  # a late acknowledgement may have made pop note where the group was
+        if owner is not None:  # a late acknowledgement may have left state of the group in pop
             self._pop.end(group, topic, queue_id)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
-        """Where the group goes on, or begins if it never committed (`start`; None: as the group says); the latter is
-        committed at once."""
+        """Return the group's committed offset, or commit and return the offset where it begins.
+        `start` decides where a group begins that never committed; None: the group's configuration does."""
         self._check_open()
         return self._reads.first_position(group, topic, queue_id, start)
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
-        """Let the group go on at an offset, a time, "earliest" or "latest", in one queue or all of a topic; the offsets
-        set. Commits of what was read before are dropped until the group has read or popped from there.
+        """Move the group's committed offset in one queue or all of a topic. Return the offsets set.
+        `to` is an offset, a time, "earliest" or "latest". Later commits of earlier reads are dropped until the group
+        has read or popped from there.
 
-        On disk when this returns, for nobody would say it again. When saving fails (as `OffsetTable.save`) this raises,
-        and the reset counts all the same, until a crash: it is on disk with the next save."""
+        The change is on disk when this returns. If saving fails (see `OffsetTable.save`) this raises. The reset still
+        counts until a crash, and is on disk with the next save."""
         self._check_open()
         offsets = self._reads.reset(group, topic, queue_id, to, on_reset=self._pop.reset)
         self._waiters.wake_all(topic)
@@ -366,9 +371,9 @@ class Broker(Closing, Sending):
         return offsets
 
     def lag(self, group: str) -> dict[QueueRef, int]:
-        """Messages of each queue that the group has not consumed, those in flight included; its retry topics count.
-        A queue in which the group has not started is left out. GroupNotFoundError for a group that has neither settings
-        nor progress: how far it is behind is not known."""
+        """Return the number of messages of each queue that the group has not consumed.
+        Messages in flight and its retry topics count. A queue in which the group has not started is left out. Raises
+        GroupNotFoundError for a group without settings and committed offsets, whose lag is not known."""
         self._check_open()
         lags = self._metrics.lag(group)
         if not lags and self.groups.get(group) is None:
@@ -378,43 +383,43 @@ class Broker(Closing, Sending):
         return {QueueRef(*queue): messages for queue, messages in lags.items()}
 
     def delete_group(self, group: str) -> None:
-        """Forget a group: its settings, its progress, what it has in flight; its dead letters stay. GroupInUseError
-        while it has members, GroupNotFoundError when nothing is known of it."""
+        """Forget a group: its settings, committed offsets and deliveries in flight. Dead letters stay.
+        Raises GroupInUseError while it has members, GroupNotFoundError for an unknown group."""
         self._check_open()
         if members := self._members.members(group):
             raise GroupInUseError(f"group {group!r} has members: {', '.join(members[:10])}; let them leave first")
         delete_group(self._parts, group)
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Failed attempts of an orderly group, by offset."""
+        """Return the failed attempts of an orderly group, by offset."""
         self._check_open()
         return self._pop.attempts(group, topic, queue_id)
 
     @property
     def begun(self) -> Begun:
-        """What the handlers of this process begin, and what those of the one before had begun."""
+        """Notes of the messages that handlers have begun, in this process and the one before."""
         return self._begun
 
     def note_attempt(
         self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
     ) -> None:
-        """Note how often an orderly group has failed at a message, and the error of the last attempt. On disk within a
-        second."""
+        """Note the number of failed attempts of an orderly group at a message, and the last error.
+        It is on disk within a second."""
         self._check_open()
         self._pop.note_attempt(group, topic, queue_id, offset, attempts, error)
 
     def suspended(self, group: str) -> dict[QueueRef, Suspended]:
-        """Return the queues that a failed message of an ordered group holds up.
-
+        """Return the queues of an ordered group that a failed message blocks.
         A queue is listed from the first failure of its message until that message is settled, also while the next
-        attempt runs. It does not matter whether the group pops with `order=True` or has ordered push consumers."""
+        attempt runs. The group may pop with `order=True` or have ordered push consumers."""
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
     # -- members and locks ------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> Members:
-        """Who consumes, and what: `register`, `unregister`, `members`, `on_change`. One may leave a closed store."""
+        """Registry of members: `register`, `unregister`, `members`, `on_change`.
+        A member may unregister after the store was closed."""
         return self._members
 
     @property
@@ -442,13 +447,13 @@ class Broker(Closing, Sending):
         skip_acked: bool = False,
         at_once: bool = False,
     ) -> list[Delivery]:
-        """Take up to `n` (at most 32) messages; each is invisible to the group for `invisible` seconds, and comes again
-        unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered; that
-        comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
-        `poll` seconds for a first message.
+        """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
+        A message is redelivered unless it is acknowledged by then. With `order`, nothing behind an unsettled message of
+        its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
+        with those that were not acknowledged. Waits up to `poll` seconds for a first message.
 
-        `at_once`: if that takes no wait for a lock or the disk, for callers such as an event loop. Else the result is
-        empty, and says nothing about what is there."""
+        `at_once` never waits for a lock or the disk, for callers such as an event loop. If it had to, the result is
+        empty, which does not mean that the queue is."""
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
@@ -471,7 +476,7 @@ class Broker(Closing, Sending):
             skip_acked,
             at_once,
         )
-        if not found:  # in a forked child a queue that was drained looks empty, for ever
+        if not found:  # in a forked child a drained queue looks empty for ever
             self._check_open()
         return found
 
@@ -483,25 +488,26 @@ class Broker(Closing, Sending):
         *,
         durability: Durability | None = None,
     ) -> None:
-        """Settle deliveries. Again is harmless; ReceiptExpiredError once a message was put up for redelivery,
-        InvalidReceiptError for what is no receipt of this group and topic."""
+        """Acknowledge deliveries. Settling one again is harmless.
+        Raises ReceiptExpiredError for a message that was redelivered, InvalidReceiptError for a receipt that is not one
+        of this group and topic."""
         self._pop.ack(group, topic, receipts, durability)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> bool:
-        """Acknowledge without waiting for a lock or the disk, for callers such as an event loop. Return False if it had
-        to wait: then call `ack`."""
+        """Acknowledge without waiting for a lock or the disk, for callers such as an event loop.
+        Returns False if it had to wait: then call `ack`."""
         return self._pop.ack_at_once(group, topic, receipts)
 
     def change_invisible(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
-        """Make a delivery visible again in `invisible` seconds from now; the receipt that replaces the given one."""
+        """Make a delivery visible in `invisible` seconds from now. Return its new receipt."""
         return self._pop.change_invisible(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def renew(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
-        """As `change_invisible`, for a delivery still being worked on: the receipt stays good, and is returned."""
+        """Extend a delivery that is still being handled. The receipt stays valid, and is returned."""
         return self._pop.renew(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def nack(
@@ -514,13 +520,14 @@ class Broker(Closing, Sending):
         error: str = "",
         durability: Durability | None = None,
     ) -> str | None:
-        """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
-        shown by `suspended`, for a queue that is popped in order."""
+        """Settle a delivery as failed: it is redelivered after `delay`.
+        `delay` None uses the group's retry policy. `error` is shown by `suspended` for a queue that is popped in
+        order."""
         delay_ms = None if delay is None else milliseconds(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
-        """Give deliveries back unseen: they come again at once, the attempt not counted."""
+        """Release unseen deliveries: they are redelivered at once, and the attempt does not count."""
         self._pop.release(group, topic, receipts, durability)
 
     def dead_letter(
@@ -530,27 +537,28 @@ class Broker(Closing, Sending):
         self._pop.dead_letter(group, topic, receipt, reason, durability)
 
     def take_losses(self, group: str) -> tuple[Loss, ...]:
-        """What the group, popping, has lost since somebody last asked: messages that retention took before they were
-        popped, or before they were settled. Each is told once, to whoever asks first; a consumer with an interceptor
-        for `on_offset_reset` asks by itself. `stats().counters.lost` is the sum. Who reads has it in the result."""
+        """Return the messages that the group, by popping, has lost since the last call.
+        Retention removed them before they were popped or settled. Each loss is returned once, to the first caller. A
+        consumer with an interceptor for `on_offset_reset` calls this itself. `stats().counters.lost` is the sum. A
+        reader finds its losses in the result of `read`."""
         return self._reads.take_losses(group)
 
     def pending(self, group: str) -> list[Any]:
-        """Deliveries of the group that are in flight."""
+        """Return the group's deliveries in flight."""
         self._check_open()
         return self._pop.pending(group)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def end_pops(self, group: str, topic: str, queue_id: int) -> None:
-        """The group reads a queue by offset from now on: what it has popped there and not settled it will read, and
-        receipts that are out expire. What a put raises."""
+        """End popping from a queue that the group now reads by offset.
+        The group will read its unsettled messages, and existing receipts expire. Raises what a put raises."""
         self._check_open()
         self._pop.end(group, topic, queue_id)
 
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
-        """Return the names of the topics in which a group that pops has its failed messages of `topic`; they need not
-        be there. One that reads has them in `%RETRY%group`, be they of any topic."""
+        """Return the names of the topics that hold failed messages of `topic` for a group that pops.
+        The topics need not exist. A group that reads has its failed messages of any topic in `%RETRY%group`."""
         return self._pop.retry_topics(group, topic)
 
     def send_back(
@@ -565,9 +573,10 @@ class Broker(Closing, Sending):
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
-        """Have a message that failed come again, to this group alone: after `delay`, by level, or (level 0) by the
-        group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative. `attempts` is
-        the number of attempts that have ended; None: one more than the message's `reconsume_times`."""
+        """Redeliver a failed message to this group only, or dead-letter it.
+        The delay is `delay`, a level, or with level 0 the group's policy. The message becomes a dead letter if it has
+        no attempt left, or `delay_level` is negative. `attempts` is the number of attempts that have ended; None: one
+        more than the message's `reconsume_times`."""
         return self._retries.send_back(
             group,
             physical_offset,
@@ -580,7 +589,7 @@ class Broker(Closing, Sending):
         )
 
     def dead_letters(self, group: str) -> DeadLetters:
-        """What the group gave up: list, replay, purge."""
+        """Return the group's dead letters, to list, replay or purge."""
         self._check_open()
         return DeadLetters(self._parts, group)
 
@@ -591,13 +600,13 @@ class Broker(Closing, Sending):
         """Half messages: `begin`, `end`, `on_check`."""
         return self._transactions
 
-    # -- looking at it ----------------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------------------
 
     def stats(self) -> BrokerStats:
-        """A snapshot; takes as long as looking at the front of every queue."""
+        """Return a snapshot of all counters. It reads the front of every queue."""
         levels = {f"delay level {number}": text for number, text in dict(self._delay.errors).items()}
         errors = {**self._housekeeper.errors, **levels}
-        store = self.store.stats()  # before what it tells to be behind is dispatched
+        store = self.store.stats()  # before its undispatched messages are dispatched
         self._metrics.refresh()
         return BrokerStats(
             store=store,
@@ -611,20 +620,20 @@ class Broker(Closing, Sending):
         )
 
     def prometheus(self) -> str:
-        """Counters and gauges as Prometheus scrapes them (text format 0.0.4); as `stats`, and a look at every queue
-        that a group has progress in."""
+        """Return counters and gauges for Prometheus (text format 0.0.4).
+        It costs as much as `stats`, and a look at every queue that a group has committed offsets in."""
         return self._metrics.prometheus()
 
     def _check_open(self) -> None:
-        """For calls that the store does not refuse by itself once it is closed. What is only noted in memory would be
-        written by nobody, and what is only read there is not what others have made of it since."""
+        """Raise StoreClosedError after closing, for calls that the store itself would not refuse.
+        A note in memory would never be saved, and a value in memory may be older than what others have saved since."""
         if self._closed or self.store.closed:
             raise StoreClosedError(
                 f"{self.store.path} was closed (or this process was forked from its owner); open it again"
             )
 
     def _may_join(self, group: str, mode: Mode) -> None:
-        """For who registers, be it a consumer of this process or one that a server stands for."""
+        """Raise if a member may not register: a consumer of this process, or a client of a server."""
         self._check_open()
         known = self.groups.get(group)
         if mode.broadcasting and known is not None:
@@ -633,8 +642,8 @@ class Broker(Closing, Sending):
     # -- keeping house ----------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int | None = None) -> int | None:
-        """Everything that is due, for who owns the clock: dispatch, mechanisms, the store's own work; when to come
-        again (wall ms)."""
+        """Run all due work: dispatch, mechanisms, the store. Return the time of the next run (wall ms).
+        For applications that own the clock."""
         now_ms = self._clock.now_ms() if now_ms is None else now_ms
         self.store.dispatch()
         due_ms = self._housekeeper.run_once(now_ms)
@@ -643,26 +652,26 @@ class Broker(Closing, Sending):
         return due_ms if due_ms is None else self._housekeeper.next_due_ms(now_ms)
 
     def save(self) -> None:
-        """Write progress and tables now."""
+        """Save committed offsets and tables now."""
         self.offsets.save()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Let running work end, write every table, and close the store. Calling it again only closes the store, as
-        `MessageStore.close` says."""
+        """Let running work end, save every table, and close the store.
+        Calling it again only closes the store, as `MessageStore.close` does."""
         timeout_s = seconds(timeout, "timeout")
         try:
             if self._closed:
                 return
             self._closed = True
-            self._waiters.close()  # first: who is parked may go while the rest ends
+            self._waiters.close()  # first: waiting callers may leave while the rest ends
             if not self._housekeeper.stop(timeout_s):
                 _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
             self._async_puts.close()
-            # Offsets last: what the others write moves them.
+            # Offsets last: the other mechanisms change them.
             for name, mechanism in reversed(self._mechanisms.items()):
                 try:
                     mechanism.close()
-                except Exception:  # the store is closed, and the others persist, whatever one of them met
+                except Exception:  # the store is closed and the others are saved, even if one fails
                     _log.exception("%s: %s: not persisted", self.store.path, name)
         finally:
             self.store.close(timeout)

@@ -1,9 +1,9 @@
-"""What each JSON file of the broker has to look like, for who looks for damage or mends it (format#json-load).
+"""Checks of the broker's JSON files, for loading, `verify` and `recover` (format#json-load).
 
-A table that finds a value of the wrong type in its file does not load it, and nor does the store: so `verify` and
-`recover` judge by the same functions.
+A table does not load a file with a value of the wrong type, and then the store does not open. So `verify` and `recover`
+use the same functions.
 
-Of a file of Spark's the shape stands here, too: who looks for damage may not know that room, and it knows this one.
+The check of one file of Spark is here, too, because `verify` and `recover` may not import that room.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ OVERWRITE_FILE: Final = "config/spark/overwrite.json"
 
 
 def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVERWRITE_FILE) -> None:
-    """ValueError unless this notes an overwrite, or that there is none (`spark.publish`). UnsupportedStoreError, which
-    names `file`, for one of a newer program: that is no damage, and nobody may move it aside."""
+    """Raise ValueError unless this notes an overwrite, or the absence of one (`spark.publish`).
+    Raises UnsupportedStoreError, which names `file`, for one of a newer program. That is no damage, and the file must
+    not be moved aside."""
     _check_version(value, file)
     if "ends" not in value:
         return
     if type(value.get("app")) is not str or not _is_number(value.get("ver")):
         raise ValueError(f"no overwrite: app {value.get('app')!r:.80}, ver {value.get('ver')!r:.80}")
     for topic, ends in _object(value, "ends").items():
-        if "@" in topic or not is_path_safe(topic):  # as the table of offsets has it, where these go
+        if "@" in topic or not is_path_safe(topic):  # the ends go to the table of offsets, which has this rule
             raise ValueError(f"ends: {topic!r:.80} is no topic")
         for queue_id, end in _object({topic: ends}, topic).items():
             if not (queue_id.isascii() and queue_id.isdecimal() and len(queue_id) < 11 and _is_number(end)):
@@ -75,5 +76,5 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
     OVERWRITE_FILE: check_overwrite,
 }
-"""By path within the store, `*` standing for any name: a function that raises ValueError for an object of the wrong
-shape."""
+"""Check functions by path in the store, where `*` is any name.
+Each raises ValueError for an object of the wrong shape."""

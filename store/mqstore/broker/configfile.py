@@ -1,18 +1,18 @@
-"""A file of `config/`: what every table of the broker does alike to be read and written (delivery#tables).
+"""A file of `config/`: how every table of the broker is read and written (delivery#tables).
 
-Knows that such a file is an object with members, some of them another program's; not what any member means. How bytes
-reach the disk, and what is done about a damaged file, is `files.jsonfile`'s business.
+This module knows that such a file is an object with members, some of another program, but not what they mean.
+`files.jsonfile` writes the bytes to disk and handles damaged files.
 
-    load    the members; those that nobody here knows are remembered
-    save    `value` over the remembered members: what a newer mqstore or a Java broker added survives our rewriting
+    load    read the members, and remember unknown ones
+    save    write `value` over the remembered members, so that those of a newer mqstore or a Java broker are kept
 
-Progress is saved in two ways. A synced save is preceded by a flush of the log, so it never rests on messages that a
-power cut takes back. A quick save costs no sync: it is for `kill -9`, and names the end of the log that it rests on::
+Offsets are saved in two ways. A synced save flushes the log first, so it never rests on messages that a power cut takes
+back. A quick save costs no sync: it is for `kill -9`, and names the log end that it rests on::
 
     {"logEnd": 8192, "offsetTable": ...}
 
-After a power cut the log may end before that. What the file counts as done may then be gone: the copy of a message that
-was sent back, say. Such a file is not taken, and its backup, the last synced save, is.
+After a power cut the log may end earlier. A message that the file counts as done may then be lost, such as the copy of
+one that was sent back. Such a file is not loaded. Its backup, the last synced save, is loaded instead.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ __all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "EncodedEntries", "entries",
 _log = logging.getLogger("mqstore")
 
 QUICK_MS: Final = 100
-"""Time between a change of progress and the quick save that takes it along."""
+"""Number of ms from a change of offsets to the quick save that includes it."""
 
 
 def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """`entry[name]`, which must be exactly of `kind`; `default` where it is absent or null, as RocketMQ has it.
-
-    Raises ValueError for another type: that makes the whole file a bad one (format#json-load). Exactly: to Python
-    `true` is an integer, to the engine that wrote the file it is not.
-    """
+    """Return `entry[name]`, or `default` if it is absent or null, as in RocketMQ.
+    Raises ValueError unless the type is exactly `kind`: this makes the whole file invalid (format#json-load). For
+    Python `true` is an integer, for the engine that wrote the file it is not."""
     value = entry.get(name)
     if value is None:
         return default
@@ -53,13 +51,14 @@ def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
 
 
 def object_member(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`value[name]`, an object; {} where it is absent or null. ValueError for another type."""
+    """Return the object `value[name]`, or {} if it is absent or null. Raises ValueError for another type."""
     found: dict[str, Any] = member(value, name, dict, None) or {}
     return found
 
 
 def entries(value: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of the table `value[name]` by name. Null entries are left out. ValueError for another type."""
+    """Yield the objects of the table `value[name]` by name, without null entries.
+    Raises ValueError for another type."""
     for key, entry in object_member(value, name).items():
         if entry is not None:
             if type(entry) is not dict:
@@ -69,7 +68,7 @@ def entries(value: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str
 
 @dataclass(frozen=True, slots=True)
 class DataVersion:
-    """RocketMQ's version of a table, compared by its tools to see which copy is newer.
+    """Version of a table in RocketMQ, whose tools compare it to find the newer copy.
 
     >>> DataVersion().next(1_700_000_000_000).as_json()
     {'counter': 1, 'stateVersion': 0, 'timestamp': 1700000000000}
@@ -80,7 +79,7 @@ class DataVersion:
     timestamp_ms: int = 0
 
     def next(self, now_ms: int, steps: int = 1) -> DataVersion:
-        """The version `steps` changes later."""
+        """Return the version `steps` changes later."""
         return DataVersion(self.counter + steps, 0, now_ms)
 
     def as_json(self) -> dict[str, int]:
@@ -88,13 +87,14 @@ class DataVersion:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> DataVersion:
-        """Of the `dataVersion` of a file; None, and members that RocketMQ 4.x did not have yet, count as 0."""
+        """Return the version of a file's `dataVersion`.
+        None, and members that RocketMQ 4.x did not have yet, count as 0."""
         value = value or {}
         return cls(*(member(value, name, int, 0) for name in ("counter", "stateVersion", "timestamp")))
 
 
 class EncodedEntries:
-    """Entries of a table as lines of its file: each is encoded when it changed, and not with every save."""
+    """Encoded lines of a table's entries. An entry is encoded when it changed, not with every save."""
 
     def __init__(self) -> None:
         self._lines: dict[str, tuple[object, EncodedEntry]] = {}
@@ -123,29 +123,29 @@ class ConfigFile:
         folder: str = "config",
         log_end: int | None = None,
     ) -> None:
-        """Of the file `name` in a folder of a store. `check(value)` raises ValueError for an object of the wrong shape,
-        which then counts as damaged. `log_end` is the end of the log that was found at opening: a quick save that rests
-        on more counts as damaged. None: none does."""
+        """Use the file `name` in a folder of a store.
+        `check(value)` raises ValueError for an object of the wrong shape, which then counts as damaged. `log_end` is
+        the log end that was found at opening. A quick save that rests on more of the log counts as damaged, unless
+        `log_end` is None."""
         self.path = store.path / folder / name
         self.problems: list[str] = []
-        """What was amiss at `load`, a sentence each; logged once."""
+        """Problems found by `load`, a sentence each. Each is logged once."""
         self._store = store
         self._check = check
         self._members: dict[str, Any] = {}
         self._log_end = log_end
         self.has_saved = False
-        """Whether there was a synced save since this was loaded. Only then is a quick one allowed."""
+        """True after a synced save since `load`. Only then is a quick save allowed."""
         self._is_quick = False
-        """Whether the file is of a quick save."""
+        """True if the file is from a quick save."""
         self._last: FileState | None = None
         """State of the file after the last save."""
 
     def load(self) -> dict[str, Any] | None:
-        """The value of the file or of its backup; None when neither was ever written.
-
-        Raises CorruptStoreError when there was a value and no good copy of it is left: the command that gives it up is
-        in the message, for it is never given up unasked (reliability#p10). StoreIOError when a file cannot be read.
-        """
+        """Return the value of the file or of its backup, or None if neither was ever written.
+        Raises CorruptStoreError if there was a value and no good copy is left. The message names the command that gives
+        the value up, because mqstore never does so unasked (reliability#p10). Raises StoreIOError if a file cannot be
+        read."""
         store = self._store
         value, problems = load_json(
             self.path, writer=store.mode == "rw", fs=store.fs, clock=store.clock, check=self._fits, root=store.path
@@ -165,7 +165,7 @@ class ConfigFile:
             self._check(value)
 
     def report(self, problem: str) -> None:
-        """Add to `problems`, and tell the log."""
+        """Add a problem to `problems` and log it."""
         self.problems.append(problem)
         _log.warning("%s", problem)
 
@@ -175,23 +175,20 @@ class ConfigFile:
         return cast("MessageStore", self._store)
 
     def flush_log(self) -> None:
-        """Return once everything put before is on disk: what is saved next sums it up, and must not be ahead of it.
-        Errors as of `MessageStore.flush`, and ReadOnlyStoreError."""
+        """Flush the log, because the next save rests on all messages that were put before it.
+        Raises what `MessageStore.flush` raises, and ReadOnlyStoreError."""
         self._writable().flush()
 
     def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
-        """Write `value` durably, and with it the members of the loaded file that it does not name.
-
-        With `quick_log_end` this is a quick save, which rests on the log up to there. Only if `has_saved`.
-
-        Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError: what the file said before then still
-        stands.
-        """
+        """Save `value`, and the members of the loaded file that it does not name.
+        A save is durable, except with `quick_log_end`. That is a quick save, which rests on the log up to there and is
+        allowed only after `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError. The
+        file is then as it was before."""
         store = self._writable()
         fs = store.fs
-        if store.closed:  # who holds the lock by now may have written another value
+        if store.closed:  # another process may hold the lock now and have saved another value
             raise StoreClosedError(f"{store.path} was closed; open it again")
-        if not self.has_saved:  # the process before may have been killed before it made folder and file durable
+        if not self.has_saved:  # the process before may have been killed before it synced folder and file
             for name in reversed(self.path.relative_to(store.path).parents[:-1]):
                 folder = store.path / name
                 fs.mkdir(folder, exist_ok=True)

@@ -1,26 +1,26 @@
-"""What a group gave up: looking at it, sending it again, letting go of it (delivery#dead-letters).
+"""Dead letters of a group: list, replay, purge, expire (delivery#dead-letters).
 
     %DLQ%group, queue 0      gone | gone | letter | letter | letter | ...
                                          ^ logical start         ^ end
 
-The queue's logical start (`START_GROUP`) says what is left: letters before it are no longer listed, hold no segment,
-and are freed with their segment. Three things move it, always forward:
+Letters before the queue's logical start (`START_GROUP`) are no longer listed, hold no segment, and are freed with their
+segment. Three operations move the start, always forward:
 
     replay   copies are in the log                                         then the start moves
     purge    nothing                                                       the start moves
-    expiry   older than `dlq_retention`: counted, and told in the log      the start moves
+    expiry   older than `dlq_retention`: counted, and logged               the start moves
 
-Letters behind one that was left out are noted as sent (`OffsetTable.note_sent`): they are not listed, nor sent again,
-and the start moves over them when it comes there. A crash in a replay sends some letters twice and loses none.
+Letters behind one that was left out are noted as sent (`OffsetTable.note_sent`). They are not listed or sent again, and
+the start moves over them when it reaches them. A crash in a replay sends some letters twice and loses none.
 
-A replay sends each letter to the group that gave it up, into a retry topic which that group reads anyway:
+A replay sends each letter to the group that failed at it, into a retry topic which that group reads anyway:
 
     the group               reads                               its letters
-    pops, in order or not   %RETRY%group+topic, queue 0         bear 1ST_POP_TIME
+    pops, in order or not   %RETRY%group+topic, queue 0         have 1ST_POP_TIME
     reads by offset         %RETRY%group, `retry_queues`        do not
     is the engine's own     nothing                             are delayed messages that never arrived: to their topic
 
-Knows the log, topics, groups and offsets; nothing of consumers. What makes a letter is in `retry.py`.
+This module knows the log, topics, groups and offsets, but no consumers. Letters are made in `retry.py`.
 """
 
 from __future__ import annotations
@@ -82,32 +82,32 @@ _MARKS: Final = (
     RETRY_TOPIC,
     WAIT,
 )
-"""What a message got on its way here and starts again without. Its identity, UNIQ_KEY and ORIGIN_MESSAGE_ID, stays: it
-is the same message still."""
+"""Properties from failures and delays, which a replayed message does not keep.
+Its identity, UNIQ_KEY and ORIGIN_MESSAGE_ID, stays: it is still the same message."""
 _PAGE: Final = 256
-"""Letters read, and copied, before the start moves: what a crash or an error can make a replay repeat."""
+"""Letters copied before the start moves. A crash or an error can make a replay repeat as many."""
 _QUEUE: Final = 0
 _LOOK_MIN_MS: Final = 60_000
-"""Letters expire in company: one look a minute is enough for what waits for days."""
+"""Shortest pause between checks. Letters wait for days, so one check a minute is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a replay did, or (`dry_run`) would do."""
+    """Result of a replay, or with `dry_run` its forecast."""
 
     topics: Mapping[str, int]
-    """Number of letters by topic: by the topic they came from, or by `to_topic`."""
+    """Number of letters by topic of origin, or by `to_topic`."""
     start: int
-    """Where the dead letters begin after it (queue offset)."""
+    """First queue offset of the remaining dead letters."""
 
     @property
     def count(self) -> int:
-        """Letters sent again."""
+        """Number of letters sent again."""
         return sum(self.topics.values())
 
 
 class DeadLetters:
-    """The dead letters of one group. Cheap to make; keeps nothing but its names.
+    """Dead letters of one group. The object is cheap to make and keeps only the names.
 
     Offsets are those of the one queue. Nothing here reads more than a page of letters at once.
 
@@ -135,16 +135,16 @@ class DeadLetters:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """(offset of the first letter, offset of the next one to come); equal when there is none."""
+        """Return (offset of the first letter, offset of the next new one), which are equal without letters."""
         return self._tables.offsets.bounds(self.topic, _QUEUE)
 
     @property
     def _sent(self) -> Sequence[tuple[int, int]]:
-        """Ranges [start, stop) of the letters behind the first that were sent again, ascending; they are not listed."""
+        """Ranges [start, stop) of later letters that were sent again, ascending. They are not listed."""
         return self._tables.offsets.sent(self.topic)
 
     def __len__(self) -> int:
-        """How many there are; one that has been damaged since still counts."""
+        """Return the number of letters, damaged ones included."""
         return self._count(*self.bounds)
 
     def _count(self, start: int, stop: int) -> int:
@@ -153,7 +153,7 @@ class DeadLetters:
         return stop - start - sum(max(0, min(stop, high) - max(start, low)) for low, high in sent)
 
     def __iter__(self) -> Iterator[Message]:
-        """Oldest first, up to what was there when it began."""
+        """Yield the letters, oldest first, up to the end as of the call."""
         return self.select()
 
     def select(
@@ -164,8 +164,9 @@ class DeadLetters:
         stop_ms: int | None = None,
         where: Callable[[Message], bool] | None = None,
     ) -> Iterator[Message]:
-        """The letters among `offsets` that were filed in [start_ms, stop_ms) and that `where` accepts (the `accepts` of
-        a filter, say), oldest first; read as they are asked for. Raises ConfigError for an offset that is none."""
+        """Yield the chosen letters, oldest first. They are read as they are consumed.
+        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and that `where` accepts (the
+        `accepts` of a filter, for example). Raises ConfigError for an invalid offset."""
         start, end = self.bounds
         chosen = None if offsets is None else sorted(set(map(_checked_offset, offsets)))
         return self._select(start, end, chosen, start_ms, stop_ms, where)
@@ -197,7 +198,7 @@ class DeadLetters:
         for offset in chosen:
             if start <= offset < end:
                 for message in self._tables.store.get(self.topic, _QUEUE, offset, 1).messages:
-                    if message.offset == offset:  # else it is damaged, and this is the next one
+                    if message.offset == offset:  # otherwise it is damaged, and this is the next one
                         yield message
 
     # -- sending again ----------------------------------------------------------------------------------------------
@@ -213,17 +214,16 @@ class DeadLetters:
         where: Callable[[Message], bool] | None = None,
         dry_run: bool = False,
     ) -> Replay:
-        """Send letters again to this group alone, as new: attempt 1, no trace of retries, the same unique key.
+        """Send letters again to this group only, as new: attempt 1, no trace of retries, the same unique key.
 
-        With `all_groups` each goes to the topic it came from, for every group that consumes it; with `to_topic` all go
-        to that topic instead. Letters are chosen as by `select`; those filed meanwhile are not sent. A letter that was
-        sent again is not listed any more, and no later replay sends it.
+        With `all_groups` each goes to the topic it came from, for every group that consumes it. With `to_topic` all go
+        to that topic. Letters are chosen as by `select`, without those that become dead letters meanwhile. A letter
+        that was sent again is no longer listed, and no later replay sends it.
 
-        At least once: the copies are on disk before the letters are let go of. Stops at the first that cannot be sent,
-        when all before it were sent and let go of: GroupNotFoundError, NotPermittedError, TopicNotFoundError,
-        InvalidMessageError, or what a put raises. `dry_run` writes nothing and raises the same for topics that cannot
-        be sent to.
-        """
+        At least once: the copies are on disk before the letters are removed. The replay stops at the first letter that
+        cannot be sent, after all before it were sent and removed. It then raises GroupNotFoundError, NotPermittedError,
+        TopicNotFoundError, InvalidMessageError, or what a put raises. `dry_run` writes nothing, and raises the same for
+        topics that cannot be sent to."""
         if to_topic is not None:
             self._target(to_topic, create=not dry_run)
         start, end = self.bounds
@@ -234,8 +234,8 @@ class DeadLetters:
         whole = chosen is None and start_ms is None and stop_ms is None and where is None
         to_group = not (all_groups or to_topic is not None or is_system_group(self.group))
         counts: Counter[str] = Counter()
-        front, moved = start, 0  # what lies before `front` is sent, and `moved` letters are let go of
-        apart: list[tuple[int, int]] = []  # sent as well, behind letters that were left out
+        front, moved = start, 0  # letters before `front` are sent, and `moved` letters are removed
+        apart: list[tuple[int, int]] = []  # sent, too, but behind letters that were left out
         try:
             for message in self._select(start, end, chosen, start_ms, stop_ms, where):
                 origin = to_topic or origin_of(message)
@@ -246,14 +246,14 @@ class DeadLetters:
                 if not dry_run:
                     self._send(message, config)
                 counts[origin] += 1
-                # All that are whole are to be sent, so what was passed over is damaged: nobody will ever read it.
+                # With `whole` all readable letters are sent. Those passed over are damaged: nobody will ever read them.
                 if whole or message.offset == front:
                     front = message.offset + 1
                 else:
                     apart.append((message.offset, message.offset + 1))
                 if counts.total() - moved >= _PAGE and not dry_run:
                     self._let_go(front, apart)
-                    self._tables.offsets.save()  # which flushes the log first
+                    self._tables.offsets.save()  # this flushes the log first
                     moved = counts.total()
             if whole:
                 front = end
@@ -267,18 +267,19 @@ class DeadLetters:
         return Replay(dict(counts), self.bounds[0])
 
     def _let_go(self, front: int, apart: list[tuple[int, int]]) -> None:
-        """Let go of the letters before `front`, and of those `apart`, which is emptied."""
+        """Remove the letters before `front`, and those in `apart`, which is emptied."""
         self._tables.offsets.move_start(self.topic, _QUEUE, front)
         self._tables.offsets.note_sent(self.topic, apart)
         apart.clear()
 
     def _of_group(self, letter: Message, origin: str, *, create: bool) -> TopicConfig:
-        """The topic in which this group, and no other, gets a letter that came from `origin`; made if it may be."""
+        """Return the topic in which only this group gets a letter from `origin`.
+        A missing topic is created only if `create` is true."""
         topics, groups = self._tables.topics, self._tables.groups
         group = groups.need(self.group) if create else groups.get(self.group)
         name, queues = retry_topic(self.group), max(1, group.retry_queues if group else 1)
         popped = pop_retry_topic(self.group, origin, self._tables.config.pop_retry_version)
-        # A letter of an older version bears no mark. Where the group had copies before, it gets this one as well.
+        # A letter of an older version has no mark. If the group had copies before, it gets this one as well.
         if FIRST_POP_TIME in letter.stored_properties() or (
             topics.get(name) is None and topics.get(popped) is not None
         ):
@@ -289,7 +290,7 @@ class DeadLetters:
         return config
 
     def _target(self, topic: str, *, create: bool) -> TopicConfig:
-        """The topic to send to, made if it may be."""
+        """Return the topic to send to. A missing one is created only if `create` is true."""
         topics = self._tables.topics
         if is_dlq_topic(topic):
             raise InvalidMessageError(f"dead letters cannot be sent to {topic!r}, a topic of dead letters", "topic")
@@ -307,7 +308,7 @@ class DeadLetters:
 
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
-        if is_retry_topic(config.name):  # part of the group's lag from now on, and kept
+        if is_retry_topic(config.name):  # then it is part of the group's lag, and kept
             self._tables.offsets.begin(self.group, config.name, queue_id)
         if not isinstance(self._tables, Parts):
             raise ReadOnlyStoreError(f"{self._tables.store.path} was opened for reading; replay needs mode='rw'")
@@ -328,11 +329,11 @@ class DeadLetters:
             queue_id = group_queue(group, queues, self._tables.store.manifest.group_hash)
         return queue_id, properties
 
-    # -- letting go -------------------------------------------------------------------------------------------------
+    # -- purging ----------------------------------------------------------------------------------------------------
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
-        """Let go of the letters below `before_offset`, or filed before `before_ms`, or (neither given) of all; how many
-        that were. On disk when it returns. Space comes back when retention takes their segments. `dry_run` only
+        """Remove all letters, or those below `before_offset`, or stored before `before_ms`. Return how many.
+        The change is on disk when it returns. Space is freed when retention deletes the segments. `dry_run` only
         counts."""
         start, end = self.bounds
         stop = end if before_offset is None else min(end, _checked_offset(before_offset))
@@ -348,7 +349,8 @@ class DeadLetters:
 
 
 def origin_of(letter: Message) -> str:
-    """The topic that a dead letter was first sent to; RocketMQ's bear only RETRY_TOPIC (delivery#x26)."""
+    """Return the topic that a dead letter was first sent to.
+    RocketMQ's letters have only RETRY_TOPIC (delivery#x26)."""
     properties = letter.stored_properties()
     origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
     if origin is None:
@@ -366,7 +368,7 @@ def _checked_offset(offset: object) -> int:
 
 
 class DeadLetterExpiry:
-    """Lets dead letters go that are older than `dlq_retention`, so that they do not hold the log for ever."""
+    """Removal of dead letters older than `dlq_retention`, so that they do not hold the log for ever."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         age = parts.config.dlq_retention
@@ -374,10 +376,10 @@ class DeadLetterExpiry:
         self._parts = parts
 
     def run_once(self, now_ms: int) -> int | None:
-        """Expire what is due. Comes again when the oldest letter that is left expires, at the earliest in a minute."""
+        """Expire due letters. Return when the oldest remaining one expires, at the earliest in a minute."""
         if self._age_ms is None:
             return None
-        # Whatever is filed from now on is not due before this.
+        # A letter that is stored from now on is not due before this.
         due_ms = now_ms + self._age_ms
         for topic in self._parts.store.topics():
             if is_dlq_topic(topic):
@@ -385,7 +387,7 @@ class DeadLetterExpiry:
         return max(due_ms, now_ms + _LOOK_MIN_MS)
 
     def _expire(self, group: str, now_ms: int) -> int:
-        """Expire what is due in one group; when the next one is."""
+        """Expire due letters of one group. Return the time at which the next one is due."""
         assert self._age_ms is not None
         letters = DeadLetters(self._parts, group)
         count = letters.purge(before_ms=now_ms - self._age_ms + 1)
@@ -404,8 +406,8 @@ class DeadLetterExpiry:
         return now_ms + self._age_ms if oldest is None else oldest.store_timestamp_ms + self._age_ms
 
     def close(self) -> None:
-        """Nothing to persist: logical starts are kept with the offsets."""
+        """Do nothing: logical starts are saved with the offsets."""
 
     def pins(self) -> tuple[Pin, ...]:
-        """None of its own: a queue of dead letters is held from its logical start on."""
+        """Return no pins: a queue of dead letters is kept from its logical start on."""
         return ()

@@ -1,7 +1,7 @@
-"""What a subscription lets through: tags by hash and by name, or an SQL92 expression (delivery#filters).
+"""Filters of subscriptions: tags by hash and by name, or an SQL92 expression (delivery#filters).
 
-A filter is asked twice: `units` for many units of a queue, then `accepts` for each message, whose word is final. Units
-know only the tag's hash: tag filters guess from it, SQL filters let every unit pass.
+A filter is used twice: `units` for many units of a queue, then `accepts` for each message, which decides. A unit has
+only the tag's hash. A tag filter guesses from the hash, an SQL filter accepts every unit.
 
     expression                      kind TAG (delivery#tags)                     kind SQL92 (delivery#sql92)
     None, empty                     everything                                   error
@@ -11,9 +11,9 @@ know only the tag's hash: tag filters guess from it, SQL filters let every unit 
     blank, or blanks between bars   no message                                   error
     * || A                          a tag named * and tag A                      error
 
-The log's own `parse_tags` differs: there a person reads a store and is told of a filter that cannot mean anything; here
-subscriptions mean what RocketMQ takes them to mean. Units of `SCHEDULE_TOPIC` bear times in place of hashes: whoever
-reads that topic does so without a filter.
+The log's own `parse_tags` differs: it serves a person who reads a store, and refuses a filter without a meaning. Here
+subscriptions have RocketMQ's meaning. Units of `SCHEDULE_TOPIC` have times in place of hashes, so that topic is read
+without a filter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["CACHED", "Filter", "FilterKind", "SqlSubscription", "TagSubscription
 FilterKind = Literal["TAG", "SQL92"]
 
 CACHED = 100
-"""Expressions whose filter, or error, is remembered."""
+"""Number of expressions whose filter, or error, is cached."""
 
 
 class Filter(UnitFilter, Protocol):
-    """What a subscription lets through. Immutable and shared between threads.
+    """Filter of a subscription. Immutable and shared between threads.
 
     >>> paid = parse_filter("paid || refunded")
     >>> paid.matches({"TAGS": "paid"}), paid.matches({"TAGS": "created"})
@@ -54,17 +54,17 @@ class Filter(UnitFilter, Protocol):
 
     @property
     def expression(self) -> str:
-        """As the subscriber wrote it."""
+        """Expression as the subscriber wrote it."""
 
     @property
     def kind(self) -> FilterKind: ...
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Whether a message with all these stored properties passes."""
+        """Return True if a message with all these stored properties passes."""
 
 
 class TagSubscription(TagFilter):
-    """Passes messages whose tag is one of `tags`; none at all if there are none."""
+    """Filter for messages whose tag is one of `tags`. Without tags no message passes."""
 
     __slots__ = ("expression",)
 
@@ -77,7 +77,7 @@ class TagSubscription(TagFilter):
         return "TAG"
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Whether the tag in `properties` is one of `tags`."""
+        """Return True if the tag in `properties` is one of `tags`."""
         return properties.get(TAGS) in self.tags
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class TagSubscription(TagFilter):
 
 
 class SqlSubscription:
-    """Passes messages on whose properties, the system's included, an SQL92 expression is True."""
+    """Filter for messages whose properties, the system's included, make an SQL92 expression True."""
 
     __slots__ = ("_expression", "expression")
 
@@ -98,15 +98,16 @@ class SqlSubscription:
         return "SQL92"
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """All of them: a unit says nothing about properties."""
+        """Accept all units, because a unit has no properties."""
         return np.ones(len(tags_codes), np.bool_)
 
     def accepts(self, message: Message) -> bool:
-        """Whether the expression is True on the properties of `message`; see `Expression.matches` for errors."""
+        """Return True if the expression is True for the message's properties.
+        See `Expression.matches` for errors."""
         return self._expression.matches(message.stored_properties())
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Whether the expression is True on `properties`."""
+        """Return True if the expression is True for `properties`."""
         return self._expression.matches(properties)
 
     def __repr__(self) -> str:
@@ -114,7 +115,7 @@ class SqlSubscription:
 
 
 def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
-    """The filter that `expression` stands for; None for one that passes everything.
+    """Return the filter for `expression`, or None if all messages pass.
 
     Raises FilterError with the `.position` in the expression.
 
@@ -129,7 +130,7 @@ def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
         raise FilterError(f"a filter is a str, not {type(expression).__name__}", 0)
     parsed = _parsed(expression or "", kind)
     if isinstance(parsed, FilterError):
-        # A copy: tracebacks of all who ask would pile up on the one that is remembered.
+        # A copy, because tracebacks of all callers would collect on the cached one.
         raise FilterError(str(parsed), parsed.position)
     return parsed
 
@@ -143,7 +144,7 @@ def _parsed(expression: str, kind: str) -> Filter | FilterError | None:
             return _parse_sql(expression)
         return FilterError(f"filter type {kind!r} is not known; use 'TAG' or 'SQL92'", 0)
     except FilterError as error:
-        return FilterError(str(error), error.position)  # without the frames that it was raised through
+        return FilterError(str(error), error.position)  # without the frames of its traceback
 
 
 def _parse_tags(expression: str) -> TagSubscription | None:
@@ -162,11 +163,9 @@ def _parse_sql(expression: str) -> SqlSubscription:
 
 
 def as_filter(given: Filter | str | None) -> Filter | None:
-    """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
-
-    FilterError for text that looks like SQL, or has a single bar. A tag that a Java client has given such a name SQL92
-    finds.
-    """
+    """Return a filter for a tag expression, a parsed filter, or None for all messages.
+    Raises FilterError for text that looks like SQL, or has a single bar. If a Java client used a tag of such a name,
+    SQL92 finds it."""
     if not isinstance(given, str):
         return given
     refuse_single_bar(given)

@@ -1,8 +1,8 @@
-"""Consumer groups: what each may do, and how often and when a failed message comes back (delivery#groups).
+"""Consumer groups: permissions, and redelivery of failed messages (delivery#groups).
 
-Knows settings; not members, progress or messages. A group comes into being with its first use.
+This module knows settings, but no members, offsets or messages. A group is created at its first use.
 
-One retry policy, asked in two ways (delivery#backoff). `r` is how often a message was sent back so far, `attempt`
+A retry policy is used in two ways (delivery#backoff). `r` is the number of times a message was sent back, `attempt`
 the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
 
 ===========  ================================  ==================================  ========================
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 _FORBIDDEN_READ = 1 << 2
-"""Bit of a forbidden mask that stops a group from reading a topic. RocketMQ's other bits have no effect here."""
+"""Bit of a forbidden mask that stops reads of a topic. RocketMQ's other bits have no effect here."""
 
 _log = logging.getLogger("mqstore")
 
 _FOR_EVER = 0x7FFF_FFFF
-# RocketMQ's bounds the exponent, so that the number stays one: whatever the multiplier, the maximum is long reached.
+# RocketMQ bounds the exponent, so that the number stays finite: the maximum is reached long before.
 _EXPONENT_MAX = 32
 _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
 _FIRST_SEND_BACK = 2
@@ -64,27 +64,27 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class RetryPolicy:
-    """How often a message is delivered before it is a dead letter, and how long each time it waits.
+    """Number of deliveries before a message is a dead letter, and the waits between them.
 
     >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), RetryPolicy.exponential(5, 2, 60).delay(3)
     (1.0, 2.0, 20.0)
     """
 
     max_attempts: int | None
-    """Deliveries in all; None: for ever."""
+    """Maximum number of deliveries. None: no limit."""
     kind: Kind
     table_ms: tuple[int, ...]
-    """Of kind "levels" the 18 standard delays, of "custom" the user's."""
+    """Delays in ms: the 18 standard ones of kind "levels", the user's of kind "custom"."""
     initial_ms: int
     multiplier: int
     max_ms: int
     unknown: Mapping[str, Any] = field(repr=False, compare=False)
-    """Members of the stored policy that this kind has no use for; they are written back."""
+    """Members of the stored policy that this kind does not use. They are written back."""
 
     def __init__(self, max_attempts: int | None = 17, delays: Iterable[Duration] | None = None) -> None:
-        """`delays` are seconds or timedeltas, the first for the first retry in every model; without them the standard
-        ones: from 10 s in the queue model, from 1 s in pop and orderly consumption. ConfigError for no or negative
-        delays, and fewer attempts than 1."""
+        """Take `delays` in seconds or timedeltas, the first for the first retry in every model.
+        The standard delays begin at 10 s in the queue model, at 1 s in pop and orderly consumption. Raises ConfigError
+        for no or negative delays, and fewer attempts than 1."""
         if delays is None:
             self._set(_checked_attempts(max_attempts))
             return
@@ -100,7 +100,8 @@ class RetryPolicy:
     def exponential(
         cls, initial: Duration = 5, multiplier: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
     ) -> RetryPolicy:
-        """Wait `initial` (seconds or timedelta), then `multiplier` times as long each time, at most `maximum`."""
+        """Return a policy that waits `initial`, then `multiplier` times as long each time.
+        The times are seconds or timedeltas. No wait is longer than `maximum`."""
         if type(multiplier) is not int or multiplier < 1:
             raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
         low, high = milliseconds(initial, "initial"), milliseconds(maximum, "maximum")
@@ -131,22 +132,22 @@ class RetryPolicy:
             object.__setattr__(self, name, value)
 
     def with_attempts(self, max_attempts: int | None) -> RetryPolicy:
-        """The same delays, another number of attempts."""
+        """Return a policy with the same delays and another number of attempts."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return self._of(**values | {"max_attempts": _checked_attempts(max_attempts)})
 
     def delay(self, attempt: int) -> float:
-        """Seconds to wait after the delivery number `attempt` (from 1) failed, in pop and orderly consumption."""
+        """Return the seconds to wait after delivery `attempt` (from 1) failed, in pop and orderly groups."""
         return self.delay_ms(attempt) / 1000
 
     def delay_ms(self, attempt: int) -> int:
-        """As `delay`, in milliseconds. ConfigError for an attempt before the first."""
+        """Return `delay` in milliseconds. Raises ConfigError for an attempt before the first."""
         if attempt < 1:
             raise ConfigError(f"attempts count from 1, not {attempt}")
         return self._entry(attempt - 1)
 
     def next_delay_ms(self, reconsume_times: int) -> int:
-        """How long a message waits that is sent back in the queue model after it was sent back so often before."""
+        """Return the wait in ms of a message that was sent back `reconsume_times` times (queue model)."""
         first = _FIRST_SEND_BACK if self.kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
 
@@ -157,7 +158,7 @@ class RetryPolicy:
         return self.table_ms[min(i, len(self.table_ms) - 1)]
 
     def as_json(self) -> dict[str, Any]:
-        """RocketMQ's `groupRetryPolicy`. `max_attempts` is not in it, but in the group's `retryMaxTimes`."""
+        """Return RocketMQ's `groupRetryPolicy`. `max_attempts` is in the group's `retryMaxTimes` instead."""
         value = {**self.unknown, "type": "EXPONENTIAL" if self.kind == "exponential" else "CUSTOMIZED"}
         if self.kind == "custom":
             value["customizedRetryPolicy"] = {"next": list(self.table_ms)}
@@ -171,8 +172,8 @@ class RetryPolicy:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], max_attempts: int | None = 17) -> RetryPolicy:
-        """Of a `groupRetryPolicy`; ValueError for members of the wrong type. No list, or an empty one, is the standard
-        delays; numbers below 0 are taken as 0."""
+        """Read a `groupRetryPolicy`. Raises ValueError for members of the wrong type.
+        No list, or an empty one, means the standard delays. Numbers below 0 are read as 0."""
         unknown = dict(value)
         if member(value, "type", str, "CUSTOMIZED") == "EXPONENTIAL":
             numbers = object_member(value, "exponentialRetryPolicy")
@@ -192,7 +193,7 @@ class RetryPolicy:
 
 
 def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
-    """Wait for these, seconds or timedeltas, one after the other, then for the last one each time.
+    """Return a policy with these delays, in seconds or timedeltas, the last of which repeats.
 
     >>> [backoff(1, 5, 30).delay(attempt) for attempt in (1, 2, 3, 4)]
     [1.0, 5.0, 30.0, 30.0]
@@ -203,7 +204,7 @@ def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
 def exponential(
     initial: Duration = 5, factor: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
 ) -> RetryPolicy:
-    """Wait for `initial`, then `factor` times as long each time, at most for `maximum`: `RetryPolicy.exponential`."""
+    """Return a policy that waits `initial`, then `factor` times as long each time, at most `maximum`."""
     return RetryPolicy.exponential(initial, factor, maximum, max_attempts=max_attempts)
 
 
@@ -214,7 +215,7 @@ def _checked_attempts(max_attempts: int | None) -> int | None:
 
 
 ORDERED_RETRY: Final = RetryPolicy.exponential(1, 2, 60, max_attempts=None)
-"""Retry policy of a group that is created to consume in order: no limit, so that an outage leaves no gap."""
+"""Retry policy of a group created to consume in order. It has no limit, so an outage leaves no gap."""
 
 
 def default_retry(orderly: bool) -> RetryPolicy:
@@ -222,7 +223,7 @@ def default_retry(orderly: bool) -> RetryPolicy:
     return ORDERED_RETRY if orderly else RetryPolicy()
 
 
-# member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
+# Member of the file -> field, type, and RocketMQ's default. The policy and `start` are read separately.
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "consumeEnable": ("consume_enable", bool, True),
     "consumeBroadcastEnable": ("consume_broadcast_enable", bool, True),
@@ -234,7 +235,7 @@ _OWN_MEMBERS = frozenset({*_MEMBERS, "groupName", "retryMaxTimes", "groupRetryPo
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What is set for a consumer group (delivery#groups).
+    """Configuration of a consumer group (delivery#groups).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -245,41 +246,41 @@ class GroupConfig:
 
     name: str
     consume_enable: bool = True
-    """Off: whatever asks for messages is NotPermittedError."""
+    """If False, each request for messages raises NotPermittedError."""
     consume_broadcast_enable: bool = True
-    """Off: a member that wants every message for itself is NotPermittedError."""
+    """If False, a broadcasting member raises NotPermittedError."""
     orderly: bool = False
-    """Members of the gRPC protocol are told to consume in order."""
+    """Members of the gRPC protocol consume in order if this is True."""
     retry_queues: int = 1
-    """Queues of the group's retry topic. Not above 0, only in a file that is read: a failed message is dead at once."""
+    """Queues of the group's retry topic. Below 1 (only from a file) a failed message is dead at once."""
     retry_policy: RetryPolicy = RetryPolicy()
     start: Literal["earliest", "latest"] | int = "earliest"
-    """Where the group starts in a queue in which it never committed; a number: ms since the epoch."""
+    """First position in a queue without a committed offset. A number is in ms since the epoch."""
     unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
     """Members of the file's entry that have no effect here. They are written back."""
 
     @property
     def max_attempts(self) -> int | None:
-        """Deliveries before a message is a dead letter; None: for ever. 1 when there are no retries."""
+        """Number of deliveries before a message is a dead letter. None: no limit. 1 without retries."""
         return self.retry_policy.max_attempts if self.retry_queues > 0 else 1
 
     @property
     def retry_max_times(self) -> int:
-        """RocketMQ's count of retries, not deliveries; 2147483647 for ever."""
+        """RocketMQ's number of retries, not deliveries. 2147483647: no limit."""
         attempts = self.retry_policy.max_attempts
         return _FOR_EVER if attempts is None else attempts - 1
 
     def delay_ms(self, attempt: int) -> int:
-        """How long a message stays invisible, or its queue blocked, after delivery `attempt` (from 1) failed."""
+        """Return the ms that a message is invisible, or its queue blocked, after delivery `attempt` failed."""
         return self.retry_policy.delay_ms(attempt)
 
     def check_broadcast(self) -> None:
-        """NotPermittedError unless members may want every message for themselves."""
+        """Raise NotPermittedError unless members may broadcast."""
         if not self.consume_broadcast_enable:
             raise NotPermittedError(f"group {self.name!r} may not broadcast; alter it: consume_broadcast_enable=True")
 
     def as_json(self) -> dict[str, Any]:
-        """The entry of `subscriptionGroup.json`."""
+        """Return the entry of `subscriptionGroup.json`."""
         entry = {**self.unknown, "groupName": self.name}
         for key, (name, _, _) in _MEMBERS.items():
             entry[key] = getattr(self, name)
@@ -291,7 +292,7 @@ class GroupConfig:
 
     @classmethod
     def from_json(cls, name: str, entry: Mapping[str, Any]) -> GroupConfig:
-        """Of an entry of `subscriptionGroup.json`; ValueError for a value of the wrong type."""
+        """Read an entry of `subscriptionGroup.json`. Raises ValueError for a value of the wrong type."""
         known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
         times = member(entry, "retryMaxTimes", int, 16)
         attempts = None if times >= _FOR_EVER else max(1, times + 1)
@@ -309,7 +310,7 @@ def _is_start(value: object) -> bool:
     return value in ("earliest", "latest") if isinstance(value, str) else type(value) is int and value >= 0
 
 
-# What can be set, and which values do.
+# Settings, and the check of their values.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{
         name: (lambda value: type(value) is bool, "True or False")
@@ -323,14 +324,12 @@ assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown
 
 
 class GroupTable:
-    """All consumer groups of a store. Thread-safe; looking up a known group takes no lock.
-
-    A change is on disk before it counts: when a method raises, nothing changed. The functions in `on_change` are called
-    with the name of a group after it came, changed or went, in the thread that did it, without a lock.
-    """
+    """All consumer groups of a store. Thread-safe. A look-up of a known group takes no lock.
+    A change is saved before it counts: if a method raises, nothing changed. The functions in `on_change` are called
+    with the name of a created, changed or deleted group. They run in the thread that changed it, without a lock."""
 
     def __init__(self, store: StoreReader) -> None:
-        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
         self._clock = store.clock
         self._auto_create = store.config.auto_create_groups
@@ -347,19 +346,18 @@ class GroupTable:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> GroupConfig | None:
-        """The group; None when there is none."""
+        """Return the group's configuration, or None if there is no such group."""
         return self._groups.get(name)
 
     def need(self, name: str) -> GroupConfig:
-        """The group that somebody is about to consume with, which comes into being if need be.
-
-        GroupNotFoundError when `auto_create_groups` is off or no group may have that name, NotPermittedError for one
-        of the engine's own, and as `create`.
-        """
+        """Return the group for a consumer, and create it if necessary.
+        Raises GroupNotFoundError if `auto_create_groups` is off or the name is invalid. Raises NotPermittedError for
+        one of the engine's own groups, and what `create` raises."""
         return self._groups.get(name) or self._create_to_consume(name)
 
     def names(self, system: bool = False) -> list[str]:
-        """Names of the groups, sorted. The engine's own, which another broker may have entered, only with `system`."""
+        """Return the group names, sorted.
+        Groups of the engine, which another broker may have created, are included only if `system` is true."""
         return sorted(name for name in self._groups if system or not is_system_group(name))
 
     def _create_to_consume(self, name: str) -> GroupConfig:
@@ -374,20 +372,18 @@ class GroupTable:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
-        """Enter a group; `settings` are fields of `GroupConfig`, and `max_attempts` (None: for ever) for those of the
-        policy, or `retry_max_times` for one less. A group created with `orderly=True` has the policy `ORDERED_RETRY`
-        where these do not say otherwise.
+        """Create a group. An existing one is returned unchanged with `exist_ok`, else it is an error.
 
-        With `exist_ok` a group that is there is returned as it is; else it is a ConfigError, as is a name or a setting
-        that cannot be. NotPermittedError for a group of the engine's own, StoreFullError and StoreIOError when it
-        cannot be saved.
-        """
+        `settings` are fields of `GroupConfig`, and `max_attempts` (None: no limit) of the policy, or `retry_max_times`,
+        which is one less. A group created with `orderly=True` has the policy `ORDERED_RETRY` unless these say
+        otherwise. Raises ConfigError for an existing group or an invalid name or setting, NotPermittedError for a group
+        of the engine's own, StoreFullError and StoreIOError if it cannot be saved."""
         _check_user_group(name)
         config = GroupConfig(name, retry_policy=default_retry(settings.get("orderly", False)))
         return self._put(_with(config, settings), exist_ok=exist_ok)
 
     def alter(self, name: str, **settings: Any) -> GroupConfig:
-        """Change the settings that are given. GroupNotFoundError without such a group; else as `create`."""
+        """Change the given settings. Raises GroupNotFoundError without such a group, else as `create`."""
         with self._lock:
             old = self._groups.get(name)
             if old is None:
@@ -400,8 +396,8 @@ class GroupTable:
         return new
 
     def delete(self, name: str) -> None:
-        """Forget the settings of a group; its progress is the offset table's to forget. GroupNotFoundError without such
-        a group."""
+        """Delete the settings of a group, not its committed offsets.
+        Raises GroupNotFoundError without such a group."""
         with self._lock:
             if name not in self._groups:
                 raise GroupNotFoundError(f"there is no group {name!r}")
@@ -411,17 +407,16 @@ class GroupTable:
             )
         self._tell(name)
 
-    # -- what is forbidden ------------------------------------------------------------------------------------------
+    # -- forbidden topics --------------------------------------------------------------------------------------------
 
     def may_read(self, group: str, topic: str) -> bool:
         """Return True unless `forbid` says otherwise."""
         return not self._forbidden.get(group, {}).get(topic, 0) & _FORBIDDEN_READ
 
     def forbid(self, group: str, topic: str, on: bool = True) -> None:
-        """Stop a group from reading a topic, or (`on` False) let it again. GroupNotFoundError without such a group.
-
-        Unlike RocketMQ's, clearing the last bit of a topic is saved and leaves the group's other topics alone.
-        """
+        """Stop a group from reading a topic, or allow it again (`on` False).
+        Raises GroupNotFoundError without such a group. Unlike in RocketMQ, clearing the last bit of a topic is saved
+        and does not change the group's other topics."""
         with self._lock:
             if group not in self._groups:
                 raise GroupNotFoundError(f"there is no group {group!r}")
@@ -450,7 +445,7 @@ class GroupTable:
         return config
 
     def _write(self, groups: dict[str, GroupConfig], forbidden: dict[str, dict[str, int]]) -> None:
-        """Make these the tables: first on disk, then here, by new dicts in place of the old ones."""
+        """Replace the tables, first on disk, then here by new dicts."""
         version = self._version.next(self._clock.now_ms())
         self._file.save(
             {
@@ -473,7 +468,7 @@ def _check_user_group(name: str) -> None:
 
 
 def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
-    """`config` with these settings, checked."""
+    """Return `config` with these settings, after checking them."""
     given = dict(settings)
     times = given.pop("retry_max_times", None)
     limited = "max_attempts" in given
@@ -512,7 +507,7 @@ def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def check_groups(value: dict[str, Any]) -> None:
-    """ValueError unless every entry is an object with members of the right types."""
+    """Raise ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     _forbidden_of(value)
     for name, entry in entries(value, "subscriptionGroupTable"):

@@ -1,4 +1,4 @@
-"""The half messages of a store that are open, and those that ended a while ago (delivery#transactions)."""
+"""Tables of half messages: the open ones, and recent ones that have ended (delivery#transactions)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["CHECK_AFTER_MS", "CHECK_EVERY_MS", "Ended", "Half", "Halves", "Trans
 CHECK_AFTER_MS: Final = 6_000
 CHECK_EVERY_MS: Final = 30_000
 _ENDED_KEPT: Final = 20_000
-"""Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
+"""Number of ended transactions to remember.
+They distinguish a repeated answer from a contradiction."""
 
 Ended = Literal["commit", "rollback", "discard"]
 
 
 class TransactionHandle(NamedTuple):
-    """An open transaction; good as long as its half message, over restarts too."""
+    """Open transaction, valid as long as its half message, also after restarts."""
 
     transaction_id: str
     topic: str
-    """Topic that a commit puts the message to."""
+    """Topic to which a commit puts the message."""
     producer_group: str
     offset: int
     """Queue offset of the half message."""
@@ -41,39 +42,39 @@ class Half:
         self.handle = handle
         self.stored_ms = stored_ms
         self.immunity_ms = _immunity_ms(immunity)
-        """None: it has none of its own."""
+        """Time in ms before its producer is asked. None if the message does not name one."""
         self.next_ms = self.first_ms
         self.checks = 0
         self.recovered = recovered
-        """Whether an earlier process may have committed it."""
+        """True if an earlier process may have committed it."""
         self.ended: Ended | None = None
         self.receipt: SendReceipt | None = None
         self.lock = threading.Lock()
 
     @property
     def first_ms(self) -> int:
-        """When its producer is first asked."""
+        """Time at which its producer is first asked."""
         return self.stored_ms + (self.immunity_ms or CHECK_AFTER_MS)
 
 
 class Halves:
-    """A table. Thread-safe; its lock is the innermost one."""
+    """Table of half messages. Thread-safe. Its lock is a leaf."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, Half] = {}
-        """By queue offset of the half."""
+        """Open halves by queue offset."""
         self._by_id: dict[str, Half] = {}
         self._beginning: dict[str, int] = {}
-        """Id -> an offset that its half, being put just now, will not lie below."""
+        """Lowest possible offset, by id, of each half that is being put."""
         self._ended: OrderedDict[str, Half] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def announce(self, identity: str, offset: int) -> None:
-        """Hold progress where it is for a half that is about to be put, at `offset` or behind it. InvalidMessageError
-        for an id that is open."""
+        """Keep the committed offset at or below a half that is about to be put at `offset` or behind it.
+        Raises InvalidMessageError for an id that is open."""
         with self._lock:
             if identity in self._by_id or identity in self._beginning:
                 raise InvalidMessageError(
@@ -82,7 +83,7 @@ class Halves:
             self._beginning[identity] = offset
 
     def enter(self, identity: str, half: Half | None) -> None:
-        """Take in what was announced; None: it was not put."""
+        """Add an announced half. None: it was not put."""
         with self._lock:
             del self._beginning[identity]
             if half is not None:
@@ -90,7 +91,7 @@ class Halves:
                 self._by_id[identity] = self._open[half.handle.offset] = half
 
     def recover(self, half: Half) -> None:
-        """Take in one that an earlier process put."""
+        """Add a half that an earlier process put."""
         self._by_id[half.handle.transaction_id] = self._open[half.handle.offset] = half
 
     def end(self, half: Half, outcome: Ended) -> None:
@@ -106,7 +107,7 @@ class Halves:
                 self._ended.popitem(last=False)
 
     def find(self, transaction: TransactionHandle | str) -> Half:
-        """The half of a transaction, open or ended. InvalidMessageError for one that is not known."""
+        """Return the half of a transaction, open or ended. Raises InvalidMessageError for an unknown one."""
         identity = transaction if isinstance(transaction, str) else transaction.transaction_id
         with self._lock:
             half = None if isinstance(transaction, str) else self._open.get(transaction.offset)
@@ -116,7 +117,7 @@ class Halves:
         return half
 
     def open_id(self, transaction_id: str) -> TransactionHandle | None:
-        """The open transaction of that id."""
+        """Return the open transaction of that id, or None."""
         half = self._by_id.get(transaction_id)
         return None if half is None else half.handle
 
@@ -126,24 +127,24 @@ class Halves:
             return [self._open[offset].handle for offset in sorted(self._open)]
 
     def oldest(self) -> Half | None:
-        """The open half with the lowest offset."""
+        """Return the open half with the lowest offset, or None."""
         with self._lock:
             return self._open[min(self._open)] if self._open else None
 
     def first_needed(self, end: int) -> int:
-        """The offset of the first half that is open or being put; `end` if there is none. `end` was looked up before:
-        what began since lies behind it."""
+        """Return the offset of the first half that is open or being put, or `end` without one.
+        `end` was read before, so later halves are behind it."""
         with self._lock:
             return min(end, min(self._open, default=end), min(self._beginning.values(), default=end))
 
     def due(self, now_ms: int, count: int) -> list[Half]:
-        """The `count` open ones that are due for a check, or have been for longest."""
+        """Return up to `count` open halves that are due for a check, the longest due first."""
         with self._lock:
             late = (half for half in self._open.values() if half.next_ms <= now_ms)
             return nsmallest(count, late, key=lambda half: (half.next_ms, half.handle.offset))
 
     def next_ms(self) -> int | None:
-        """When the next one is due for a check."""
+        """Return the time at which the next half is due for a check, or None."""
         with self._lock:
             return min((half.next_ms for half in self._open.values()), default=None)
 
@@ -156,7 +157,7 @@ class Halves:
                     half.next_ms = half.first_ms
 
     def clock_set_back(self, now_ms: int) -> None:
-        """The wall clock was set back: nobody waits for it to come to where it was."""
+        """Move check times back after the wall clock was set back, so that none has to wait for its old time."""
         with self._lock:
             for half in self._open.values():
                 if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
@@ -166,7 +167,7 @@ class Halves:
 
 
 def number_of(text: str | None) -> int | None:
-    """The number that a property says; None for none, and for nonsense."""
+    """Return the number that a property contains, or None for no number."""
     try:
         return None if text is None else int(text)
     except ValueError:
@@ -174,6 +175,6 @@ def number_of(text: str | None) -> int | None:
 
 
 def _immunity_ms(text: str | None) -> int | None:
-    """Immunity that a message asks for, 6 s at least; None for one that asks for none, or for nonsense."""
+    """Return the immunity in ms that a message asks for, at least 6 s, or None without a valid one."""
     wanted = number_of(text)
     return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)

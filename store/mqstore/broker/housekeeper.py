@@ -1,11 +1,11 @@
-"""One thread for everything that happens later.
+"""Housekeeper: one thread that runs all background mechanisms when they are due.
 
     next    name      work                      due = min over all; a wake-up makes one due at once
     12:00   delay     run_once(now) -> 12:00:07
     12:03   pop       run_once(now) -> None     only when woken
 
-A mechanism that fails is logged once, shows in `errors`, and is tried again, later each time: it may have met a full
-disk. The others go on.
+A mechanism that fails is logged once, is shown in `errors`, and is tried again after growing pauses, because the disk
+may be full. The others continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Housekeeper"]
 _log = logging.getLogger("mqstore")
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _LOOK_MS = 500
-"""The longest sleep with something due: wall clocks jump, and nobody tells."""
+"""Longest sleep in ms while something is due later. Nobody reports a jump of the wall clock."""
 
 RunOnce = Callable[[int], int | None]
 
@@ -38,16 +38,16 @@ class _Job:
         self.failures = 0
 
     def is_due(self, now_ms: int) -> bool:
-        # What fails is not woken but waits: a put a microsecond would else make of a full disk a busy loop.
+        # A failed job is not woken, but waits. Otherwise frequent puts would make a full disk a busy loop.
         return (self.woken and not self.failures) or (self.due_ms is not None and self.due_ms <= now_ms)
 
 
 class Housekeeper:
-    """Calls what is due. `start` gives it a thread; without, a test calls `run_once`."""
+    """Runner of due mechanisms. `start` gives it a thread. Without one, a test calls `run_once`."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.errors: dict[str, str] = {}
-        """What stopped a mechanism in its last run; gone once it has run again."""
+        """Error of each mechanism that failed in its last run. A successful run removes it."""
         self._name = name
         self._clock = clock
         self._jobs: list[_Job] = []
@@ -57,18 +57,18 @@ class Housekeeper:
         self._last_ms = 0
 
     def waker(self, name: str) -> Callable[[], None]:
-        """What makes the mechanism of that name due at once; may be called before that is added."""
+        """Return a function that makes the named mechanism due at once. It may be called before `add`."""
 
         def wake() -> None:
             for job in self._jobs:
                 if job.name == name:
-                    job.woken = True  # before the bell: the thread is called first and looks here then
+                    job.woken = True  # before the bell: the woken thread looks here
             self._bell.ring()
 
         return wake
 
     def add(self, name: str, run: RunOnce) -> None:
-        """`run` is due at once, then when it says."""
+        """Add a mechanism. `run` is due at once, then at the times that it returns."""
         self._jobs.append(_Job(name, run))
 
     def run(self, name: str) -> None:
@@ -78,8 +78,8 @@ class Housekeeper:
                 self._run(job, self._clock.now_ms())
 
     def run_once(self, now_ms: int) -> int | None:
-        """Run what is due; when the next is. One caller at a time."""
-        if now_ms < self._last_ms:  # the clock was set back: times named by the old one mean nothing now
+        """Run what is due. Return the next due time. One caller at a time."""
+        if now_ms < self._last_ms:  # the clock was set back: times of the old clock mean nothing now
             for job in self._jobs:
                 job.due_ms = now_ms
         self._last_ms = now_ms
@@ -92,7 +92,7 @@ class Housekeeper:
         return self.next_due_ms(now_ms)
 
     def next_due_ms(self, now_ms: int) -> int | None:
-        """When something is due; None while nothing is, unless woken."""
+        """Return the next due time, or None if only a wake-up can make something due."""
         if any(job.is_due(now_ms) for job in self._jobs):
             return now_ms
         return min((job.due_ms for job in self._jobs if job.due_ms is not None), default=None)
@@ -114,7 +114,7 @@ class Housekeeper:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run what is due from a thread of our own until `stop`."""
+        """Run due mechanisms in a thread until `stop`."""
         self._thread = threading.Thread(target=self._loop, name="mqstore-housekeeper", daemon=True)
         self._thread.start()
 
@@ -127,7 +127,7 @@ class Housekeeper:
                 self._bell.wait(max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000)
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the running job end and start no other; whether it has ended."""
+        """Wait for the running job and start no other. Return True if it has ended."""
         self._stopping = True
         self._bell.ring()
         if self._thread is None or self._thread is threading.current_thread():

@@ -12,7 +12,7 @@ import unicodedata
 
 __all__ = ["JAVA_BLANKS", "double_order", "parse_double", "parse_int", "parse_long"]
 
-# Integer.parseInt takes char by char what Character.digit knows: any decimal digit of the BMP, no space, no fraction.
+# Integer.parseInt accepts what Character.digit knows: decimal digits of the BMP, no space, no fraction.
 _INTEGER = re.compile(r"[+-]?(?:(?![^\0-\uffff])\d)+")
 # Written so that no run of digits can be split in two ways: a failure costs one pass, not one pass per digit.
 _DOUBLE = re.compile(
@@ -28,7 +28,7 @@ JAVA_BLANKS = "".join(map(chr, range(0x21)))
 def _parse_integer(text: str, bits: int) -> int:
     if _INTEGER.fullmatch(text):
         digits = text.lstrip("+-")
-        if len(digits) > 19:  # zeros in front are free; int() would refuse thousands of them
+        if len(digits) > 19:  # leading zeros are allowed; int() would refuse thousands of them
             digits = "".join(str(unicodedata.decimal(c)) for c in digits).lstrip("0") or "0"
         value = int(digits[:20]) * (-1 if text[0] == "-" else 1)
         if -(1 << bits - 1) <= value < 1 << bits - 1:
@@ -52,9 +52,7 @@ def parse_long(text: str) -> int:
 
 def parse_double(text: str) -> float:
     """Return what `Double.parseDouble` returns. Raises ValueError where it fails.
-
-    Blanks around the number, `NaN`, `Infinity`, hex floats and a type suffix are all welcome.
-    """
+    Blanks around the number, `NaN`, `Infinity`, hex floats and a type suffix are allowed."""
     text = text.strip(JAVA_BLANKS)
     match = _DOUBLE.fullmatch(text)
     if match is None:
@@ -63,7 +61,7 @@ def parse_double(text: str) -> float:
         return float(text.rstrip("fFdD"))
     try:
         return float.fromhex(text.rstrip("fFdD"))
-    except OverflowError:  # where Java, and Python for decimals, say Infinity
+    except OverflowError:  # for which Java, and Python for decimals, return Infinity
         return -math.inf if text[0] == "-" else math.inf
 
 

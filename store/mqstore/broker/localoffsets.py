@@ -1,10 +1,10 @@
-"""How far a broadcasting client has come, in a file of its own (clients#positions, clients#broadcasting).
+"""Offsets of a broadcasting client, in a separate file (clients#positions, clients#broadcasting).
 
     local_offsets/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
-An update counts in memory at once, forwards or backwards, and in the file with the next `persist`. One object for a
-file at a time: whoever takes over from another one reloads. Of RocketMQ's file only the idea is kept: its keys are JSON
-objects, which no JSON reader takes, and it is rewritten in place.
+An update counts in memory at once, forwards or backwards, and in the file with the next `persist`. A file has one
+object at a time: the next one reloads it. Only the idea is RocketMQ's: the keys of its file are JSON objects, which no
+JSON reader accepts, and it is rewritten in place.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "lower_all"]
 _log = logging.getLogger("mqstore")
 
 LOCAL_OFFSETS = "local_offsets"
-"""Folder of a store for its writer's clients."""
+"""Folder of a store for the clients of its writer."""
 _MEMBER = "offsets"
 
 
 class LocalOffsets:
-    """The offsets of one client in one group. Thread-safe.
+    """Offsets of one client in one group. Thread-safe.
 
     >>> import mqstore, tempfile
     >>> queue = QueueRef("orders", 0)
@@ -46,8 +46,9 @@ class LocalOffsets:
     """
 
     def __init__(self, store: StoreReader, client_id: str, group: str) -> None:
-        """Load the file. Raises ConfigError for names that cannot be a folder and a file, CorruptStoreError when there
-        were offsets and no good copy is left, StoreIOError."""
+        """Load the file.
+        Raises ConfigError for names that cannot be a folder and a file, CorruptStoreError if there were offsets and no
+        good copy is left, StoreIOError."""
         for name in (client_id, group):
             if not name or name in (".", "..") or "/" in name or "\0" in name:
                 raise ConfigError(f"{name!r:.150} cannot be the name of a file; choose another client id or group")
@@ -56,14 +57,13 @@ class LocalOffsets:
         self.path = self._file.path
         self._lock = threading.Lock()
         self._saving = threading.Lock()
-        """Held around a whole save; taken before `_lock`."""
+        """Lock for a whole save, taken before `_lock`."""
         self._offsets: dict[QueueRef, int] = {}
         self._saved: dict[QueueRef, int] = {}
         self.reload()
 
     def reload(self) -> None:
-        """Begin with what is in the file now: another object may have written it since this one was made. Errors as of
-        the constructor."""
+        """Load the file again, because another object may have written it since. Raises as the constructor."""
         with self._saving:
             try:
                 value = self._file.load() or {}
@@ -86,11 +86,11 @@ class LocalOffsets:
                 self._offsets, self._saved = stored, dict(stored)
 
     def get(self, queue: QueueRef) -> int | None:
-        """Where the client goes on in `queue`; None when nothing is known, which is not 0."""
+        """Return the client's offset in `queue`, or None if it is not known, which is not 0."""
         return self._offsets.get(queue)
 
     def update(self, queue: QueueRef, offset: int) -> None:
-        """Note that everything below `offset` is consumed. ConfigError for an offset below 0."""
+        """Note that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
         queue, offset = QueueRef(queue[0], index(queue[1])), index(offset)
         if offset < 0 or queue.queue_id < 0:
             raise ConfigError(f"offset {offset} of queue {queue.queue_id} of {queue.topic!r}: neither is below 0")
@@ -98,14 +98,14 @@ class LocalOffsets:
             self._offsets[queue] = offset
 
     def persist(self) -> None:
-        """Write what is in memory into the file; on disk when this returns. Without changes nothing is written.
-        StoreFullError, StoreIOError: the file is as it was, and the next call tries again."""
+        """Save the offsets. They are on disk when this returns. Without changes nothing is written.
+        After StoreFullError or StoreIOError the file is as it was, and the next call tries again."""
         with self._saving:
             with self._lock:
                 offsets = dict(self._offsets)
             if offsets == self._saved:
                 return
-            # Else the file could be ahead of the log after a power cut, and the client pass over what comes then.
+            # Otherwise the file could be ahead of the log after a power cut, and the client would skip messages.
             self._file.flush_log()
             by_topic: dict[str, dict[str, int]] = {}
             for queue, offset in offsets.items():
@@ -114,7 +114,7 @@ class LocalOffsets:
             self._saved = offsets
 
     def lower(self, end_of: Callable[[str, int], int]) -> None:
-        """Where an offset lies behind `end_of(topic, queue id)`, it is that: what is put there from now on is new."""
+        """Lower offsets behind `end_of(topic, queue id)` to that end, because later messages are new."""
         for queue, offset in self._saved.items():
             end = end_of(*queue)
             if offset > end:
@@ -124,10 +124,10 @@ class LocalOffsets:
 
 
 def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
-    """`lower` in every file of a store, on disk when this returns. One that is damaged is left to whoever needs it.
-    Errors as of `LocalOffsets.persist`."""
+    """Lower the offsets in every file of a store. The files are on disk when this returns.
+    A damaged file is left to its client. Raises as `LocalOffsets.persist`."""
     folder = store.path / LOCAL_OFFSETS
-    backups = folder.glob("*/*.json.bak")  # may be all that is left of one, and is then what its client goes by
+    backups = folder.glob("*/*.json.bak")  # a backup may be the only copy, which its client then uses
     for path in sorted({*folder.glob("*/*.json"), *(backup.with_suffix("") for backup in backups)}):
         try:
             offsets = LocalOffsets(store, path.parent.name, path.stem)
@@ -139,7 +139,7 @@ def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
 
 
 def check_local_offsets(value: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """The offsets in a file. ValueError for another shape: it is then no good copy."""
+    """Return the offsets in a file. Raises ValueError for another shape, which is not a good copy."""
     found: object = value.get(_MEMBER, {})
     if not isinstance(found, dict):
         raise ValueError(f"{_MEMBER} must be an object, not {found!r:.80}")

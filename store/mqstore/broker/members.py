@@ -1,21 +1,20 @@
-"""Who consumes in which group, and whether they agree (clients#group).
+"""Registry of the members of consumer groups, in memory (clients#group).
 
-A registry in memory: members register when they start and are unregistered when they stop or are given up (a server
-gives up clients whose heartbeats ceased; within a process nobody dies alone). It assigns no queues. What it refuses, it
-refuses before anything changed::
+Members register when they start, and are unregistered when they stop. A server also unregisters clients without
+heartbeats. The registry assigns no queues. It refuses a member before anything changes::
 
     another member of the group consumes in another mode        GroupInUseError
     beside other members it asks for another retry policy       GroupInUseError
     another member of the group subscribes to something else    SubscriptionConflictError
-    the group's settings forbid it (told by `may_join`)          NotPermittedError
+    the group's settings forbid it (by `may_join`)               NotPermittedError
 
-Members that subscribe differently would each be given queues of topics that they do not read, and would commit what
-they never saw. Members that divide queues by two strategies would leave some to nobody. A member that is alone may
-register again with another mode or other subscriptions. The retry policy that it asks for becomes the group's once it
-is a member (`set_retry`). `check` refuses what `register` would, and makes no member.
+Members with different subscriptions would get queues of topics that they do not read, and would commit messages that
+they never saw. With two strategies some queues would have no member. A member that is alone may register again with
+another mode or other subscriptions. Its retry policy becomes the group's once it is a member (`set_retry`). `check`
+refuses what `register` would, and makes no member.
 
-Listeners are told after every change of a group, outside the lock, in the thread that made it. They are told the group
-and nothing else: what they read then is at least as new as the change.
+Listeners are called with the group after every change, outside the lock, in the thread that made it. The members that
+they read then are at least as new as the change.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ __all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions"]
 _log = logging.getLogger(__name__)
 
 Expression = tuple[str, str]
-"""Kind and text of a filter: ("TAG", "a || b"), ("SQL92", "price > 5"); ("TAG", "*") is everything."""
+"""Kind and text of a filter: ("TAG", "a || b"), ("SQL92", "price > 5"), or ("TAG", "*") for all."""
 Subscriptions = Mapping[str, Expression]
-"""Topic -> filter."""
+"""Filters by topic."""
 
 
 class Mode(NamedTuple):
-    """How a group consumes; all its members alike (clients#group)."""
+    """Mode in which a group consumes, the same for all its members (clients#group)."""
 
     model: Literal["queue", "pop"]
     ordered: bool = False
     broadcasting: bool = False
     strategy: str | None = None
-    """Name of the function that divides the queues; None in pop and broadcasting, where nothing is divided."""
+    """Name of the function that divides the queues. None in pop and broadcasting, which divide nothing."""
 
     def __str__(self) -> str:
         order = "ordered" if self.ordered else "unordered"
@@ -68,7 +67,7 @@ class Member:
 
 
 class Members:
-    """The members of all groups of a store. Safe to call from many threads.
+    """Members of all groups of a store. Thread-safe.
 
     >>> members = Members()
     >>> members.register("c2", "billing", {"orders": ("TAG", "*")}, Mode("queue"))
@@ -84,14 +83,15 @@ class Members:
         may_join: Callable[[str, Mode], object] = lambda group, mode: None,
         settings: GroupTable | None = None,
     ) -> None:
-        """`may_join` raises for who may not consume in a group in that mode, whoever its other members are. `settings`
-        has the groups' retry policies; without it nobody may ask for one."""
+        """Start without members.
+        `may_join` raises if a member may not consume in a group in that mode, whatever its other members are.
+        `settings` has the groups' retry policies. Without it no member may ask for one."""
         self._may_join = may_join
         self._settings = settings
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Member]] = {}
         self.on_change: list[Callable[[str], None]] = []
-        """Called with the name of a group whose members, or their subscriptions, have changed."""
+        """Functions called with the name of a group whose members or subscriptions have changed."""
 
     def register(
         self,
@@ -103,14 +103,13 @@ class Members:
         owner: object = None,
         retry: RetryPolicy | None = None,
     ) -> bool:
-        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed. The policy
-        `retry` that a new member asks for becomes the group's.
+        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed.
 
-        Only the owner that registered a client id may register it again, so a call that was interrupted can be
-        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner,
-        `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
-        broadcasting where the group's settings forbid it, StoreClosedError; for `retry` as `GroupTable.alter`.
-        """
+        The policy `retry` of a new member becomes the group's. Only the owner that registered a client id may register
+        it again, so an interrupted call can be repeated. Raises ConfigError for an empty client id, GroupInUseError if
+        the client id has another owner, and GroupInUseError or SubscriptionConflictError by the module's table. Raises
+        NotPermittedError for broadcasting if the group's settings forbid it, StoreClosedError, and for `retry` what
+        `GroupTable.alter` raises."""
         wanted = _normalized(subscriptions)
         with self._lock:
             known = self._check(client_id, group, wanted, mode, owner, retry)
@@ -137,7 +136,7 @@ class Members:
         owner: object = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """Raise what `register` would raise. `subscriptions`: None if they are not known yet."""
+        """Raise what `register` would raise. `subscriptions` is None if they are not known yet."""
         wanted = None if subscriptions is None else _normalized(subscriptions)
         with self._lock:
             self._check(client_id, group, wanted, mode, owner, retry)
@@ -151,7 +150,7 @@ class Members:
         owner: object,
         retry: RetryPolicy | None,
     ) -> Member | None:
-        """Return the registration of `client_id`, which may register so."""
+        """Return the registration of `client_id`, after checking that it may register."""
         self._may_join(group, mode)
         if not client_id or not isinstance(client_id, str):
             raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
@@ -177,7 +176,7 @@ class Members:
         return [member for name, member in self._groups.get(group, {}).items() if name != client_id]
 
     def check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None:
-        """Raise GroupInUseError if `retry` is not the policy of `group` and members besides `client_id` live by it."""
+        """Raise GroupInUseError if `retry` is not the policy of `group`, which has other members."""
         with self._lock:
             self._check_retry(client_id, group, retry)
 
@@ -191,19 +190,19 @@ class Members:
             )
 
     def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None:
-        """Make `retry` the policy of `group`, as `client_id` asks, which need not be a member. Errors as `check_retry`
-        and `GroupTable.alter`."""
+        """Make `retry` the policy of `group`. `client_id`, which asks for it, need not be a member.
+        Raises what `check_retry` and `GroupTable.alter` raise."""
         self.check_retry(client_id, group, retry)
         if self._settings is not None:
-            self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file, and tells
+            self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file and calls listeners
 
     def get(self, client_id: str, group: str) -> Member | None:
-        """Return the registration of `client_id`, None if it is no member."""
+        """Return the registration of `client_id`, or None if it is not a member."""
         return self._groups.get(group, {}).get(client_id)
 
     def unregister(self, client_id: str, group: str, *, owner: object = None) -> bool:
-        """Take `client_id` out of `group`. Return False if it was no member, or if another than `owner` has registered
-        it; None: whoever has."""
+        """Remove `client_id` from `group`. Return False if it was not a member, or of another owner.
+        `owner` None removes it for any owner."""
         with self._lock:
             members = self._groups.get(group, {})
             known = members.get(client_id)
@@ -216,22 +215,22 @@ class Members:
         return True
 
     def members(self, group: str) -> list[str]:
-        """The client ids of `group`, sorted as rebalancing wants them."""
+        """Return the client ids of `group`, sorted as rebalancing needs them."""
         with self._lock:
             return sorted(self._groups.get(group, {}))
 
     def subscriptions(self, group: str) -> Subscriptions:
-        """What every member of `group` subscribes to; empty without members."""
+        """Return the subscriptions of every member of `group`, empty without members."""
         with self._lock:
             return next((member.subscriptions for member in self._groups.get(group, {}).values()), MappingProxyType({}))
 
     def mode(self, group: str) -> Mode | None:
-        """How `group` consumes; None without members."""
+        """Return the mode of `group`, or None without members."""
         with self._lock:
             return next((member.mode for member in self._groups.get(group, {}).values()), None)
 
     def groups(self) -> list[str]:
-        """The groups that have members, sorted."""
+        """Return the groups that have members, sorted."""
         with self._lock:
             return sorted(self._groups)
 
@@ -239,7 +238,7 @@ class Members:
         for listener in list(self.on_change):
             try:
                 listener(group)
-            except Exception:  # the change stands, and the other listeners must hear of it
+            except Exception:  # the change stays, and the other listeners must be called
                 _log.exception("a listener failed when told that the members of group %s changed", group)
 
 
@@ -259,7 +258,7 @@ def _check_subscriptions(group: str, client_id: str, wanted: Subscriptions, othe
 
 
 def _own(subscriptions: Subscriptions) -> Subscriptions:
-    """What the user asked for."""
+    """Return the subscriptions without retry topics."""
     return {topic: expression for topic, expression in subscriptions.items() if not is_retry_topic(topic)}
 
 
@@ -268,7 +267,7 @@ def _normalized(subscriptions: Subscriptions) -> dict[str, Expression]:
 
 
 def _normal(kind: str, text: str) -> str:
-    """One spelling for tag expressions that mean the same, so that members are not refused for a blank or an order."""
+    """Return one spelling for tag expressions of one meaning, so that blanks and order do not matter."""
     if kind != "TAG":
         return text.strip()
     tags = {tag.strip() for tag in text.split("||")} - {""} if text else set()

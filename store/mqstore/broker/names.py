@@ -1,6 +1,6 @@
-"""Names with a meaning: system topics and groups, retry and dead-letter topics (delivery#system-names).
+"""Reserved names: system topics and groups, retry and dead-letter topics (delivery#system-names).
 
-A user may neither send to a system topic nor make up a name with `%` or `|`: those are the engine's.
+A user may not send to a system topic, or create a name with `%` or `|`: those are the engine's.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ POP_LOG_TOPIC = "rmq_sys_pop_log"
 DLQ_PREFIX = "%DLQ%"
 
 SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
-"""Whose dead letters are delayed messages that could not be restored."""
+"""Group whose dead letters are delayed messages that could not be restored."""
 POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
-"""Whose offset is the position from which the pop log is replayed."""
+"""Group whose offset is the position from which the pop log is replayed."""
 TRANS_GROUP = "CID_RMQ_SYS_TRANS"
 DELETED_GROUP = "CID_RMQ_SYS_DELETED"
-"""Whose offset, of queue 0, is where the log ended when a topic of that name was deleted: what had been put before, and
-waits for its time, goes nowhere."""
+"""Group whose offset in queue 0 is the log end at the last deletion of a topic of that name.
+Earlier messages that wait for their time are not delivered to it."""
 START_GROUP = "CID_RMQ_SYS_START"
-"""Whose offset is a queue's logical start: what lies before it was purged, replayed, expired, or belonged to a topic of
-that name that was deleted."""
+"""Group whose offset is a queue's logical start.
+Earlier messages were purged, replayed, expired, or belonged to a deleted topic of that name."""
 
 MAX_GROUP = 120
 _NO_GROUP = "DEFAULT_CONSUMER"
@@ -79,7 +79,7 @@ _USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 class QueueKey(NamedTuple):
-    """Key of what is known of one group in one queue. `topic` is where the messages lie, which may be a retry topic."""
+    """Key of the state of one group in one queue. `topic` holds the messages and may be a retry topic."""
 
     group: str
     topic: str
@@ -87,18 +87,20 @@ class QueueKey(NamedTuple):
 
 
 def retry_topic(group: str) -> str:
-    """Where a group's failed messages wait to be consumed again, in the queue model."""
+    """Return the topic in which a group's failed messages wait for redelivery, in the queue model."""
     return RETRY_PREFIX + group
 
 
 def dlq_topic(group: str) -> str:
-    """Where messages end that a group could not consume in all its attempts."""
+    """Return the topic of messages that a group could not consume in all its attempts."""
     return DLQ_PREFIX + group
 
 
 def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
-    """Where copies of popped and unacknowledged messages go. Version 1 is ambiguous: group `a`, topic `b_c` and group
-    `a_b`, topic `c` share theirs; `+` of version 2 is in no user's name.
+    """Return the topic for copies of popped messages that were not acknowledged.
+
+    Version 1 is ambiguous: group `a`, topic `b_c` and group `a_b`, topic `c` share one. No user's name has the `+` of
+    version 2.
 
     >>> pop_retry_topic("billing", "orders")
     '%RETRY%billing+orders'
@@ -107,7 +109,9 @@ def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
 
 
 def popped_topic(group: str, topic: str) -> str:
-    """Return the topic whose popped copies lie in `topic`, if that is a retry topic of pop of `group`; else `topic`.
+    """Return the topic whose popped copies are in `topic`, if that is a retry topic of pop of `group`.
+
+    Otherwise returns `topic`.
 
     >>> popped_topic("billing", "%RETRY%billing+orders"), popped_topic("billing", "%RETRY%billing")
     ('orders', '%RETRY%billing')
@@ -128,18 +132,18 @@ def is_dlq_topic(topic: str) -> bool:
 
 
 def is_system_topic(topic: str) -> bool:
-    """Whether the engine alone writes to `topic`. Retry and dead-letter topics are none of these."""
+    """Return True if only the engine writes to `topic`. Retry and dead-letter topics do not count."""
     return topic in _SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
 
 
 def is_system_group(group: str) -> bool:
-    """Whether `group` is the engine's own bookkeeping and no consumer."""
+    """Return True if `group` is the engine's own bookkeeping and no consumer."""
     return group.startswith(_SYSTEM_GROUP_PREFIX)
 
 
 def check_user_topic(topic: object) -> str:
-    """`topic`, if a user may create or send to it. InvalidMessageError for a bad name, NotPermittedError for a system
-    topic."""
+    """Return `topic` if a user may create it or send to it.
+    Raises InvalidMessageError for a bad name, NotPermittedError for a system topic."""
     if not isinstance(topic, str):
         raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
     if not _USER_NAME.fullmatch(topic) or len(topic) > MAX_TOPIC:
@@ -152,7 +156,7 @@ def check_user_topic(topic: object) -> str:
 
 
 def check_group(group: object) -> str:
-    """`group`, if a consumer group may bear that name. ConfigError says which rule it breaks."""
+    """Return `group` if it is a valid name. Raises ConfigError that says which rule it breaks."""
     if not isinstance(group, str):
         raise ConfigError(f"a group is a str, not {type(group).__name__}")
     if not _USER_NAME.fullmatch(group) or len(group) > MAX_GROUP:

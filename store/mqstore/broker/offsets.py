@@ -1,13 +1,13 @@
-"""How far each group has come in each queue: committed offsets and forced restarts (delivery#offsets).
+"""Committed offsets of each group in each queue, and forced restarts (delivery#offsets).
 
-Knows names, numbers and the bounds of queues; not whether a group or topic is registered: who takes requests checks it.
+This module knows names, numbers and the bounds of queues. Its callers check that a group or topic is registered.
 
 =========  ==================================  =====  ==========================================================
 table      key -> value                        kept   meaning
 =========  ==================================  =====  ==========================================================
 committed  group, topic, queue id -> offset    yes    everything before is consumed; absent is not 0
-pulled     group, topic, queue id -> offset    no     where the last read ended; ahead of committed by what is in work
-resets     group, topic, queue id -> offset    no     where the next read must start, once
+pulled     group, topic, queue id -> offset    no     end of the last read; messages from committed to it are in work
+resets     group, topic, queue id -> offset    no     start of the next read, once
 =========  ==================================  =====  ==========================================================
 
 A forced restart, queue by queue::
@@ -15,28 +15,28 @@ A forced restart, queue by queue::
     reset(o)      committed := o, a reset is pending
     commit(x)     pending: dropped. It comes from a consumer that does not know yet, and would undo the reset.
     take_reset()  the next read or pop gets o, once; commits count again
-    published(x)  pending: the reset is done with, and committed := x. Who publishes asks nobody where to start, so a
-                  reset that nobody takes would keep its progress out for good.
+    published(x)  pending: the reset ends, and committed := x. A publisher asks nobody where to start, so a reset that
+                  no read takes would keep its offsets out for good.
 
-Written to `config/consumerOffset.json` as RocketMQ does, and never ahead of the messages: a save takes a copy, flushes
-the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back.
-Between two such saves there are quick ones (`configfile`), so that `kill -9` takes back no more than a moment::
+The file is `config/consumerOffset.json`, as in RocketMQ, and never ahead of the messages: a save takes a copy, flushes
+the commitlog, then writes the copy. So its offsets rest on messages that no power cut takes back. Between two such
+saves there are quick ones (`configfile`), so that `kill -9` takes back only the last moment::
 
     commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
                                                  later, if quick saves would take more than 2 % of a processor
 
-A file that another program wrote may say otherwise: an offset above its queue's end is lowered to the end at load, for
-the messages to come will bear the numbers between.
+A file of another program may be ahead: an offset above its queue's end is lowered to the end at load, because new
+messages will get the offsets between.
 
-What processes beside the owner publish of their groups (`published.py`; Spark's `commitGroup`) is folded in at
-opening, every `commit_interval` and at closing, as a commit would be; who opens the store for reading sees it earlier.
+Offsets that processes beside the owner publish (`published.py`; Spark's `commitGroup`) are added as commits at opening,
+every `commit_interval` and at closing. A process that opens the store for reading sees them earlier.
 
-The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
-to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics. So does
-what `DELETED_GROUP` says, which is an offset of the log and not of a queue.
+The group `START_GROUP` keeps each queue's *logical start* in the same table: earlier messages were purged, or belonged
+to a deleted topic of that name. A start only moves forward, and survives the removal of groups and topics. So does the
+offset of `DELETED_GROUP`, which is an offset of the log and not of a queue.
 
-Dead letters behind a logical start that were sent again stand in the file as `"sentLetters": {TOPIC: [[start, stop],
-...]}`, ascending and apart; without any, the file has no such member. The start takes in what it touches.
+Dead letters behind a logical start that were sent again are in the file as `"sentLetters": {TOPIC: [[start, stop],
+...]}`, ascending and apart. Without any, the file has no such member. A start that reaches a range moves to its end.
 """
 
 from __future__ import annotations
@@ -66,46 +66,46 @@ _BROADCAST = "broadcast"
 # RocketMQ's consumerOffsetUpdateVersionStep: its data version counts hundreds of commits, not each one.
 _VERSION_STEP = 500
 _QUICK_REST = 50
-"""Times as long as a quick save took pass until the next, at least: the table may be large."""
+"""Shortest pause before the next quick save, in durations of the last one. The table may be large."""
 
 
 class OffsetTable:
-    """Committed offsets of all groups. Thread-safe; looking up takes no lock.
+    """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
     Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
-    before a `commit` returns that asks for "flush". The kernel has a `commit` about 100 ms later (`run_once`).
+    before a `commit` with "flush" returns. The kernel has a `commit` about 100 ms later (`run_once`).
 
-    Long because its tables (progress, resets, logical starts, letters sent) lie in one file and change together.
-    """
+    The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
+    together."""
 
     def __init__(self, store: StoreReader) -> None:
-        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
         self._store = store
         self._clock = store.clock
         self._interval_ms = max(1, milliseconds(store.config.commit_interval, "commit_interval"))
         self._due_ms: int | None = None
         self._noted = load_ends(store.path, store.fs)
-        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once
-        these are loaded."""
+        """Queue ends after a recovery shortened queues, or None. Also None once these offsets are loaded."""
         log_end = self._log_end() if store.mode == "rw" else None
         self._file = ConfigFile(store, "consumerOffset.json", check_offsets, log_end=log_end)
         self.wake: Callable[[], None] = lambda: None
-        """Called when `run_once` is to come before the time it named."""
+        """Function to call when `run_once` must run earlier than it returned."""
         self._quick_due_ms: int | None = None
         self._quick_pause_ms = QUICK_MS
         self._wakes = True
-        """Whether the next commit calls `wake`."""
+        """True if the next commit must call `wake`."""
         self._lock = threading.Lock()
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
-        """(group, topic) -> where it begins, being saved."""
+        """First offsets by (group, topic) that are being saved."""
         self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
-        """Topic of dead letters -> [start, stop) of those sent again, ascending and apart, all behind its start."""
+        """Ranges [start, stop) of letters sent again, by topic of dead letters.
+        They are ascending, do not touch, and lie behind the topic's start."""
         self._pulled: dict[QueueKey, int] = {}
         self.resets: dict[QueueKey, int] = {}
-        """Pending. Not to be changed from outside."""
-        # Changes so far, how many of them the file has on disk, and how many at all. _saving is held around a whole
-        # save, taken before _lock.
+        """Pending resets. Callers must not change them."""
+        # Number of all changes, of those on disk, and of those written at all. _saving is the lock for a whole save,
+        # taken before _lock.
         self._changes = 0
         self._saved = 0
         self._written = 0
@@ -116,9 +116,9 @@ class OffsetTable:
         self._load()
         self._published = PublishedFiles(store.path, store.fs, self._file.report)
         self._fold()
-        # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
-        # and a crash before the next save would have the group skip what came between. Who reads lowers it for
-        # himself, each time, until a broker does it for good.
+        # Save at once. Otherwise, when the queue has grown past a lowered offset, the file's old one would look valid.
+        # After a crash the group would then skip messages. A reader lowers it for itself, each time, until a broker
+        # saves it.
         if store.mode == "rw":
             self.save()
             self._published.settle()
@@ -127,10 +127,8 @@ class OffsetTable:
     # -- committed --------------------------------------------------------------------------------------------------
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
-        """The queue offset at which `group` goes on; None when it never committed, which is not 0.
-
-        With a reset pending this is the reset's offset: `reset` puts it here as well.
-        """
+        """Return the group's committed offset in a queue, or None if it never committed, which is not 0.
+        While a reset is pending this is its offset, because `reset` stores it here as well."""
         groups = self._committed.get(topic)
         if groups is None or (queues := groups.get(group)) is None:
             return None
@@ -139,15 +137,14 @@ class OffsetTable:
     def commit(
         self, group: str, topic: str, queue_id: int, offset: int, *, durability: Durability | None = None
     ) -> None:
-        """Everything of the queue before `offset` is consumed by `group`. The last writer wins, also backwards; while a
-        reset is pending a commit is dropped.
+        """Note that `group` has consumed everything of the queue before `offset`.
 
-        With "flush" it is on disk when this returns, messages it rests on included, and is never taken back.
-        Raises ConfigError for a number below 0 or a name that the file cannot bear; with "flush" as `save`, and then
-        the commit stands in memory and is saved later.
-        """
+        The last writer wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
+        on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
+        0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
+        memory and is saved later."""
         if type(offset) is not int or type(queue_id) is not int:
-            offset, queue_id = index(offset), index(queue_id)  # a numpy integer would stop every later save
+            offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail
         if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):
             raise ConfigError(
                 f"offset {offset} of queue {queue_id} of {topic!r}: an offset lies in 0..{_OFFSET_MAX}, "
@@ -161,7 +158,7 @@ class OffsetTable:
             self.wake()
 
     def note(self, group: str, topic: str, queue_id: int, offset: int) -> None:
-        """`commit` of numbers that are the engine's own, or that pop's log has, too: no quick save is made for it."""
+        """Commit offsets of the engine, or offsets that the pop log has, too, without a quick save."""
         with self._lock:
             if not self.resets or (group, topic, queue_id) not in self.resets:
                 try:
@@ -171,8 +168,9 @@ class OffsetTable:
                 self._changes += 1
 
     def begin(self, group: str, topic: str, queue_id: int) -> None:
-        """Let a group that has no progress in a queue have it at the queue's first message: what waits there for it is
-        then part of its lag, and kept. For retry topics (delivery#pop-queues). ConfigError as `commit`."""
+        """Commit a queue's first message for a group without a committed offset in it.
+        Messages that wait there are then part of its lag, and kept. For retry topics (delivery#pop-queues). Raises
+        ConfigError as `commit`."""
         if self.committed(group, topic, queue_id) is None:
             first, _ = self.bounds(topic, queue_id)
             with self._lock:
@@ -180,10 +178,11 @@ class OffsetTable:
                 self._changes += 1
 
     def start(self, group: str, topic: str, begins: Mapping[int, int], *, durable: bool) -> None:
-        """Let a group that has no progress in these queues have it, queue id -> offset; with `durable` on disk when
-        this returns. Errors as `commit`, and as `save`: then it has none, as before."""
+        """Commit first offsets by queue id for a group without committed offsets in these queues.
+        With `durable` they are on disk when this returns. Raises what `commit` and `save` raise, and then nothing
+        changed."""
         if durable:
-            # In the file before it is in the table: nobody takes it for a fact that may yet not become one.
+            # The file is saved first, so that no caller relies on an offset that may be lost.
             with self._lock:
                 self._beginning[group, topic] = dict(begins)
                 self._changes += 1
@@ -202,8 +201,8 @@ class OffsetTable:
             self._changes += 1
 
     def _queues_of(self, group: str, topic: str) -> dict[int, int]:
-        """The group's offsets in a topic, to be changed: made if there are none, but only under names that come back
-        the same when the file is read."""
+        """Return the group's offsets in a topic, to be changed. Missing ones are made.
+        Raises ConfigError for names that would not be the same when the file is read back."""
         for name in (group, topic):
             if "@" in name or not is_path_safe(name):
                 raise ConfigError(
@@ -214,22 +213,21 @@ class OffsetTable:
     # -- the last read ----------------------------------------------------------------------------------------------
 
     def note_pull(self, key: QueueKey, offset: int) -> None:
-        """A read of the group ended before `offset`."""
+        """Note that a read of the group ended before `offset`."""
         with self._lock:
             self._pulled[key] = offset
 
     def query_pull(self, key: QueueKey) -> int | None:
-        """Where the group's last read in this process ended; without one, its committed offset."""
+        """Return the end of the group's last read in this process, or without one its committed offset."""
         offset = self._pulled.get(key)
         return self.committed(*key) if offset is None else offset
 
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, key: QueueKey, offset: int) -> None:
-        """Let the group go on at `offset` in this queue, whatever consumers that are at work commit meanwhile.
-
-        The caller has checked that the queue has this offset. ConfigError as `commit`. On disk with the next save.
-        """
+        """Move the group's committed offset in this queue, whatever running consumers commit meanwhile.
+        The caller has checked that the queue has this offset. Raises ConfigError as `commit`. On disk with the next
+        save."""
         with self._lock:
             self._queues_of(key.group, key.topic)[key.queue_id] = offset
             self._changes += 1
@@ -237,7 +235,7 @@ class OffsetTable:
             self._pulled.pop(key, None)
 
     def take_reset(self, key: QueueKey) -> int | None:
-        """The pending reset, which is then done with: for the read or pop that starts there. None without one."""
+        """Take the pending reset, or None, for the read or pop that starts there."""
         if not self.resets:
             return None
         with self._lock:
@@ -246,7 +244,7 @@ class OffsetTable:
     # -- whole groups and topics ------------------------------------------------------------------------------------
 
     def remove_group(self, group: str) -> None:
-        """Forget all that is known of a group. ConfigError for one of the engine's own."""
+        """Forget all offsets of a group. Raises ConfigError for one of the engine's own."""
         if is_system_group(group):
             raise ConfigError(f"{group!r} is the engine's own bookkeeping; it cannot be removed")
         with self._lock:
@@ -260,7 +258,7 @@ class OffsetTable:
             self._published.forget(group)
 
     def _remove_topic(self, topic: str) -> None:
-        """Forget every group's progress on a topic. Its logical starts stay: numbering goes on."""
+        """Forget every group's offsets in a topic. Its logical starts stay, because numbering continues."""
         groups = self._committed.pop(topic, {})
         if kept := {group: groups[group] for group in (START_GROUP, DELETED_GROUP) if group in groups}:
             self._committed[topic] = kept
@@ -268,10 +266,10 @@ class OffsetTable:
         self._forget(lambda key: key.topic == topic)
 
     def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
-        """Let the queues of these topics start, logically, at these offsets (topic -> queue id -> offset): on disk when
-        this returns. A group that is behind goes on there; what it has done beyond, as where this is done late, it does
-        not get again. With `deleted` every group's progress on the topics is forgotten, and what waits to come into
-        them is buried, too (`deleted_at`). Errors as `save`; then nothing was forgotten and nothing moved."""
+        """Move the logical starts of queues (topic -> queue id -> offset). They are on disk on return.
+        A group behind a start continues there. Offsets beyond the start stay, so a late call redelivers nothing. With
+        `deleted` every group's offsets in the topics are forgotten, and messages that wait for these topics are
+        dropped, too (`deleted_at`). Raises what `save` raises, and then nothing changed."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
             sent = dict(self._sent)
@@ -308,7 +306,7 @@ class OffsetTable:
                 del table[key]
 
     def of_group(self, group: str) -> dict[tuple[str, int], int]:
-        """(topic, queue id) -> committed offset."""
+        """Return the group's committed offsets by (topic, queue id)."""
         with self._lock:
             return {
                 (topic, queue_id): offset
@@ -317,7 +315,7 @@ class OffsetTable:
             }
 
     def of_all(self) -> list[tuple[str, str, dict[int, int]]]:
-        """(group, topic, queue id -> committed offset) of all groups of consumers."""
+        """Return (group, topic, committed offsets by queue id) of all consumer groups."""
         with self._lock:
             return [
                 (group, topic, dict(queues))
@@ -327,41 +325,42 @@ class OffsetTable:
             ]
 
     def groups(self) -> set[str]:
-        """The groups of consumers that have progress anywhere."""
+        """Return the consumer groups that have committed offsets."""
         with self._lock:
             return {group for groups in self._committed.values() for group in groups if _is_user(group)}
 
     def groups_of(self, topic: str) -> set[str]:
-        """The groups of consumers that have progress on `topic`."""
+        """Return the consumer groups that have committed offsets in `topic`."""
         with self._lock:
             return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
 
     # -- logical starts ---------------------------------------------------------------------------------------------
 
     def start_of(self, topic: str, queue_id: int) -> int:
-        """The offset before which nothing of a queue counts any more; 0 for most."""
+        """Return the logical start of a queue, before which no message counts. It is usually 0."""
         return self.committed(START_GROUP, topic, queue_id) or 0
 
     def bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """Return (offset of the first message that counts, offset of the next one to come); equal without messages."""
+        """Return (offset of the first message that counts, offset of the next one), equal without messages."""
         low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
         return min(high, max(low, self.start_of(topic, queue_id))), high
 
     def deleted_at(self, topic: str) -> int:
-        """Physical offset before which nothing that waits belongs to the topic of that name; 0 for most."""
+        """Return the physical offset of the topic's last deletion. It is usually 0.
+        Waiting messages before it do not belong to the topic."""
         return self.committed(DELETED_GROUP, topic, 0) or 0
 
     def move_start(self, topic: str, queue_id: int, offset: int) -> None:
-        """Declare what lies before `offset` gone. Never moves back: a lower offset changes nothing."""
+        """Move a queue's logical start to `offset`. A lower offset changes nothing."""
         with self._lock:
             self._move_start(topic, queue_id, offset)
 
     def sent(self, topic: str) -> Sequence[tuple[int, int]]:
-        """Return [start, stop) of the dead letters behind the start of `topic` that were sent again, ascending."""
+        """Return [start, stop) of the later dead letters of `topic` that were sent again, ascending."""
         return self._sent.get(topic, ())
 
     def note_sent(self, topic: str, letters: Iterable[tuple[int, int]]) -> None:
-        """Note the dead letters [start, stop) of `topic` as sent again. Saved as a start is."""
+        """Note the dead letters [start, stop) of `topic` as sent again. They are saved as a start is."""
         with self._lock:
             found: list[tuple[int, int]] = []
             for low, high in sorted([*self.sent(topic), *letters]):
@@ -391,35 +390,33 @@ class OffsetTable:
 
     @property
     def problems(self) -> list[str]:
-        """What was amiss in the file when it was loaded, and what was done about it."""
+        """Problems found when the file was loaded, and what was done about them."""
         return list(self._file.problems)
 
     @property
     def dirty(self) -> bool:
-        """Whether something changed since the last save."""
+        """True if something changed since the last save."""
         return self._changes != self._saved
 
     def save(self) -> None:
-        """Have on disk what was committed before this call; nothing to do when it is there.
-
+        """Save all commits made before this call, unless they are on disk.
         Raises FlushFailedError, FlushTimeoutError (the commitlog, which goes first), StoreFullError, StoreIOError,
-        ReadOnlyStoreError. The file then says what it said before, and the next save tries again.
-        """
+        ReadOnlyStoreError. The file is then as it was, and the next save tries again."""
         wanted = self._changes
         with self._saving:
-            if self._saved < wanted:  # else whoever saved while we waited took our change along
+            if self._saved < wanted:  # otherwise another save included our change
                 self._write(quick=False)
 
     def _save_quickly(self) -> None:
-        """Have with the kernel what was committed before this call. Errors as `save`."""
+        """Save all commits made before this call without a sync. Raises what `save` raises."""
         self._wakes = True
         with self._saving:
             if self._written != self._changes:
                 self._write(quick=self._file.has_saved)
 
     def _write(self, *, quick: bool) -> None:
-        """Write the table. Under `_saving`."""
-        self._wakes = True  # before the copy: a commit behind it wakes
+        """Write the table. Call under `_saving`."""
+        self._wakes = True  # before the copy: a later commit wakes
         with self._lock:
             changes = self._changes
             table = {
@@ -430,11 +427,11 @@ class OffsetTable:
             for key, begins in self._beginning.items():
                 table[key] = begins | table.get(key, {})
             sent = {topic: [[*each] for each in letters] for topic, letters in self._sent.items()}
-        # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
+        # After the copy: every message before an offset of the copy was put before, and is flushed now.
         log_end = self._store.max_offset if quick else None
         if not quick:
             self._file.flush_log()
-        begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
+        begin_s = thread_time()  # without waits for the disk or the interpreter's lock
         steps = changes // _VERSION_STEP - self._versioned
         version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
         keyed = ((f"{topic}@{group}", queues) for (group, topic), queues in table.items() if queues)
@@ -448,11 +445,11 @@ class OffsetTable:
         self._quick_pause_ms = max(QUICK_MS, round((thread_time() - begin_s) * 1000 * _QUICK_REST))
 
     def run_once(self, now_ms: int) -> int:
-        """Save what changed if `commit_interval` has passed, quickly if something was committed since the last save;
-        wall ms of the next time. Errors as `save`."""
+        """Save changes every `commit_interval`, and new commits quickly. Return the next time (wall ms).
+        Raises what `save` raises."""
         if self._due_ms is None:
             self._due_ms = now_ms + self._interval_ms
-        # The second of each: the wall clock was set back, and would keep us waiting for as long.
+        # The second condition of each: the wall clock was set back, and would delay the save for as long.
         if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
             self._save_all()
             self._due_ms, self._quick_due_ms = now_ms + self._interval_ms, None
@@ -464,7 +461,7 @@ class OffsetTable:
         return self._due_ms if self._quick_due_ms is None else min(self._due_ms, self._quick_due_ms)
 
     def close(self) -> None:
-        """Save what changed. Errors as `save`."""
+        """Save changes. Raises what `save` raises."""
         self._save_all()
 
     def _save_all(self) -> None:
@@ -474,11 +471,11 @@ class OffsetTable:
         self._published.settle()
 
     def pins(self) -> tuple[()]:
-        """Nothing of its own: what committed offsets still need is for retention to ask (delivery#retention-bound)."""
+        """Return no pins: retention itself reads the committed offsets (delivery#retention-bound)."""
         return ()
 
     def _log_end(self) -> int:
-        """The end of the log, or where a recovery found it."""
+        """Return the log end, or the end that a recovery found."""
         end = self._store.max_offset
         return end if self._noted is None else min(end, self._noted.log_end)
 
@@ -493,7 +490,7 @@ class OffsetTable:
                     self._committed.setdefault(topic, {})[group] = offsets
                 continue
             self._foreign[key] = queues
-            if not group.endswith("@" + _BROADCAST):  # that is how a Java broker keeps the progress of broadcasts
+            if not group.endswith("@" + _BROADCAST):  # a Java broker keeps broadcast offsets so
                 self._file.report(f"{self._file.path}: {key!r} is not topic@group; its offsets are not used, but kept")
 
         for topic, letters in object_member(value, "sentLetters").items():
@@ -502,7 +499,7 @@ class OffsetTable:
             self._sent[topic] = tuple((low, high) for low, high in lowered if low < high)
 
     def _usable(self, key: str, queues: dict[str, Any]) -> Iterator[tuple[int, int]]:
-        """(queue id, offset) of an entry of the file, made to fit the queues there are."""
+        """Yield (queue id, offset) of an entry of the file, corrected to fit the queues."""
         for text, offset in queues.items():
             queue_id = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else -1
             where = f"{self._file.path}: {key}, queue {text[:80]}"
@@ -515,12 +512,12 @@ class OffsetTable:
             else:
                 topic, _, group = key.partition("@")
                 offset = self._lowered(where, topic, queue_id, offset, group=group)
-                # Behind a deletion that the log begins after nothing can wait.
+                # No message can wait for a topic whose deletion is before the log's first record.
                 if group != DELETED_GROUP or self._store.mode != "rw" or offset > self._store.min_offset:
                     yield queue_id, offset
 
     def _fold(self) -> None:
-        """Take over what others published. A queue that is not there has no progress."""
+        """Take over published offsets, except in queues that do not exist."""
         writable = self._store.mode == "rw"
         for group, offsets in self._published.take() if writable else self._published.look():
             if is_system_group(group):
@@ -541,7 +538,7 @@ class OffsetTable:
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, *, group: str = "") -> int:
         of_log = group == DELETED_GROUP
         end = offset
-        if self._store.mode == "rw":  # of a reader the writer may be ahead of what this process has seen of its queues
+        if self._store.mode == "rw":  # for a reader the writer may be ahead of the queues that this process has seen
             end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         noted = self._noted
         if noted is not None and (noted.readable or group not in (START_GROUP, DELETED_GROUP)):
@@ -558,7 +555,7 @@ class OffsetTable:
 
 
 def _line(key: str, queues: Mapping[int, int]) -> EncodedEntry:
-    """Return `encode_entry` of these offsets, in a quarter of its time: each save encodes the offsets of all groups."""
+    """Return `encode_entry` of these offsets, four times as fast: each save encodes all of them."""
     numbers = ", ".join([f'"{queue_id}": {offset}' for queue_id, offset in sorted(queues.items())])
     return EncodedEntry(f"{encode_basestring(key)}: {{{numbers}}}")
 
@@ -580,7 +577,7 @@ def after_sent(offset: int, sent: Iterable[tuple[int, int]]) -> int:
 
 
 def check_offsets(value: dict[str, Any]) -> None:
-    """ValueError unless this is a table of tables of integers. Null stands for absent."""
+    """Raise ValueError unless this is a table of tables of integers. Null means absent."""
     for topic, letters in object_member(value, "sentLetters").items():
         end = -1
         for each in letters if type(letters) is list else [None]:

@@ -1,12 +1,12 @@
-"""What the mechanisms of a broker share, and what each of them offers (ARCHITECTURE.md).
+"""Shared state of a broker's mechanisms, and their protocols (ARCHITECTURE.md).
 
     mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
-                close()                             persists what it keeps
-                pins()                              which records of the log it still needs
-    roller      waiting_below(offset)               those of them that it can put again at the end of the log
-                roll(offset, count, now_ms)         does so
+                close()                             saves its state
+                pins()                              records of the log that it still needs
+    roller      waiting_below(offset)               those of them that it can relocate to the log end
+                roll(offset, count, now_ms)         relocates them
 
-`wake`, which each is given, says "something may be due before the time I named": from any thread, at once.
+Each mechanism gets a function `wake` for "something may be due before my next run". Any thread may call it.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def messages_of(store: StoreReader, topic: str, offset: int, end: int) -> Iterat
         yield from result.messages
         if result.next_offset <= offset:
             return
-        offset = result.next_offset  # behind what is damaged, or was just freed
+        offset = result.next_offset  # behind damaged or just freed messages
 
 
 class Pin(NamedTuple):
-    """A record that must stay, and for whom."""
+    """Record that must stay, and the group that needs it."""
 
     physical_offset: int
     topic: str
@@ -72,39 +72,41 @@ class Pin(NamedTuple):
     group: str
     why: str
     rolls: bool = False
-    """Whether the mechanism can put the message again at the end of the log (`Roller`)."""
+    """True if the mechanism can relocate the message to the log end (`Roller`)."""
 
 
 class Mechanism(Protocol):
-    """One kind of background work."""
+    """Background mechanism of a broker."""
 
     def run_once(self, now_ms: int) -> int | None:
-        """Do what is due at `now_ms` (wall clock); when to come again, None: when woken."""
+        """Do what is due at `now_ms` (wall clock). Return the time of the next run, None: when woken."""
 
     def close(self) -> None:
-        """Persist. Called once, after the last `run_once`, while the store is still open."""
+        """Save the state. Called once, after the last `run_once`, while the store is still open."""
 
     def pins(self) -> Iterable[Pin]:
-        """The oldest record that each thing it keeps still needs."""
+        """Return pins of the oldest records that the mechanism still needs."""
 
 
 class Roller(Mechanism, Protocol):
-    """One that keeps messages for long, and can put them again at the end of the log instead of holding all that has
-    come since (delivery#retention-bound). Both calls come from the thread that calls `run_once`."""
+    """Mechanism that keeps messages for long, and can relocate them (delivery#retention-bound).
+    Relocated messages do not hold the log that was written since. Both methods are called in the thread of
+    `run_once`."""
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Physical offsets and sizes of the records below `physical_offset` that wait. An estimate."""
+        """Return physical offsets and sizes of waiting records below `physical_offset`. An estimate."""
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """Put up to `count` of them again, oldest first, to wait for the same time; how many were dealt with, 0: there
-        are none, or none can be now. Not durable when it returns: `pins` says when it is. Raises what a put raises;
-        what was rolled by then stays so."""
+        """Relocate up to `count` waiting messages, oldest first. Return how many were handled.
+        They wait for the same time. 0 means that there are none, or that none can be relocated now. The copies may not
+        be on disk when it returns: `pins` changes when they are. Raises what a put raises, after which relocated
+        messages stay so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A store and what its `config` folder says. Those of a store opened for reading check a change whole, and then
-    refuse it with ReadOnlyStoreError."""
+    """Store with the tables of its `config` folder.
+    The tables of a store opened for reading check a change completely, and then raise ReadOnlyStoreError."""
 
     store: StoreReader
     config: StoreConfig
@@ -118,7 +120,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Tables):
-    """The tables of a store open for writing, and the one way in."""
+    """Tables of a store open for writing, and the road for its messages."""
 
     store: MessageStore
     road: Road
@@ -153,9 +155,9 @@ def open_parts(store: MessageStore) -> Parts:
 
 
 def _cut_with_queues(store: StoreReader) -> None:
-    """Where queues were shortened so are their order info and the progress of clients that broadcast, and that of delay
-    levels is not taken if it was saved quickly before; before anybody saves that of groups, and voids the note by it.
-    """
+    """Shorten order info and broadcast offsets to the noted queue ends.
+    Offsets of delay levels from an earlier quick save are not loaded. This runs before group offsets are saved, which
+    voids the note."""
     noted = load_ends(store.path, store.fs)
     if noted is None:
         return
@@ -169,9 +171,10 @@ def _cut_with_queues(store: StoreReader) -> None:
 
 
 def delete_group(parts: Parts, group: str) -> None:
-    """Forget a group: settings, progress, and what it was to have again; who listens to `parts.groups` forgets what is
-    in flight. Its dead letters stay. On disk when it returns. GroupNotFoundError when it has neither settings nor
-    progress; as `OffsetTable.save`, and then it is forgotten here, and on disk with the next save."""
+    """Forget a group: settings, committed offsets and retries. It is on disk when this returns.
+    Listeners of `parts.groups` drop deliveries in flight. Its dead letters stay. Raises GroupNotFoundError if it has
+    neither settings nor committed offsets, and what `OffsetTable.save` raises. Then the group is forgotten here, and on
+    disk with the next save."""
     known = parts.groups.get(group) is not None
     if not known and group not in parts.offsets.groups():
         raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
@@ -179,4 +182,4 @@ def delete_group(parts: Parts, group: str) -> None:
         parts.groups.delete(group)
     parts.topics.delete_retries(group)
     parts.offsets.remove_group(group)
-    parts.offsets.save()  # else a crash would leave the progress to a group of the same name, which would skip as much
+    parts.offsets.save()  # otherwise a group of the same name would get these offsets after a crash, and skip messages

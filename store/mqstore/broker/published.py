@@ -1,23 +1,23 @@
-"""Progress that a process beside the owner publishes: files in `config/spark/groups/` (spark#publish-group).
+"""Offsets that another process publishes in `config/spark/groups/` (spark#publish-group).
 
-Who reads a store without owning it may not write `consumerOffset.json`. It leaves a file for each of its groups, and
-the owner folds them into its own offsets at its next save. Knows names and numbers; what they mean is the owner's.
+A process that reads a store without owning it may not write `consumerOffset.json`. It leaves a file for each of its
+groups, and the owner adds them to its own offsets at its next save. This module knows names and numbers, not their use.
 
     GROUP.json         {"version": 1, "group": GROUP, "offsets": {topic: {queue id: offset}}}, replaced whole
     GROUP.json.tmp     being written; means nothing
-    GROUP.json.taken   the owner has it in hand
+    GROUP.json.taken   the owner is reading it
     GROUP.json.corrupt did not decode: reported once, set aside, never fatal
 
-    publish   tmp, synced            -> GROUP.json          whoever publishes
+    publish   tmp, synced            -> GROUP.json          the publisher
     take      GROUP.json             -> GROUP.json.taken    the owner: read, and put among its offsets
     settle    GROUP.json.taken removed                      the owner, after these were saved
 
-So each file counts once, when it is taken, as a commit does: the last one wins, also backwards, and what is reset or
-removed later is not undone by an old file. A crash between the last two steps leaves `.taken`; the next owner takes it
-once more, before anybody can have changed the offsets it brought. A newer file may come at any moment: taken over an
-older one it replaces it, for each names all that its publisher reads. One publisher a group.
+So each file counts once, when it is taken, as a commit does: the last one wins, also backwards. An old file does not
+undo a later reset or removal. A crash between the last two steps leaves `.taken`. The next owner takes it once more,
+before its offsets can have changed. A newer file may come at any time, and replaces an older taken one, because each
+names all queues that its publisher reads. A group has one publisher.
 
-A folder of its own: what else lives in `config/spark/` has names that a group might have.
+The folder is separate because other files in `config/spark/` have names that a group might have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 
 
 class Published(NamedTuple):
-    """A file's content: (topic, queue id) -> offset, everything before which is consumed."""
+    """Content of a file: by (topic, queue id) the offset below which everything is consumed."""
 
     group: str
     offsets: dict[tuple[str, int], int]
@@ -50,11 +50,10 @@ class Published(NamedTuple):
 def publish(
     root: str | os.PathLike[str], group: str, offsets: Mapping[tuple[str, int], int], fs: FileSystem = REAL
 ) -> None:
-    """Leave the progress of `group` for the owner of the store at `root`. Durable when it returns; takes no lock.
-
-    The folder is made if need be, with the permissions of `config` that the umask allows. ValueError for a group that
-    cannot be a file's name; StoreIOError, StoreFullError, PermissionError: the file is then as it was.
-    """
+    """Leave the offsets of `group` for the owner of the store at `root`. Takes no lock.
+    The file is durable when this returns. The folder is made if necessary, with the permissions of `config` that the
+    umask allows. Raises ValueError for a group that cannot be the name of a file. After StoreIOError, StoreFullError or
+    PermissionError the file is as it was."""
     if not _is_name(group):
         raise ValueError(f"group {group[:150]!r} cannot be the name of a file")
     table: dict[str, dict[str, int]] = {}
@@ -74,15 +73,15 @@ def publish(
 
 
 def _is_name(group: str) -> bool:
-    """Whether a group's name can be a file's, endings included, and a key of the owner's offsets."""
+    """Return True if a group's name can be a file's, endings included, and a key of the owner's offsets."""
     return is_path_safe(group) and "@" not in group and len(group.encode()) <= 200
 
 
 class PublishedFiles:
-    """The published files of a store, for its owner, and for others that only look. Not thread-safe."""
+    """Published files of a store, for its owner and for readers. Not thread-safe."""
 
     def __init__(self, root: Path, fs: FileSystem, report: Callable[[str], object]) -> None:
-        """`report` is called with a sentence for each thing amiss, once."""
+        """Use the folder of the store at `root`. `report` is called once with a sentence for each problem."""
         self._folder = root.joinpath(*_FOLDER)
         self._fs = fs
         self._first = True
@@ -91,7 +90,7 @@ class PublishedFiles:
         self._tell = report
 
     def look(self) -> Iterator[Published]:
-        """What waits to be taken, older first. Changes nothing."""
+        """Yield the files that wait to be taken, older ones first. Changes nothing."""
         names = self._names()
         for name in [*(n for n in names if n.endswith(".taken")), *(n for n in names if n.endswith(".json"))]:
             found = self._read(name)
@@ -99,7 +98,8 @@ class PublishedFiles:
                 yield found
 
     def take(self) -> Iterator[Published]:
-        """What was published since the last `take`; of the first one, also what an owner before had not settled."""
+        """Yield the files published since the last `take`.
+        The first call also yields those that an earlier owner had not settled."""
         names = self._names()
         if self._first:
             self._taken += [name for name in names if name.endswith(".taken")]
@@ -123,7 +123,7 @@ class PublishedFiles:
                     self._fs.replace(self._folder / name, self._folder / f"{name.removesuffix('.taken')}.corrupt")
 
     def settle(self) -> None:
-        """What was taken is saved elsewhere."""
+        """Remove the taken files, after their offsets were saved."""
         if not self._taken:
             return
         for name in self._taken:
@@ -136,7 +136,7 @@ class PublishedFiles:
             self._fs.sync_directory(self._folder)
 
     def forget(self, group: str) -> None:
-        """Drop what waits of a group that is removed."""
+        """Remove the files of a group that is deleted."""
         for name in (f"{group}.json", f"{group}.json.taken"):
             if name in self._names():
                 self._fs.unlink(self._folder / name, missing_ok=True)
@@ -166,7 +166,7 @@ class PublishedFiles:
 
 
 def _decode(data: bytes, name: str) -> Published:
-    """ValueError (FormatError among them) for what `publish` would not have written."""
+    """Decode a file. Raises ValueError (or FormatError) for content that `publish` would not write."""
     value = decode_json(data)
     group, table = value.get("group"), value.get("offsets")
     if value.get("version") != 1 or not isinstance(group, str) or not isinstance(table, dict):

@@ -1,21 +1,21 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Reading a queue by offset, and where a group begins and begins anew (delivery#group-start).
+"""Reads of a queue by offset, first positions and resets of groups (delivery#group-start).
 
     may the group consume, may the topic be read, has it that queue?      else an error
-    is a reset pending?                                                   OFFSET_RESET, and it is done with
-    offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` told
-    what the store finds                                                  its own statuses
+    is a reset pending?                                                   OFFSET_RESET, once
+    offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` set
+    all other reads                                                       status of the store
 
     status                                                 what the reader does                 clients#contract
-    FOUND                                                  consumes, goes on at next            FOUND
+    FOUND                                                  consumes, continues at next          FOUND
     NO_MATCHED_MESSAGE MESSAGE_WAS_REMOVING                reads on at next, at once            NO_MATCHED_MSG
     OFFSET_OVERFLOW_ONE                                    waits (waiting.py)                   NO_NEW_MSG
     NO_MESSAGE_IN_QUEUE NO_MATCHED_LOGIC_QUEUE, offset 0   waits                                NO_NEW_MSG
-    the same two, offset not 0                             goes on at next: progress is wrong   OFFSET_ILLEGAL
-    OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    goes on at next                      OFFSET_ILLEGAL
+    the same two, offset not 0                             continues at next: wrong offset      OFFSET_ILLEGAL
+    OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    continues at next                    OFFSET_ILLEGAL
 
-`first` is the queue's first message, or its logical start where that lies higher (dead letters that were replayed or
-purged, topics that were deleted and came again). Never blocks, and writes nothing but the progress tables' memory.
+`first` is the queue's first message, or its logical start if that is higher (dead letters that were replayed or purged,
+topics that were deleted and created again). A read never blocks, and changes only the offset tables in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
 _log = logging.getLogger("mqstore")
 
 Start = Literal["earliest", "latest"] | datetime | int
-"""Where a group begins: a word, or a time (aware, or ms since the epoch): the first message stored at or after it."""
+"""Start of a group: a word, or the earliest store time of a message (aware, or ms since the epoch)."""
 ReadStatus = Literal[
     "FOUND",
     "NO_MATCHED_MESSAGE",
@@ -62,24 +62,24 @@ ReadStatus = Literal[
     "OFFSET_RESET",
 ]
 OnReset = Callable[[QueueKey, int], object]
-"""Told the queue and the offset of each reset."""
+"""Function to call with the queue and the offset of each reset."""
 
 _LOSSES_KEPT = 1_024
-"""Losses of a popping group that wait for somebody to ask; older ones were logged and counted."""
+"""Number of losses to keep for a popping group. Older ones were only logged and counted."""
 
 
 class ReadResult(NamedTuple):
-    """What a read found; bounds are those at the time of the read."""
+    """Result of a read, with the bounds at the time of the read."""
 
     status: ReadStatus
     messages: list[Message]
     next_offset: int
-    """Where to go on, whatever the status."""
+    """Offset of the next read, for every status."""
     min_offset: int
     max_offset: int
-    """Of the next message to come."""
+    """Offset of the next message that will be put."""
     lost: int
-    """Messages between the offset asked for and `min_offset` that retention, expiry or a purge took."""
+    """Number of messages from the requested offset to `min_offset` lost to retention, expiry or purge."""
 
 
 class Loss(NamedTuple):
@@ -87,27 +87,27 @@ class Loss(NamedTuple):
 
     queue: QueueRef
     old: int
-    """The first of them; where the group was, if it was beyond the end."""
+    """First lost offset, or the group's offset if it was beyond the end."""
     new: int
-    """Where it goes on: behind the last of them, or at the end."""
+    """Next offset: behind the last lost one, or the end."""
 
 
 class Fetched:
-    """What a group was given of one queue in a while."""
+    """Counts of messages that a group read from one queue."""
 
     __slots__ = ("behind_bytes", "behind_ms", "messages", "reads", "size", "times", "took_ns")
 
     def __init__(self) -> None:
         self.times = self.messages = self.size = 0
-        """Reads that delivered, what they delivered, and its bytes as stored."""
+        """Number of reads that delivered, number of their messages, and their stored bytes."""
         self.reads = self.took_ns = 0
-        """All reads that found something, and how long they took together."""
+        """Number of all reads with messages, and their total time in ns."""
         self.behind_bytes = self.behind_ms = 0
-        """How far the last message lay behind the end of the log, and how old it was."""
+        """Distance of the last message from the log end in bytes, and its age in ms."""
 
 
 class Reads:
-    """Reading for clients. Thread-safe; on the usual path it takes no lock but that of noting the pull."""
+    """Reads for clients. Thread-safe. An ordinary read takes only the lock that notes its end."""
 
     def __init__(self, parts: Tables) -> None:
         self._store = parts.store
@@ -121,9 +121,9 @@ class Reads:
         self._begin_lock = threading.Lock()
         self._told_lock = threading.Lock()
         self._lost_to: dict[QueueKey, int] = {}
-        """Queue -> below which offset its losses are counted."""
+        """Offset, by queue, below which losses are already counted."""
         self._losses: dict[str, deque[Loss]] = {}
-        """Of groups that pop, until they are asked for."""
+        """Losses of popping groups until a caller takes them."""
 
     def read(
         self,
@@ -137,12 +137,12 @@ class Reads:
         group: str | None = None,
         delivers: bool = True,
     ) -> ReadResult:
-        """Messages of a queue from `offset` on that pass `filter`: up to `max_messages` and `max_bytes` of records, the
-        first whatever its size.
+        """Return the messages of a queue from `offset` on that pass `filter`.
 
-        For a `group` its permissions count, a pending reset is taken, where it goes on is noted, and what it got and
-        what it lost is counted; not what it got when who reads hands it out later, or never (`delivers`).
-        Its retry topic passes an SQL filter unexamined (delivery#sql92).
+        Limits are `max_messages` and `max_bytes` of records, but the first message may have any size. For a `group` its
+        permissions count, a pending reset is taken, the end of the read is noted, and delivered and lost messages are
+        counted. Messages are not counted as delivered without `delivers`, for callers that deliver them later, or
+        never. The group's retry topic passes an SQL filter unexamined (delivery#sql92).
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError (no such queue), StoreClosedError.
         """
@@ -190,7 +190,7 @@ class Reads:
             fetched.behind_ms = behind_ms
 
     def counts(self) -> dict[QueueKey, Fetched]:
-        """What was read since the last call."""
+        """Return the counts of reads since the last call."""
         with self._fetched_lock:
             fetched, self._fetched = self._fetched, {}
         return fetched
@@ -218,7 +218,7 @@ class Reads:
                 return ReadResult("OFFSET_TOO_SMALL", [], low, low, high, low - max(offset, 0))
         try:
             found = self._store.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=filter)
-        except TopicNotFoundError:  # the topic is there, a queue comes into being with its first message
+        except TopicNotFoundError:  # the topic exists, a queue is created with its first message
             return ReadResult("NO_MATCHED_LOGIC_QUEUE", [], 0, 0, 0, 0)
         messages, next_offset, low = found.messages, found.next_offset, found.min_offset
         if start > low:
@@ -227,11 +227,11 @@ class Reads:
         return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
 
     def _tell(self, key: QueueKey, offset: int, result: ReadResult) -> int | None:
-        """Count what the group lost, each message once; log an offset that the queue never had. The first of
-        what is lost, or that offset; None: neither."""
+        """Count messages that the group lost, each once. Log an offset that the queue never had.
+        Returns the first lost offset, or that wrong one, or None."""
         group, topic, queue_id = key
         if result.lost:
-            with self._told_lock:  # several members may come with the same old offset
+            with self._told_lock:  # several members may have the same old offset
                 first = max(offset, 0, self._lost_to.get(key, 0))
                 uncounted = result.min_offset - first
                 if uncounted <= 0:
@@ -261,17 +261,17 @@ class Reads:
         return None
 
     def note_loss(self, group: str, topic: str, queue_id: int, old: int, new: int) -> None:
-        """Keep for `take_losses`: a pop has no result to say it in, and calls nobody under its locks."""
+        """Keep a loss for `take_losses`: a pop has no result for it, and calls nobody under its locks."""
         queue = QueueRef(topic, queue_id)
         with self._told_lock:
             losses = self._losses.setdefault(group, deque(maxlen=_LOSSES_KEPT))
-            # Of what was in flight each message is missed by itself.
+            # A message in flight is noted as lost by itself.
             if losses and losses[-1].queue == queue and losses[-1].new == old < new:
                 old = losses.pop().old
             losses.append(Loss(queue, old, new))
 
     def take_losses(self, group: str) -> tuple[Loss, ...]:
-        """What the group lost by popping since the last call."""
+        """Return the messages that the group, by popping, lost since the last call."""
         if group not in self._losses:
             return ()
         with self._told_lock:
@@ -280,19 +280,19 @@ class Reads:
     # -- bounds -----------------------------------------------------------------------------------------------------
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Offset of the first message that still counts; `max_offset` of an empty queue. TopicNotFoundError."""
+        """Return the offset of the first message that counts, or `max_offset`. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Offset of the next message to come; 0 for a queue that never had one. TopicNotFoundError."""
+        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[1]
 
     def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
-        """The offset that belongs to a time (an aware datetime, or ms since the epoch). "lower": the
-        first message stored at or after it, the end if there is none; "upper": the last one stored at or before it, the
-        first if there is none. TopicNotFoundError."""
+        """Return the offset for a time (an aware datetime, or ms since the epoch).
+        "lower": the first message stored at or after it, or the end. "upper": the last one stored at or before it, or
+        the first. Raises TopicNotFoundError."""
         self._topics.need(topic)
         low, _ = self._offsets.bounds(topic, queue_id)
         try:
@@ -303,19 +303,20 @@ class Reads:
     # -- where a group begins ---------------------------------------------------------------------------------------
 
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
-        """Where the group goes on in a queue. If it never was in the topic: where `start` (None: the group's own) says,
-        retry topics always at their first message; that is committed at once, for every queue of the topic, so that
-        retention knows of the group, and is on disk unless the group would begin at the first message anyway: a crash
-        would resolve it anew, farther on. In a queue that came later it begins at the first message: "latest" meant the
-        end of what there was when it came.
+        """Return the group's committed offset in a queue, or commit and return its first position.
 
-        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError; as `OffsetTable.save`.
-        """
+        A group that is new in the topic begins at `start` (None: the group's own), in retry topics at the first
+        message. This is committed at once for every queue of the topic, so that retention knows of the group. It is
+        also on disk, unless it is the first message anyway: after a crash the start could be a later offset. In a queue
+        that was added later a group begins at the first message, because "latest" meant the end of the older queues.
+
+        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError, and what `OffsetTable.save`
+        raises."""
         self._check_group(group, topic)
         self._check_queue(topic, queue_id)
         committed = self._offsets.committed(group, topic, queue_id)
         if committed is None:
-            with self._begin_lock:  # of two members who come at once the second takes what the first resolved
+            with self._begin_lock:  # the second of two members that come at once takes the first one's offset
                 committed = self._offsets.committed(group, topic, queue_id)
                 if committed is None:
                     chosen = self._groups.need(group).start if start is None else start
@@ -323,13 +324,13 @@ class Reads:
         return committed
 
     def _begin(self, group: str, topic: str, queue_id: int, start: Start) -> int:
-        """Commit where a group begins that has no progress in a queue."""
+        """Commit the first position of a group that has no committed offset in a queue."""
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}
-        # What a crash would resolve to another place is on disk before anybody counts on it.
+        # A position that would differ after a crash is on disk before anyone relies on it.
         same = is_retry_topic(topic) or (start == "earliest" and self._groups.need(group).start == "earliest")
         self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
@@ -344,7 +345,7 @@ class Reads:
             return self.offset_for_time(topic, queue_id, start)
         raise ConfigError(f"start is 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
 
-    # -- and begins anew --------------------------------------------------------------------------------------------
+    # -- resets -----------------------------------------------------------------------------------------------------
 
     def reset(
         self,
@@ -354,12 +355,10 @@ class Reads:
         to: Literal["earliest", "latest"] | datetime | int,
         on_reset: OnReset | None = None,
     ) -> dict[QueueRef, int]:
-        """Let the group go on at `to`, a word, a time or an offset (int), in one queue (None: all that can be read);
-        the offsets set. What its members commit is dropped until the next read or pop starts there (delivery#reset).
-
-        Nothing is reset when this raises TopicNotFoundError, GroupNotFoundError (no such group, nor progress of one),
-        ConfigError, or OffsetOutOfRangeError for an offset that some queue does not have.
-        """
+        """Move the group's committed offset in one queue, or all readable ones. Return the offsets set.
+        `to` is a word, a time or an offset (int). Members' commits are dropped until the next read or pop starts there
+        (delivery#reset). Nothing is reset if this raises TopicNotFoundError, GroupNotFoundError (no such group, and no
+        committed offset of one), ConfigError, or OffsetOutOfRangeError for an offset that some queue does not have."""
         config = self._topics.need(topic)
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")

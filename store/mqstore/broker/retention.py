@@ -1,24 +1,23 @@
-"""What retention may delete: nothing that somebody still needs (delivery#retention-bound).
+"""Retention: delete only records that no group or mechanism still needs (delivery#retention-bound).
 
     topic                  oldest record needed
-    user, retry            at the smallest offset that any group committed; the first one where no group ever did
+    user, retry            at the smallest offset that any group committed; the first one if no group ever did
     dead letters           at the queue's logical start, which replay, purge and expiry move
-    the engine's own       as the mechanism says whose it is (`pins`)
+    the engine's own       the pins of the mechanism that owns it (`pins`)
     discarded half         none
 
-The bound is the smallest of these; with `unconsumed="drop"` of the last three rows: what the engine still has to
-deliver is kept whatever the policy. What pins the log, and for whom, is shown, for it is what keeps the disk full.
+The bound is the smallest of these, with `unconsumed="drop"` only of the last three rows: the engine's undelivered
+messages are kept under every policy. The oldest pin and its group are shown, because they keep the disk full.
 
-One message delayed by months must not keep all that comes after it:
+One message delayed by months must not keep all later ones:
 
     segment    0         1         2         3         4            5
     holds      nothing   delayed   nothing   delayed   unconsumed   what the policy keeps
                free      +---- dead but for these ---+ firm
 
-Every ten seconds, what waits in segments that are dead but for such is put again at the end of the log (`Roller`), to
-wait for the same time. That must be worth it: at most half of what is freed may be copied. So each byte copied frees
-two, one of them for good: however many wait, and however long, they are not moved in circles, and hold no more of the
-log than twice what they take.
+Every ten seconds, delayed messages in segments without other needed records are relocated to the log end (`Roller`),
+to wait for the same time. The copies may take at most half of the freed bytes. So each byte copied frees two, one of
+them for good. Messages are not moved in circles, and hold at most twice their size in the log, however many wait.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096
 _ROLL_STEP = 500
-"""Messages put again in one `run_once`: some milliseconds, then others have their turn."""
+"""Number of messages relocated in one `run_once`: some milliseconds, then others have their turn."""
 
 
 def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> int | None:
-    """Where the first record at or behind `offset` of a queue lies; None behind the last."""
+    """Return the physical offset of the first record at or behind `offset` of a queue, or None."""
     while len(units := store.units(topic, queue_id, offset, _CHUNK_UNITS)):
         live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
         if len(live):
@@ -56,7 +55,7 @@ def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> i
 
 
 def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
-    """The oldest record that each mechanism needs, and each queue for who has not consumed it."""
+    """Yield the oldest record that each mechanism needs, and each queue's oldest unconsumed record."""
     yield from _unconsumed(parts)
     for mechanism in mechanisms:
         yield from mechanism.pins()
@@ -69,7 +68,7 @@ def _unconsumed(parts: Tables) -> Iterator[Pin]:
             continue
         groups = sorted(offsets.groups_of(topic))
         if topic.startswith(LIGHT_PREFIX) and not groups:
-            continue  # who reads such queues keeps his own progress, and what is in them is kept for its own topic
+            continue  # readers of such queues keep their own offsets, and their messages are kept for their topic
         for ref in store.queues(topic):
             start, end = offsets.bounds(topic, ref.queue_id)
             if is_dlq_topic(topic):
@@ -95,9 +94,9 @@ def oldest_of(pins: Iterable[Pin]) -> Pin | None:
 def worth_rolling(
     offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], before: int, segment_bytes: int
 ) -> int | None:
-    """The last segment boundary up to `before` that frees at least twice what is to be copied for it, None without one.
+    """Return the last segment boundary up to `before` that frees at least twice the copied bytes.
 
-    `offsets`, `sizes`: of the records that wait and lie below `before`, in any order.
+    Returns None without one. `offsets` and `sizes` are of waiting records below `before`, in any order.
 
     >>> one = np.array([10]), np.array([100])
     >>> worth_rolling(*one, 3000, 1000), worth_rolling(*one, 3000, 199), worth_rolling(*one, 180, 90)
@@ -114,8 +113,8 @@ def worth_rolling(
 
 
 class RetentionService:
-    """Keeps the bound of the store, has `rollers` move what would hold it for long, and cleans by the default policy
-    where the store was given none of its own."""
+    """Retention of a broker: the bound of deletion, relocation, and cleaning.
+    It cleans by the default policy if the store was given none."""
 
     def __init__(
         self,
@@ -124,20 +123,20 @@ class RetentionService:
         rollers: Sequence[Roller] = (),
         held: Callable[[], Iterable[Pin]] = tuple,
     ) -> None:
-        """`held`: what is with receivers, which a policy that drops what is unconsumed keeps all the same."""
+        """Set the store's bound. `held` yields the messages in flight, which every policy keeps."""
         self._parts = parts
         self._mechanisms = mechanisms
         self._held = held
         self._rollers = rollers
         self._due_ms = 0
         self._roll_before: int | None = None
-        """While a pass of rolling is under way."""
+        """End offset of the running pass of relocation, or None."""
         self._rolled = 0
         self._told: Pin | None = None
         parts.store.retention_bound = self.bound
 
     def oldest_pin(self) -> Pin | None:
-        """What keeps the front of the log by the policy that is in force."""
+        """Return the pin that keeps the front of the log under the policy in force."""
         return oldest_of(self._pins(self._parts.config.retention or Retention()))
 
     def _pins(self, policy: Retention) -> Iterator[Pin]:
@@ -149,11 +148,12 @@ class RetentionService:
         yield from self._held()
 
     def bound(self, policy: Retention) -> int:
-        """The smallest physical offset that is still needed, by what is on disk: a commit in memory may rest on a copy
-        (a retry, a dead letter) that a power cut would take, and then what it was copied from is all there is."""
+        """Return the smallest physical offset that is still needed, by the state on disk.
+        A commit in memory may rest on a copy (a retry, a dead letter) that a power cut would remove. Then the original
+        is the only one."""
         end = self._parts.store.max_offset
         pin = oldest_of(self._pins(policy))
-        # After the pins were read: whatever moved them by now is on disk before anything is deleted for it.
+        # After the pins were read: the changes that moved them are on disk before anything is deleted.
         self._parts.store.flush()
         self._parts.offsets.save()
         if pin is None:
@@ -164,19 +164,19 @@ class RetentionService:
         return pin.physical_offset
 
     def run_once(self, now_ms: int) -> int | None:
-        """Clean, and look what is worth rolling, every ten seconds; roll some of it. Raises what a put raises, and what
-        deleting a file does: tried again."""
+        """Clean, and look for records to relocate, every ten seconds. Relocate some of them.
+        Raises what a put or the deletion of a file raises. The next run tries again."""
         if now_ms >= self._due_ms or now_ms < self._due_ms - _INTERVAL_MS:
             self._due_ms = now_ms + _INTERVAL_MS
             policy = self._parts.config.retention
-            if policy is None:  # else the store cleans by itself, within our bound
+            if policy is None:  # otherwise the store cleans by itself, within our bound
                 self._parts.store.clean(Retention())
             if self._roll_before is None:
                 self._roll_before = self._dead_before(policy or Retention())
         return now_ms if self._roll_some(now_ms) else self._due_ms
 
     def _dead_before(self, policy: Retention) -> int | None:
-        """Up to where the log is dead but for what can be rolled, and that is worth it; None: nowhere."""
+        """Return the offset before which all needed records are worth relocating, or None."""
         parts = self._parts
         expired = parts.store.expired(policy)
         if not self._rollers or expired <= parts.store.min_offset:
@@ -192,13 +192,13 @@ class RetentionService:
         if movable >= before:
             return None
         found = [roller.waiting_below(before) for roller in self._rollers]
-        # One whose record is gone holds the log no less, and costs nothing: it counts as the first that is left.
+        # A message whose record is gone still holds the log, and costs nothing. It counts as the first record left.
         offsets = np.maximum(np.concatenate([offsets for offsets, _ in found]), parts.store.min_offset)
         sizes = np.concatenate([sizes for _, sizes in found])
         return worth_rolling(offsets, sizes, before, segment_bytes) if len(offsets) else None
 
     def _roll_some(self, now_ms: int) -> bool:
-        """One step of a pass; whether there may be more to do."""
+        """Run one step of a pass. Return True if there may be more to do."""
         before = self._roll_before
         if before is None:
             return False

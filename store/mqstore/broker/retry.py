@@ -1,4 +1,5 @@
-"""What becomes of a message that a group could not consume (delivery#send-back, delivery#groups, delivery#backoff).
+"""Redelivery of messages that a group could not consume (delivery#send-back).
+The limits and delays are in delivery#groups and delivery#backoff.
 
     outcome of an attempt                             copy goes to                  with
     failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY, or a timer property
@@ -6,19 +7,19 @@
     failed, reconsume_times >= limit                  %DLQ%group, queue 0           DELAY = 0, dlq_reason
     level < 0, or a group without retry queues        %DLQ%group, queue 0           likewise
 
-    what a copy bears      set by                   and then
+    property of a copy     set by                   and then
     RETRY_TOPIC            the first failure        never changed: consumers show it as the topic
     ORIGIN_MESSAGE_ID      the first failure        never changed: address of the first copy
     reconsumeTimes         each copy                counts up; attempt = reconsumeTimes + 1
-    DLQ_ORIGIN_*           the dead letter          where it came from
+    DLQ_ORIGIN_*           the dead letter          topic and id of the original
     1ST_POP_TIME           a group that pops        its dead letters are replayed into its retry topic of pop
 
-The copy is in the log before the caller settles the original: a crash between the two makes a second copy, it never
-takes the only one. Nor does a power cut: whatever settles the original is written behind the copy, or flushes the log
-first. So only `send_back` waits for the disk, as a put does, since to its caller the copy is all there is. Not
-idempotent, for the same reason.
+The copy is in the log before the caller settles the original. So a crash between the two makes a second copy, and never
+loses the only one. Nor does a power cut, because the settlement is written behind the copy, or flushes the log first.
+Only `send_back` waits for the disk, as a put does, because its caller has no other copy. For the same reason it is not
+idempotent.
 
-Knows nothing of consumers, and of the delay services only the properties that lead there (delivery#level-put).
+This module knows no consumers, and of the delay services only the properties that lead there (delivery#level-put).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from mqstore.options import Durability, milliseconds
 __all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "origin_topic"]
 
 DLQ_REASON_BYTES: Final = 1024
-"""Longest `dlq_reason`, in UTF-8 (delivery#backoff)."""
+"""Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
 
 TIMER_MARKS: Final = (
     TIMER_DELAY_SEC,
@@ -79,7 +80,8 @@ TIMER_MARKS: Final = (
     TIMER_DEL_UNIQKEY,
     TIMER_DELAY_LEVEL,
 )
-"""Traces of a delay that is over. A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
+"""Properties of a delay that is over.
+A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
 
 _ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
 _DISPENSABLE: Final = (
@@ -92,13 +94,13 @@ _DISPENSABLE: Final = (
     RETRY_TOPIC,
     DELAY,
 )
-"""What a dead letter goes without when its own properties fill the record: least missed first."""
+"""Properties that a dead letter may lose if its own fill the record, the least important first."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _MAX_TIMES: Final = 0x7FFF_FFFF
 
 
 class Retries:
-    """Makes the copies. Keeps nothing: safe from any thread, needs no closing."""
+    """Copies of failed messages. Stateless and thread-safe. No closing is needed."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -117,17 +119,14 @@ class Retries:
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
-        """Give back the message at `physical_offset` (bytes), which `group` failed to consume (delivery#send-back).
-
-        `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
-        `max_reconsume` replaces the group's limit, 0 is legal. `attempts` is the number of attempts that have ended,
-        and becomes the copy's `reconsume_times`; None: one more than the message's. `reason` is what a dead letter is
-        labelled with. `durability` is that of the copy, as of any put. The receipt is that of the copy as stored, a
-        delayed one's in the topic where it waits.
-
-        Raises, nothing written: ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
-        LookupError (no readable message there); and whatever a put does.
-        """
+        """Redeliver or dead-letter the message at `physical_offset` (bytes) that `group` failed to consume.
+        See delivery#send-back. `delay_level` 0 means the group's policy, > 0 that level, < 0 a dead letter now.
+        `delay_ms` replaces a level. `max_reconsume` replaces the group's limit, and may be 0. `attempts` is the number
+        of attempts that have ended, and the copy's `reconsume_times`. None means one more than the message's. `reason`
+        is the label of a dead letter. `durability` is that of the copy, as of any put. Returns the receipt of the
+        stored copy, for a delayed copy in the topic where it waits.
+        Raises, with nothing written, ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
+        LookupError (no readable message there), and what a put raises."""
         self._check_arguments(delay_level, delay_ms, max_reconsume, attempts)
         parts = self._parts
         config = parts.groups.need(group)
@@ -151,7 +150,7 @@ class Retries:
                 message, topic, queue_id, properties, reconsume_times=times, durability=durability
             )
         except InvalidMessageError as error:
-            # Its own properties leave no room for the marks of a retry. No later try will fare better.
+            # The message's properties leave no room for the marks of a retry. A later try would fail, too.
             reason = f"cannot be retried: {error}"
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
@@ -169,15 +168,13 @@ class Retries:
         reconsume_times: int | None = None,
         durability: Durability | None = "append",
     ) -> SendReceipt:
-        """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable.
+        """Put a copy of `message` into `%DLQ%group`, which is created with 1 queue, readable and writable.
 
-        `origin_topic`: the topic that the group popped it from. None: the group does not pop, and it came from its
-        RETRY_TOPIC, else from the topic it was sent to.
-        `reconsume_times`: of the copy; None: one more than the message's. `durability`: None as the store's. `reason`
-        is cut to 1024 bytes, and left out with other marks when the message's own properties leave no room: what we
-        would add is no reason to refuse.
-        Raises NotPermittedError when the topic was made unwritable, and whatever a put does.
-        """
+        `origin_topic` is the topic that the group popped it from. None means that the group does not pop: the origin is
+        its RETRY_TOPIC, else the topic it was sent to. `reconsume_times` is that of the copy. None means one more than
+        the message's. `durability` None is the store's. `reason` is cut to 1024 bytes. It and other marks are left out
+        if the message's own properties leave no room, because additions must not prevent the copy. Raises
+        NotPermittedError if the topic was made unwritable, and what a put raises."""
         topic = dlq_topic(group)
         queue_id = self._queue_of(topic, 1)
         properties = self._marked(message, group, origin_topic)
@@ -190,12 +187,12 @@ class Retries:
         _shed(properties)
         if any(
             "\x01" in value for value in properties.values()
-        ):  # readers live with it (format#properties), no put does
+        ):  # readers accept it (format#properties), a put does not
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
         times = _next(message.reconsume_times) if reconsume_times is None else reconsume_times
         try:
             receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
-        except InvalidMessageError:  # not the properties but the record is too long, as far as we can help it
+        except InvalidMessageError:  # not the properties but the record is too long
             _shed(properties, 0)
             receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
         self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
@@ -210,7 +207,7 @@ class Retries:
         reconsume_times: int,
         durability: Durability | None,
     ) -> SendReceipt:
-        return self._parts.road.append(  # not `copy`, which would give an origin back to one that has no room for it
+        return self._parts.road.append(  # not `copy`, which would add an origin again for which there is no room
             topic,
             queue_id,
             bytes(message.body_view),
@@ -223,7 +220,7 @@ class Retries:
             durability=durability,
         )
 
-    # -- parts of the above -----------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _check_arguments(
         self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None
@@ -238,18 +235,18 @@ class Retries:
             raise ConfigError(f"attempts must lie in 1..{_MAX_TIMES}, not {attempts}")
 
     def _queue_of(self, topic: str, queues: int) -> int:
-        """A queue of `topic` to write to; the topic comes into being with `queues` of them."""
+        """Return a queue of `topic` to write to. A missing topic is created with `queues` of them."""
         config = self._parts.topics.ensure(topic, queues)
         if not config.writable:
             raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
-        # A topic that was altered may have fewer: what lies beyond its read queues is never seen again.
+        # An altered topic may have fewer queues, and messages beyond its read queues are never read.
         there = min(queues, config.read_queues, config.write_queues)
         return random.randrange(there) if there > 1 else 0
 
     def _marked(self, message: Message, group: str, origin_topic: str | None) -> dict[str, str]:
-        """Properties of a copy: the message's, with its origin, without what belonged to this delivery."""
+        """Return the properties of a copy: the message's with its origin, without those of this delivery."""
         properties = message.stored_properties()
-        if origin_topic is None:  # a delayed message that never arrived lies in a topic of the engine's
+        if origin_topic is None:  # a delayed message that never arrived is in a topic of the engine
             origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
             origin_topic = origin_topic or popped_topic(group, message.topic)
         for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
@@ -260,7 +257,7 @@ class Retries:
         return properties
 
     def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
-        """Write the delay: as a level where one has just that length, since those cost no wheel."""
+        """Write the delay, if possible as a level, because levels need no wheel."""
         if delay_ms is not None and delay_ms in self._levels_ms:
             level, delay_ms = self._levels_ms.index(delay_ms) + 1, None
         if level > 0:
@@ -270,7 +267,7 @@ class Retries:
 
 
 def origin_topic(message: Message, group: str) -> str:
-    """Return the topic that `group` was sent a message in, though it may lie in a retry topic of the group now."""
+    """Return the topic in which `group` was sent a message that may now be in its retry topic."""
     topic = message.topic
     if not is_retry_topic(topic):
         return topic
@@ -283,7 +280,7 @@ def _next(times: int) -> int:
 
 
 def _key(message: Message, group: str) -> str:
-    """What failures are counted under: where the message was first sent to, however often it was redelivered."""
+    """Return the key of failure counts: the original topic, however often the message was redelivered."""
     properties = message.stored_properties()
     origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
     return f"{properties.get(RETRY_TOPIC) or origin or popped_topic(group, message.topic)}@{group}"
@@ -296,19 +293,19 @@ def _why(delay_level: int, attempts: int, limit: int) -> str:
 
 
 def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:
-    """What makes a copy a dead letter: where it came from and why it is here."""
+    """Add the properties of a dead letter: its origin and the reason."""
     properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
     if ORIGIN_MESSAGE_ID in properties:
         properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
     properties.pop(DLQ_REASON, None)
-    # A traceback has line ends, a user's text anything: properties hold neither separators nor lone surrogates.
+    # A traceback has line ends, a user's text any characters: properties hold no separators or lone surrogates.
     plain = reason.translate(_CONTROLS).encode("utf-8", "replace")[:DLQ_REASON_BYTES].decode("utf-8", "ignore").strip()
     if plain:
         properties[DLQ_REASON] = plain
 
 
 def _shed(properties: MutableMapping[str, str], room: int = _ROOM) -> None:
-    """Make `properties` fit a record (format#properties), giving up only what we had added."""
+    """Remove properties that mqstore added until the rest fits a record (format#properties)."""
     size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
     for name in _DISPENSABLE:
         if size <= room:

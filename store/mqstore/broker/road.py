@@ -1,14 +1,14 @@
-"""The one way in: what every message passes on its way to the log (delivery#put-path).
+"""Road: the only entry to the log, for every message (delivery#put-path).
 
     a user's put        -> queue by id, message group or turn -> \\
     retry, dead letter, commit, delivery of a delayed message ->  route -> log
                                                                    |
               DELAY = n            SCHEDULE_TOPIC_XXXX, queue n - 1    for `levels.py`
               TIMER_DELIVER_MS ... rmq_sys_wheel_timer, queue 0        for `timer.py`
-              else                 where it was going
+              else                 its own topic and queue
 
-REAL_TOPIC and REAL_QID of a diverted record say where it was going. Who restores one takes the delay off first, or it
-would be diverted again.
+REAL_TOPIC and REAL_QID of a diverted record are its own topic and queue. A service that restores it removes the delay
+first, or it would be diverted again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ __all__ = ["DelayedReceipt", "Road", "SendOptions"]
 
 
 class SendOptions(PutOptions, total=False):
-    """What a put takes beside topic, body and queue id, more than `MessageStore.put` does; at most one of the first
-    four. `compressed`: the body is a zlib stream already, and is inflated for whoever reads it.
+    """Options of a put: those of `MessageStore.put`, delays, and `compressed`.
+
+    At most one of `message_group`, `delay`, `deliver_at` and `delay_level` may be given. With `compressed` the body is
+    already a zlib stream, and readers get it inflated.
 
     >>> import mqstore, tempfile
     >>> options: SendOptions = {"tag": "paid", "message_group": "customer-7"}
@@ -80,10 +82,8 @@ class SendOptions(PutOptions, total=False):
 
 
 class DelayedReceipt(SendReceipt):
-    """The receipt of a message that waits for its moment: of its waiting copy, with the handle that cancels it.
-
-    Behind the items of a `SendReceipt` stand the topic and the moment. The handle is made of them when it is read.
-    """
+    """Receipt of the waiting copy of a delayed message, with the handle that cancels it.
+    Behind the items of a `SendReceipt` it has the topic and the time. The handle is made of these when it is read."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
 
 class Road(Sending):
-    """Puts, with the rewriting that delay asks for."""
+    """Entry of all messages, with the changes that a delay requires."""
 
     def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
         self._store = store
@@ -129,12 +129,10 @@ class Road(Sending):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """Append one message. Queue: `queue_id`, else by `message_group` (all of a group in one queue), else by turns.
-
-        `delay` (seconds) and `deliver_at` (aware datetime, or seconds since the epoch) hold it back to a moment, with a
-        `recall_handle` in the receipt; `delay_level` by a level of the table. Raises InvalidMessageError,
-        TopicNotFoundError, NotPermittedError, and what `MessageStore.put` raises.
-        """
+        """Append one message to `queue_id`, the queue of its `message_group`, or the next one in turn.
+        `delay` (seconds) and `deliver_at` (aware datetime, or seconds since the epoch) delay it, and the receipt has a
+        `recall_handle`. `delay_level` delays it by a level of the table. Raises InvalidMessageError,
+        TopicNotFoundError, NotPermittedError, and what `MessageStore.put` raises."""
         config = self._topics.for_send(topic)
         if queue_id is None:
             group = options.get("message_group")
@@ -178,8 +176,9 @@ class Road(Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> SendReceipts:
-        """Append many to one queue (None: whose turn it is), with one flush wait. Errors: `MessageStore.put_many`.
-        `options` are those of one message: InvalidMessageError says what takes them."""
+        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
+        Raises what `MessageStore.put_many` raises. `options` are those of one message: InvalidMessageError says which
+        method takes them."""
         if options:
             refuse_options(options)
         config = self._topics.for_send(topic)
@@ -192,7 +191,7 @@ class Road(Sending):
     def append(
         self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]
     ) -> SendReceipt:
-        """Append a record with every field given, reserved properties included, to where it belongs now (`route`)."""
+        """Append a record with all fields, reserved properties included, where it belongs now (`route`)."""
         where, at, stored = self.route(topic, queue_id, properties, options.get("sys_flag", 0))
         receipt = self._store.append(where, at, body, properties=stored, **options)
         if where != TIMER_TOPIC or topic == TIMER_TOPIC:
@@ -207,21 +206,19 @@ class Road(Sending):
         properties: Mapping[str, str],
         **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append `message` again, elsewhere: its body as stored, born where and when it was, with these properties.
-        `options` replace fields of the message.
-
-        A message that came without a unique key gets its first address as ORIGIN_MESSAGE_ID: its copies are then known
-        as one. Does not wait for the disk, since what it is copied from is there as well; whoever lets go of that
-        flushes first.
-        """
+        """Append a copy of `message` elsewhere, with its stored body and birth, and these properties.
+        `options` replace fields of the message. A message without a unique key gets its first address as
+        ORIGIN_MESSAGE_ID, so that its copies are known as one. This does not wait for the disk, because the original
+        still exists. A caller that removes the original flushes first."""
         if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
             properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True, **options}
         return self.append(topic, queue_id, bytes(message.body_view), properties, **fields)
 
     def home(self, message: Message, topic: str, queue_id: int) -> int | None:
-        """In which queue of `topic` a message goes on that waited to come to `queue_id`: another if that is none by
-        now, as put to the topic anew. None: nowhere, its topic was deleted meanwhile."""
+        """Return the queue of `topic` for a message that waited for `queue_id`.
+        If there is no such queue now, the message goes to another, as if it were put again. None: the topic was deleted
+        meanwhile."""
         if message.physical_offset < self._offsets.deleted_at(topic):
             return None
         config = self._topics.entered(topic)
@@ -232,21 +229,20 @@ class Road(Sending):
         return queue_id % queues if group is None else group_queue(group, queues, self._group_hash)
 
     def settled_queues(self, topic: str) -> int:
-        """Below which queue id every message, however old, goes on as it was put; `home` knows of the others."""
+        """Return the queue id below which all waiting messages keep their queue. For others call `home`."""
         if self._offsets.deleted_at(topic):
             return 0
         return _queues_read(self._topics.entered(topic))
 
     def copy_many(self, copies: Sequence[Copy]) -> int:
-        """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go
-        together in one piece; how many, at least one. Stores all of these or, if it raises, none; raises for the first.
-        """
+        """Append copies of many messages that may not be delayed once more. Return how many, at least 1.
+        It stores the first of `copies` that fit together. If it raises, for the first copy, it stores none."""
         return self._store.copy_many(_identified(copies))
 
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
     ) -> tuple[str, int, Mapping[str, str]]:
-        """Where a record with these properties goes now, and with which properties (delivery#level-put)."""
+        """Return (topic, queue id, properties) of a record as it is stored now (delivery#level-put)."""
         if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
             return topic, queue_id, properties
         delayed = delay_route(
@@ -259,7 +255,7 @@ class Road(Sending):
 
 
 def _queues_read(config: TopicConfig | None) -> int:
-    """Below which queue id a topic is read; one that is known by its queues alone gets them as messages come."""
+    """Return the number of queues that are read. A topic without an entry gets queues as messages come."""
     return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
 
 
@@ -268,7 +264,7 @@ _UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + b"|".join(_IDENTITIES) + rb")[^\x02]")
 
 
 def _identified(copies: Sequence[Copy]) -> list[Copy]:
-    """`copies` with properties by which all copies of a message are known as one."""
+    """Return `copies` with properties by which all copies of a message are known as one."""
     known: list[Copy] = []
     if kernel is not None and type(copies) is list:
         known = kernel.identify(copies, _IDENTITIES, _IDENTITIES[1])

@@ -1,10 +1,10 @@
-"""Which queue of a topic a message is put to (delivery#queue-choice).
+"""Choice of the queue of a topic to which a message is put (delivery#queue-choice).
 
-Pure functions of a message group and a number of queues, and a counter for messages without a group. Knows no topics:
-the caller brings the number of writable queues.
+It has pure functions of a message group and a number of queues, and a counter for messages without a group. It knows no
+topics: the caller passes the number of writable queues.
 
-The mapping from group to queue is part of a store's contract on disk: order within a group holds only while every
-producer of the store maps alike. It is chosen when the store is created (`group_hash` of the manifest):
+The mapping from group to queue is part of a store's format: a group keeps its order only while every producer of the
+store uses the same mapping. It is chosen when the store is created (`group_hash` of the manifest):
 
 ============  ======================================================  ===============================================
 how           queue                                                   the same as
@@ -38,9 +38,9 @@ _I31_MAX = 2**31 - 1
 
 
 def jump_hash(state: int, buckets: int) -> int:
-    """The bucket, 0 <= bucket < `buckets`, of a 64-bit `state`: Lamping and Veach's jump hash as Guava computes it.
+    """Return the bucket (from 0) of a 64-bit `state`: Lamping and Veach's jump hash, as in Guava.
 
-    Adding a bucket moves one in `buckets` + 1 of the states, all of them to the new one. ValueError without buckets.
+    A new bucket takes one in `buckets` + 1 of the states, and no others move. Raises ValueError without buckets.
 
     >>> [jump_hash(java_hash("order-2"), n) for n in (1, 4, 8, 16)]
     [0, 2, 2, 11]
@@ -61,14 +61,15 @@ def jump_hash(state: int, buckets: int) -> int:
 
 
 def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`jump_hash` of many states at once, each among its own number of buckets. ValueError where there are none.
+    """Return `jump_hash` of many states, each with its own number of buckets.
+    Raises ValueError if one is below 1.
 
     >>> jump_hash_many(np.array([java_hash("order-2")] * 4), np.array([1, 4, 8, 16])).tolist()
     [0, 2, 2, 11]
     """
     if buckets.size and int(buckets.min()) < 1:
         raise ValueError("there must be at least one bucket for each")
-    state = states.astype(np.int64).view(np.uint64)  # of a copy: what a signed hash is in 64 bits
+    state = states.astype(np.int64).view(np.uint64)  # of a copy: the 64 bits of a signed hash
     result = np.zeros(len(state), np.int64)
     active = np.arange(len(state))
     while len(active):
@@ -83,7 +84,7 @@ def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np
 
 
 def siphash24(data: bytes) -> int:
-    """SipHash-2-4 of `data` as Java's signed long. The key is Guava's, bytes 00 to 0f.
+    """Return SipHash-2-4 of `data` as Java's signed long. The key is Guava's, bytes 00 to 0f.
 
     >>> siphash24(b"order-1")
     -4360020059536918905
@@ -127,10 +128,10 @@ def _rounds(count: int, state: _State) -> _State:
 
 @lru_cache(maxsize=_CACHED_GROUPS)
 def group_queue(message_group: str, queues: int, how: GroupHash = "jump") -> int:
-    """The queue id of a message group among `queues` writable queues; always the same for the same arguments.
+    """Return the queue id of a message group, always the same for the same arguments.
 
-    Cached: a group comes back with each of its messages, and the hash of a short name takes microseconds.
-    ValueError without queues.
+    `queues` is the number of writable queues. Results are cached: each message of a group needs one, and the hash of a
+    short name takes microseconds. Raises ValueError without queues.
 
     >>> group_queue("order-42", 8), group_queue("order-42", 8, "siphash24")
     (3, 5)
@@ -144,8 +145,8 @@ def group_queue(message_group: str, queues: int, how: GroupHash = "jump") -> int
 
 
 def java_selector_queue(argument: str, queues: int) -> int:
-    """The queue that the selector `SelectMessageQueueByHash` of 4.x clients picks: for producers that took over from
-    one. ValueError without queues.
+    """Return the queue of the selector `SelectMessageQueueByHash` of 4.x clients.
+    For producers that replace one. Raises ValueError without queues.
 
     >>> java_selector_queue("order-1", 8)
     6
@@ -156,23 +157,21 @@ def java_selector_queue(argument: str, queues: int) -> int:
 
 
 class RoundRobin:
-    """The queue for each message without a group: a counter a topic, shared by all threads, from a random start.
-
-    Random, so that many short-lived processes that put one message each do not all fill queue 0.
-    """
+    """Queue choice for messages without a group: a counter a topic, shared by all threads.
+    It starts at a random number, so that many short processes that put one message each do not all fill queue 0."""
 
     __slots__ = ("_lock", "counters")
 
     def __init__(self) -> None:
         self.counters: dict[str, Iterator[int]] = {}
-        """By topic."""
+        """Counters by topic."""
         self._lock = threading.Lock()
 
     def next(self, topic: str, queues: int) -> int:
-        """The next queue id of `topic`, 0 <= id < `queues`. ZeroDivisionError without queues."""
+        """Return the next queue id of `topic`, 0 <= id < `queues`. Raises ZeroDivisionError without queues."""
         counter = self.counters.get(topic)
         if counter is None:
             with self._lock:
                 counter = self.counters.setdefault(topic, itertools.count(random.getrandbits(31)))
-        # No lock: stepping a count is one atomic operation, and every put comes this way.
+        # No lock: a step of a count is atomic, and every put needs one.
         return next(counter) % queues

@@ -1,9 +1,9 @@
-"""SQL92 filters over message properties: from text to a tree, checked, to closures (delivery#sql92).
+"""SQL92 filters over message properties: text, a checked tree, closures (delivery#sql92).
 
     text --`sqltokens`--> tokens --_Parser--> nodes, checked as the tree grows; each has the closure that evaluates it
 
-It knows nothing of messages, queues or subscriptions: properties are a mapping of strings. Nothing here holds state but
-the count of errors that `Expression.matches` keeps for its log.
+This module knows no messages, queues or subscriptions: properties are a mapping of strings. The only state is the count
+of errors that `Expression.matches` keeps for its log.
 
     expr       := and (OR and)*                                                  weakest
     and        := equality (AND equality)*
@@ -12,15 +12,15 @@ the count of errors that `Expression.matches` keeps for its log.
                         | [NOT] (CONTAINS|STARTSWITH|ENDSWITH) string | [NOT] IN '(' string (',' string)* ')' )*
     unary      := ('+'|'-'|NOT) unary | literal | name | '(' expr ')'            strongest: NOT a > 3 is (NOT a) > 3
 
-Three values: True, False and None for SQL's NULL. What a value *is* follows from the text alone: a property is a string
-or NULL, a literal is what it looks like, a comparison is a truth value or NULL. So how two operands meet is looked up
-once, when the expression is compiled, and an evaluation does no case analysis (the table is `_KEYS`).
+There are three values: True, False, and None for SQL's NULL. The type of a value follows from the text: a property is a
+string or NULL, a literal has its own type, a comparison is a truth value or NULL. So the comparison of two operands is
+chosen once, when the expression is compiled (the table is `_KEYS`), and not in each evaluation.
 
-Where an operand is a string and the other a number, the string is parsed as exactly that type by Java's rules, and
-doubles have Java's order (`javanumbers`).
+If one operand is a string and the other a number, the string is parsed as exactly that type by Java's rules. Doubles
+have Java's order (`javanumbers`).
 
-Hostile text costs little: it is bounded in length and nesting, every token is read once, and strings of operators that
-lean left (`a AND b AND c`) become one node, not a deep tree.
+Hostile text costs little: length and nesting are limited, every token is read once, and a chain of one operator
+(`a AND b AND c`) becomes one node, not a deep tree.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["MAX_DEPTH", "MAX_LENGTH", "Expression", "compile"]
 _log = logging.getLogger("mqstore")
 
 MAX_LENGTH = 65_536
-"""Characters of an expression."""
+"""Maximum number of characters of an expression."""
 MAX_DEPTH = 50
-"""Levels of nesting. The parser spends six frames on each, and callers may stand deep in the stack themselves."""
+"""Maximum levels of nesting. The parser uses six frames for each, and callers may use many, too."""
 
 
 class Expression:
@@ -58,17 +58,16 @@ class Expression:
         self._errors = itertools.count(1)
 
     def evaluate(self, properties: Mapping[str, str]) -> bool | None:
-        """True, False, or None for NULL. Raises EvaluationError where a string does not parse as the number that it is
-        compared with, or a truth value meets a string (delivery#sql92)."""
+        """Return True, False, or None for NULL.
+        Raises EvaluationError if a string does not parse as the number that it is compared with, or a truth value meets
+        a string (delivery#sql92)."""
         result: bool | None = self._run(properties)
         return result
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Whether a message with these properties is delivered: not if the result is False, NULL or an error.
-
+        """Return True if the expression is True for these properties, not for False, NULL or an error.
         Errors are logged as they double in number (the 1st, 2nd, 4th, 8th, ...): a filter that fails on every message
-        would drown the log.
-        """
+        would fill the log."""
         try:
             return self._run(properties) is True
         except EvaluationError as error:
@@ -82,10 +81,10 @@ class Expression:
 
 
 def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
-    """The expression that `expression` spells. Raises FilterError, whose `.position` is the index of the character.
+    """Compile an expression. Raises FilterError, whose `.position` is the index of the character.
 
-    RocketMQ's parser differs in two ways: it ignores what follows a complete expression, so that `a = 3 garbage` is
-    `a = 3`, and it refuses a float literal that is zero.
+    RocketMQ's parser differs in two ways. It ignores text after a complete expression, so `a = 3 garbage` is `a = 3`.
+    It also refuses a float literal that is zero.
 
     >>> large = compile("amount > 100 AND region IN ('eu', 'us')")
     >>> large.evaluate({"amount": "250", "region": "eu"}), large.evaluate({"amount": "250"})
@@ -100,7 +99,7 @@ def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
 
 
 class Kind(Enum):
-    """What an operand yields when it is not NULL. `NULL`: it never yields anything else."""
+    """Type of an operand's values besides NULL. `NULL`: it never has another value."""
 
     NULL = auto()
     BOOL = auto()
@@ -133,8 +132,8 @@ def _refuse_truth(value: bool) -> bool:
     raise ValueError(f"{str(value).upper()} on the left cannot be compared with a string on the right")
 
 
-# (left, right) -> what makes the two comparable in Python. Raises ValueError where RocketMQ fails on the values.
-# Pairs that are absent are never equal; orderings of such pairs do not pass the parser.
+# (left, right) -> functions that make the two comparable in Python. They raise ValueError if RocketMQ fails on the
+# values. Absent pairs are never equal, and the parser refuses to order them.
 _KEYS: dict[tuple[Kind, Kind], tuple[Key, Key]] = {
     **{(left, right): (_same, _same) for left in _WHOLE for right in _WHOLE},
     **{(kind, Kind.DOUBLE): (double_order, double_order) for kind in _NUMBERS},
@@ -170,27 +169,27 @@ _SEARCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 class Node(NamedTuple):
-    """A part of an expression."""
+    """Part of an expression."""
 
     at: int
-    """Where it starts in the text."""
+    """Start of the part in the text."""
     kind: Kind
     run: Run
-    """Evaluates it: property mapping -> value, None for NULL."""
+    """Function from properties to the value, None for NULL."""
     height: int = 1
-    """Of the tree below and with the node."""
+    """Height of the tree that ends with this node."""
     form: Literal["literal", "property", "-", "NOT", "other"] = "other"
     value: Any = None
-    """Value of a literal, or of a number behind minus signs; name of a property."""
+    """Value of a literal, or of a number after minus signs. For a property, its name."""
 
     @property
     def is_truth(self) -> bool:
-        """Whether it can stand where a truth value is asked for."""
+        """True if it is allowed where a truth value is expected."""
         return self.kind is Kind.BOOL or (self.form == "literal" and self.kind is Kind.NULL)
 
     @property
     def fixed(self) -> Any:
-        """Its value in every evaluation; None if that is NULL or not known."""
+        """Its value in every evaluation, None if that is NULL or not known."""
         return self.value if self.form in ("literal", "-") else None
 
 
@@ -203,12 +202,12 @@ def _property(at: int, name: str) -> Node:
 
 
 def _property_as_truth(name: str) -> Run:
-    """False if the property is there, whatever it says, else NULL."""
+    """Return a function: False if the property is there, whatever its value, else NULL."""
     return lambda properties: None if properties.get(name) is None else False
 
 
 def _minus(operand: Node) -> Run:
-    """NULL unless the operand is a number."""
+    """Return the negation of a number, NULL for any other operand."""
     if operand.kind in _NUMBERS:
         number = -operand.value
         return lambda properties: number
@@ -229,7 +228,7 @@ def _not(operand: Run) -> Run:
 
 
 def _join(operands: Sequence[Run], *, decisive: bool) -> Run:
-    """AND (`decisive` False) or OR (`decisive` True): the first operand that is decisive ends it."""
+    """Return AND (`decisive` False) or OR (`decisive` True). The first decisive operand ends it."""
 
     def evaluate(properties: Mapping[str, str]) -> bool | None:
         result: bool | None = not decisive
@@ -249,7 +248,7 @@ def _is_null(operand: Run) -> Run:
 
 
 def _equal(left: Node, right: Node) -> Run:
-    """`left = right`. NULL on the left gives NULL, on the right alone False, on both sides True."""
+    """Return `left = right`. NULL on the left gives NULL, on the right alone False, on both sides True."""
     keys, at = _KEYS.get((left.kind, right.kind), _NEVER_EQUAL), left.at
     if left.form == "property" and right.fixed is not None:
         return _property_against(left, operator.eq, right.fixed, keys)
@@ -268,7 +267,7 @@ def _equal(left: Node, right: Node) -> Run:
 
 
 def _ordered(op: str, left: Node, right: Node) -> Run:
-    """`left op right` with op one of < <= > >=; NULL if either is. Two strings are compared as doubles."""
+    """Return `left op right`, op being < <= > >=. NULL if either is. Two strings compare as doubles."""
     kinds, test, at = (left.kind, right.kind), _ORDERINGS[op], left.at
     keys = _STRINGS_IN_ORDER if kinds == (Kind.STRING, Kind.STRING) else _KEYS.get(kinds, _NEVER_EQUAL)
     if left.form == "property" and right.fixed is not None:
@@ -291,7 +290,7 @@ def _ordered(op: str, left: Node, right: Node) -> Run:
 
 
 def _property_against(left: Node, test: Callable[[Any, Any], bool], value: Any, keys: tuple[Key, Key]) -> Run:
-    """`name op literal`, the comparison that most filters are made of, with the literal's key computed beforehand."""
+    """Return `name op literal`, the most common comparison, with the literal's key computed once."""
     name, key, wanted, at = left.value, keys[0], keys[1](value), left.at
     if key is _same:  # strings, and only with `=`
 
@@ -318,10 +317,11 @@ def _unfit(error: ValueError, at: int) -> EvaluationError:
 
 
 def _between(value: Node, low: Node, high: Node, *, negated: bool) -> Run:
-    """`value >= low AND value <= high`; negated `value < low OR value > high`, for which no bound need be the lower."""
+    """Return `value >= low AND value <= high`, negated `value < low OR value > high`.
+    No bound of the negated form needs to be the lower one."""
     if value.kind is Kind.NULL:
-        # NULL whatever the bounds are. Evaluated once: a value that nests further BETWEENs would double all their
-        # work at each level. What remains are properties and literals, which cost nothing to evaluate twice.
+        # NULL for any bounds. Evaluated once: nested BETWEENs would double the work at each level. Other values are
+        # properties and literals, which cost nothing to evaluate twice.
         return value.run
     ops = ("<", ">") if negated else (">=", "<=")
     return _join([_ordered(op, value, bound) for op, bound in zip(ops, (low, high), strict=True)], decisive=negated)
@@ -336,7 +336,7 @@ def _in(name: str, values: frozenset[str], *, negated: bool) -> Run:
 
 
 def _search(op: str, operand: Run, search: str, *, negated: bool) -> Run:
-    """CONTAINS, STARTSWITH, ENDSWITH: False for what is no string, and for an empty search even when negated."""
+    """Return CONTAINS, STARTSWITH or ENDSWITH: False for a non-string, and always for an empty search."""
     test = _SEARCHES[op]
     if not search:
         return lambda properties: False
@@ -352,7 +352,7 @@ def _search(op: str, operand: Run, search: str, *, negated: bool) -> Run:
 
 
 class _Parser:
-    """Recursive descent, one token ahead; a method for each rule of the grammar above, and its checks."""
+    """Parser by recursive descent, one token ahead, with a method for each grammar rule and its checks."""
 
     def __init__(self, text: str) -> None:
         self._lexer = Lexer(text)
@@ -500,7 +500,7 @@ class _Parser:
         value = float(token.text)
         if math.isinf(value):
             raise self._error(token.at, "this number is larger than 1.7976931348623157E308")
-        # Zero itself is meant; what rounds to zero is not.
+        # Zero itself is allowed, but not a number that rounds to zero.
         if value == 0.0 and token.text.lower().partition("e")[0].strip("0."):
             raise self._error(token.at, "this number is smaller than 4.9E-324", "write 0 for zero")
         return _literal(token.at, Kind.DOUBLE, value)
@@ -513,7 +513,8 @@ class _Parser:
             raise self._error(token.at, f"nested deeper than {MAX_DEPTH} levels")
 
     def _over(self, at: int, run: Run, *operands: Node) -> Node:
-        """A truth value made of `operands`. Chains of `=` and the like grow a tree without nesting in the text."""
+        """Return a truth value made of `operands`.
+        Chains of `=` and similar operators make a deep tree without nesting in the text."""
         height = 1 + max(operand.height for operand in operands)
         if height > 2 * MAX_DEPTH:
             raise self._error(

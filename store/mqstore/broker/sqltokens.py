@@ -12,7 +12,8 @@ __all__ = ["HINTS", "Lexer", "Token", "error_at"]
 
 
 class Token(NamedTuple):
-    """`kind`: a keyword in capitals, an operator as it stands, or one of name, float, integer, string, end."""
+    """Token of an SQL92 filter.
+    `kind` is a keyword in capitals, an operator as written, or one of name, float, integer, string, end."""
 
     kind: str
     text: str
@@ -49,12 +50,12 @@ HINTS = {
 
 
 def _columns(text: str) -> int:
-    """Columns of a screen that `text` takes."""
+    """Return the number of screen columns that `text` takes."""
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text if not unicodedata.combining(c))
 
 
 def error_at(text: str, at: int, problem: str, hint: str | None = None) -> FilterError:
-    """`problem`, with the line of `text` that it lies in and a caret below the place."""
+    """Return an error with `problem`, the line of `text` at `at`, and a caret below the place."""
     before = re.split(r"\r\n|\n|\r", text[:at])
     first, line = at - len(before[-1]), len(before)
     last = re.compile(r"[\r\n]|\Z").search(text, at).start()  # type: ignore[union-attr]  # \Z is found at least
@@ -67,12 +68,12 @@ def error_at(text: str, at: int, problem: str, hint: str | None = None) -> Filte
 
 
 class Lexer:
-    """Tokens on demand: RocketMQ never looks at what lies behind the token after a complete expression."""
+    """Lexer that reads on demand: RocketMQ never reads beyond the token after a complete expression."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._at = 0
-        # A `--` without a line end behind it is two minus signs. Known beforehand, so that none looks for it in vain.
+        # A `--` without a line end behind it is two minus signs. The last line end is found once, for all of them.
         self._last_line_end = max(text.rfind("\n"), text.rfind("\r"))
 
     def _skip(self) -> None:

@@ -1,28 +1,27 @@
-"""Which topics there are, with how many queues, and who may do what with them (delivery#topics, delivery#system-names).
+"""Topics: names, queue counts, permissions and attributes (delivery#topics, delivery#system-names).
 
-Knows names, queue counts, permissions and attributes; not messages. Of the store it asks which queues exist, of the
-offsets whether somebody still needs them.
+This module knows no messages. It asks the store which queues exist, and the offset table whether a group needs them.
 
 A topic exists in one of two ways:
 
 =========  =================================  ==========================================================================
-kind       where it is written                configuration
+kind       stored in                          configuration
 =========  =================================  ==========================================================================
-entered    `config/topics.json`               what its entry says
+entered    `config/topics.json`               its entry
 found      nowhere; it has consume queues     read = write = highest queue id + 1, readable and writable; in memory
                                               only, until `alter` or `ensure` enters it or it is deleted
 =========  =================================  ==========================================================================
 
-    unknown --create, ensure, for_send--> entered --delete--> unknown, its queues beyond reach
+    unknown --create, ensure, for_send--> entered --delete--> unknown, its queues out of reach
     found --alter, ensure--> entered;  found --delete--> unknown
 
-Deletion does not remove queues. Were their numbering to restart at 0 while old records may still lie in the log, a
-rebuild would take new messages for repeats of the old ones. Instead each queue's logical start moves to its end; a
-topic without an entry all of whose queues end at their logical start is not there. Offsets go to disk first, then the
-entry: a crash in between leaves an empty topic that can be deleted again.
+Deletion does not remove queues. If their offsets restarted at 0 while old records are still in the log, a rebuild would
+take new messages for repeats of the old ones. Instead each queue's logical start moves to its end. A topic without an
+entry does not exist if all its queues end at their logical start. Offsets are saved first, then the entry. A crash in
+between leaves an empty topic that can be deleted again.
 
-Putting a message costs one dict look-up here: `_sendable` holds the topics that any user may send to, and nothing else.
-The store is never asked under the table's lock: it may dispatch meanwhile, and call whoever waits for messages.
+A put costs one dict look-up here: `_sendable` holds only the topics that any user may send to. The store is never asked
+under the table's lock, because it may dispatch meanwhile, and call waiters.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ __all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfi
 PERM_INHERIT, PERM_WRITE, PERM_READ = 1, 2, 4
 _PERM_MAX = PERM_READ | PERM_WRITE | PERM_INHERIT
 QUEUES_MAX = 16_384
-"""More than these cannot be asked for; a file that is read may have them."""
+"""Maximum number of queues that may be requested. A file that is read may have more."""
 
 MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED")
 
 _TYPE = "message.type"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-# member of the file -> field, type, and what RocketMQ takes where it is absent
+# Member of the file -> field, type, and RocketMQ's default.
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "readQueueNums": ("read_queues", int, 16),
     "writeQueueNums": ("write_queues", int, 16),
@@ -68,7 +67,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """What is set for a topic (delivery#topics).
+    """Configuration of a topic (delivery#topics).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -83,7 +82,7 @@ class TopicConfig:
     write_queues: int = 4
     """Senders choose among queues 0..write_queues-1."""
     perm: int = PERM_READ | PERM_WRITE
-    """4 readable, 2 writable, 1 a template for others (RocketMQ's)."""
+    """Sum of 4 (readable), 2 (writable) and 1 (RocketMQ's template for others)."""
     order: bool = False
     """Advice to clients."""
     attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
@@ -92,22 +91,22 @@ class TopicConfig:
 
     @property
     def readable(self) -> bool:
-        """Whether `perm` has 4 (READ)."""
+        """True if `perm` has 4 (READ)."""
         return self.perm & PERM_READ != 0
 
     @property
     def writable(self) -> bool:
-        """Whether `perm` has 2 (WRITE)."""
+        """True if `perm` has 2 (WRITE)."""
         return self.perm & PERM_WRITE != 0
 
     @property
     def message_type(self) -> str:
-        """One of `MESSAGE_TYPES`; UNSPECIFIED where none is set, or one that only a newer RocketMQ knows."""
+        """One of `MESSAGE_TYPES`. UNSPECIFIED if none is set, or only a newer RocketMQ knows it."""
         found = self.attributes.get(_TYPE, "UNSPECIFIED")
         return found if found in MESSAGE_TYPES else "UNSPECIFIED"
 
     def as_json(self) -> dict[str, Any]:
-        """The entry of `topics.json`."""
+        """Return the entry of `topics.json`."""
         entry = {**self.unknown, "topicName": self.name}
         for key, (name, _, _) in _MEMBERS.items():
             entry[key] = getattr(self, name)
@@ -116,7 +115,7 @@ class TopicConfig:
 
     @classmethod
     def from_json(cls, name: str, entry: Mapping[str, Any]) -> TopicConfig:
-        """Of an entry of `topics.json`; ValueError for a value of the wrong type."""
+        """Read an entry of `topics.json`. Raises ValueError for a value of the wrong type."""
         known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
         if not all(type(value) is str for value in known["attributes"].values()):
             raise ValueError(f"attributes must be texts, not {known['attributes']!r:.80}")
@@ -125,20 +124,19 @@ class TopicConfig:
 
 
 class TopicTable:
-    """All topics of a store. Thread-safe; looking up a known topic takes no lock.
-
-    A change is on disk before it counts: when a method raises, nothing changed. The functions in `on_change` are called
-    with the name of a topic after it came, changed or went, in the thread that did it, without a lock.
-    """
+    """All topics of a store. Thread-safe. A look-up of a known topic takes no lock.
+    A change is saved before it counts: if a method raises, nothing changed. The functions in `on_change` are called
+    with the name of a created, changed or deleted topic. They run in the thread that changed it, without a lock."""
 
     def __init__(self, store: StoreReader, offsets: OffsetTable) -> None:
-        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
         self.group_names: Callable[[], Collection[str]] = tuple
-        """Every group that is known. Set by who has the groups."""
+        """Function that returns every known group. Set by the owner of the groups."""
         self.in_order: list[Callable[[str, str], bool]] = []
-        """Asked (group, topic) by `alter`: whether that group, which has progress on that topic, relies on its order.
-        One that says so is enough; every group of a FIFO topic does."""
+        """Functions that return True if a group relies on the order of a topic: `alter` calls them.
+        They get (group, topic) of a group with committed offsets. One True is enough. Every group of a FIFO topic
+        relies on it."""
         self._store = store
         self._clock = store.clock
         self._offsets = offsets
@@ -150,7 +148,7 @@ class TopicTable:
         self._version = DataVersion()
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
-        # Look-ups let the last two grow: _known by topics that were found, _sendable by those that somebody sent to.
+        # Look-ups add to the last two: _known gets topics that were found, _sendable those that were sent to.
         self._known: dict[str, TopicConfig] = {}
         self._sendable: dict[str, TopicConfig] = {}
         self._load()
@@ -158,57 +156,55 @@ class TopicTable:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> TopicConfig | None:
-        """The topic, entered or found; None when there is none."""
+        """Return the topic, entered or found, or None."""
         return self._known.get(name) or self._find(name)
 
     def entered(self, name: str) -> TopicConfig | None:
-        """The topic's entry in the table; None for one that is not there, or known by its queues alone."""
+        """Return the topic's entry in the table, or None if there is none."""
         return self._entered.get(name)
 
     def need(self, name: str) -> TopicConfig:
-        """As `get`; TopicNotFoundError when there is none."""
+        """Return the topic, entered or found. Raises TopicNotFoundError without one."""
         config = self.get(name)
         if config is None:
             raise TopicNotFoundError(f"{self._store.path} has no topic {name!r}; create it, or put a message to it")
         return config
 
     def for_send(self, name: str) -> TopicConfig:
-        """The topic that a user is about to send to, which comes into being if need be (delivery#auto-create).
-
-        Raises NotPermittedError for a system or retry topic and one that may not be written, TopicNotFoundError for an
-        unknown one with `auto_create_topics` off, InvalidMessageError for a name that no topic may have, and as
-        `create`.
-        """
+        """Return the topic that a user sends to, and create it if necessary (delivery#auto-create).
+        Raises NotPermittedError for a system or retry topic and for a topic that is not writable. Raises
+        TopicNotFoundError for an unknown one if `auto_create_topics` is off, InvalidMessageError for an invalid name,
+        and what `create` raises."""
         return self._sendable.get(name) or self._admit(name)
 
     def names(self, system: bool = False) -> list[str]:
-        """Names of the topics, entered and found, retry and dead-letter topics included, sorted. The engine's own only
-        with `system`."""
+        """Return the topic names, entered and found, sorted. They include retry and dead-letter topics.
+        System topics are included only if `system` is true."""
         return [config.name for config in self.configs() if system or not is_system_topic(config.name)]
 
     def configs(self) -> list[TopicConfig]:
-        """Every topic, system topics included, by name."""
+        """Return every topic, system topics included, by name."""
         entered = self._entered
         found = (self._found(name) for name in self._store.topics() if name not in entered)
         return sorted([*entered.values(), *filter(None, found)], key=lambda config: config.name)
 
     @property
     def problems(self) -> list[str]:
-        """What was amiss in the file when it was loaded, and what was done about it."""
+        """Problems found when the file was loaded, and what was done about them."""
         return list(self._file.problems)
 
     def _find(self, name: str) -> TopicConfig | None:
-        known = self._known  # before looking: if the table changes meanwhile, what was found goes down with the old one
+        known = self._known  # first: if the table changes meanwhile, the result goes into the old one
         config = known.get(name) or self._found(name)
         if config is not None:
             known[name] = config
         return config
 
     def _found(self, name: str) -> TopicConfig | None:
-        """The configuration that the queues of a topic without an entry stand for."""
+        """Return the configuration of a topic without an entry, by its queues, or None."""
         queue_ids = self._queue_ids(name)
         if not any(self._holds(name, queue_id) for queue_id in queue_ids):
-            return None  # never there, or deleted
+            return None  # never created, or deleted
         count = max(queue_ids) + 1
         return TopicConfig(name, count, count)
 
@@ -219,7 +215,7 @@ class TopicTable:
             return []
 
     def _holds(self, name: str, queue_id: int) -> bool:
-        """Whether a queue ever had a message that counts, its first ones perhaps dropped since."""
+        """Return True if a queue ever had a message that counts, even one that was dropped."""
         bounds = self._store.offsets_or_none(name, queue_id)
         return bounds is not None and bounds[1] > self._offsets.start_of(name, queue_id)
 
@@ -232,11 +228,11 @@ class TopicTable:
             raise NotPermittedError(
                 f"topic {name!r} holds what a group has again; Broker.send_back puts a message of another topic there"
             )
-        sendable = self._sendable  # before looking, as in _find
+        sendable = self._sendable  # first, as in _find
         config = self.get(name) or self._create_to_send(name)
         if not config.writable:
             raise NotPermittedError(f"topic {name!r} may not be written to (perm {config.perm}); alter it to 6")
-        if config.write_queues < 1:  # only a file can say so
+        if config.write_queues < 1:  # only a file can have this
             raise NotPermittedError(f"topic {name!r} has {config.write_queues} queues to write to; alter write_queues")
         sendable[name] = config
         return config
@@ -252,10 +248,8 @@ class TopicTable:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def ensure(self, name: str, queues: int = 1) -> TopicConfig:
-        """The topic `name` of the engine itself, entered with so many queues if it is not there.
-
-        InvalidMessageError for a name that cannot be a path, and as `create`.
-        """
+        """Return the topic `name` of the engine itself. A missing one is created with `queues` queues.
+        Raises InvalidMessageError for a name that cannot be a path, and what `create` raises."""
         config = self._entered.get(name)
         if config is not None:
             return config
@@ -276,14 +270,12 @@ class TopicTable:
         message_type: str | None = None,
         exist_ok: bool = True,
     ) -> TopicConfig:
-        """Enter a topic. `queues` (default: `default_queues`) counts for reading and writing where `read_queues` or
-        `write_queues` is not given; `message_type` is one of `MESSAGE_TYPES`.
+        """Create a topic. An existing one is returned unchanged with `exist_ok`, else it is an error.
 
-        With `exist_ok` a topic that is there is returned as it is; else it is a ConfigError, as is a count outside
-        1..16,384, an odd `perm`, or a message type that there is not.
-        InvalidMessageError for a bad name, NotPermittedError for a system topic, StoreFullError and StoreIOError when
-        it cannot be saved.
-        """
+        `queues` (default: `default_queues`) replaces a missing `read_queues` or `write_queues`. `message_type` is one
+        of `MESSAGE_TYPES`. Raises ConfigError for an existing topic, a count outside 1..16,384, and an invalid `perm`
+        or message type. Raises InvalidMessageError for a bad name, NotPermittedError for a system topic, StoreFullError
+        and StoreIOError if it cannot be saved."""
         check_user_topic(name)
         count = self._default_queues if queues is None else queues
         config = TopicConfig(
@@ -308,12 +300,12 @@ class TopicTable:
         message_type: str | None = None,
         force: bool = False,
     ) -> TopicConfig:
-        """Change what is given; `queues` counts for reading and writing as in `create`.
+        """Change the given settings. `queues` counts for reading and writing as in `create`.
 
-        Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
-        messages in queues that nobody sees is a ConfigError without `force`. So is another number of write queues
-        while a group that relies on order has progress on the topic: message groups would go on in other queues.
-        Other errors as `create`; TopicNotFoundError without such a topic, NotPermittedError for a system topic.
+        Take queues from writers first, let them drain, and only then take them from readers. Without `force` a change
+        that would hide messages in such queues is a ConfigError. So is another number of write queues while a group
+        that relies on order has committed offsets in the topic, because message groups would move to other queues.
+        Raises TopicNotFoundError without such a topic, NotPermittedError for a system topic, and what `create` raises.
         """
         self._refuse_system(name, "altered")
         given: dict[str, Any] = {
@@ -331,20 +323,19 @@ class TopicTable:
                 self._refuse_hiding(old, new)
                 self._refuse_moving(old, new)
             with self._lock:
-                if self._known.get(name) is old:  # else it changed while we asked the store
+                if self._known.get(name) is old:  # otherwise it changed while we asked the store
                     self._write({**self._entered, name: new})
                     break
         self._tell(name)
         return new
 
     def delete(self, name: str, *, force: bool = False) -> None:
-        """Delete a topic, its messages, all groups' progress on it, and its pop retry topics. Disk space comes back
-        as segments are dropped. A message that is put meanwhile may bring the topic back, with nothing but itself.
+        """Delete a topic, its messages, all groups' offsets in it, and its pop retry topics.
 
-        Raises TopicNotFoundError; NotPermittedError for a system topic; without `force` ConfigError while a group has
-        progress on it; as `OffsetTable.save` and `create` when it cannot be
-        saved: the topic may then be empty, but is there, to be deleted again.
-        """
+        Disk space is freed as segments are dropped. A message that is put meanwhile may create the topic again, with
+        only itself. Raises TopicNotFoundError, NotPermittedError for a system topic, and without `force` ConfigError
+        while a group has committed offsets in it. If it cannot be saved, raises what `OffsetTable.save` and `create`
+        raise. The topic may then be empty, but exists and can be deleted again."""
         self._refuse_system(name, "deleted")
         self.need(name)
         groups = self._offsets.groups_of(name)
@@ -364,8 +355,8 @@ class TopicTable:
         self._remove([name, *retries])
 
     def delete_retries(self, group: str) -> None:
-        """Delete what a group that is no more was to have again; its dead letters stay, and what may be another
-        group's. Errors as `delete`."""
+        """Delete the retry topics of a deleted group. Raises what `delete` raises.
+        Its dead letters stay, and topics that may be another group's."""
         known = {*self.group_names(), group}
 
         def of_this(rest: str) -> bool:
@@ -377,8 +368,9 @@ class TopicTable:
         self._remove([each for each in self.names() if each.startswith(own) and of_this(each[len(RETRY_PREFIX) :])])
 
     def _owners(self, name: str, groups: Collection[str]) -> set[tuple[str, str | None]]:
-        """Whose retries `%RETRY%name` may hold: those of the group `name` (None), and, in version 1 of pop, those of a
-        group and a topic whose names meet at a `_` (delivery#pop-queues)."""
+        """Return (group, topic) of the owners whose retries `%RETRY%name` may hold (delivery#pop-queues).
+        The group `name` has topic None. In version 1 of pop, owners are also a group and a topic whose names meet at a
+        `_`."""
         owners: set[tuple[str, str | None]] = {(name, None)} if name in groups else set()
         at = name.find("_")
         while at > 0:
@@ -428,8 +420,8 @@ class TopicTable:
             )
 
     def _undrained(self, name: str, queue_id: int) -> bool:
-        """Whether a queue has messages that not every group has consumed. A group that was never in this queue of the
-        topic has all of it before it."""
+        """Return True if a queue has messages that not every group has consumed.
+        A group without a committed offset in this queue of the topic has consumed none."""
         first, end = self._offsets.bounds(name, queue_id)
         if first >= end:
             return False
@@ -439,8 +431,8 @@ class TopicTable:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def _enter_if_absent(self, config: TopicConfig, *, exist_ok: bool = True, grow: bool = False) -> TopicConfig:
-        """Enter `config` unless its topic is there: then that one. With `grow` a topic that was found is entered, too,
-        with no fewer queues than it has."""
+        """Enter `config` unless its topic exists. Return the topic's configuration.
+        With `grow` a topic that was only found is entered, too, with no fewer queues than it has."""
         name = config.name
         present = self.get(name)
         if grow and present is not None:
@@ -458,12 +450,12 @@ class TopicTable:
         return present
 
     def _write(self, entered: dict[str, TopicConfig]) -> None:
-        """Make `entered` the table: first on disk, then here."""
+        """Replace the table by `entered`, first on disk, then here."""
         version = self._version.next(self._clock.now_ms())
         table = self._foreign | self._encoded.of(entered)
         self._file.save({"dataVersion": version.as_json(), "topicConfigTable": table})
-        # New dicts in place of old ones: a look-up sees the table before or after, and what was found is found anew.
-        # In this order, for who fills one of them takes hold of it first and then reads the ones before it.
+        # New dicts replace the old ones: a look-up sees the table before or after, and found topics are found again. In
+        # this order, because a look-up first takes the dict that it fills, and then reads the ones before it.
         self._version, self._entered = version, entered
         self._known = dict(entered)
         self._sendable = {}
@@ -487,7 +479,7 @@ class TopicTable:
 
 
 def _check_wish(new: TopicConfig, old: TopicConfig | None = None) -> None:
-    """ConfigError unless `new` may be asked for; what `old` had already may stay."""
+    """Raise ConfigError unless `new` may be requested. Values that `old` has may stay."""
     for name in ("read_queues", "write_queues"):
         value = getattr(new, name)
         if type(value) is not int or (not 1 <= value <= QUEUES_MAX and value != getattr(old, name, None)):
@@ -507,7 +499,7 @@ def _attributes(old: Mapping[str, str], message_type: str | None) -> Mapping[str
 
 
 def check_topics(value: dict[str, Any]) -> None:
-    """ValueError unless every entry is an object with members of the right types."""
+    """Raise ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for name, entry in entries(value, "topicConfigTable"):
         TopicConfig.from_json(name, entry)

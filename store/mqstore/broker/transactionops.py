@@ -1,8 +1,8 @@
-"""Notes in the log of half messages that have ended, called ops as in RocketMQ (delivery#transactions).
+"""Ops: notes in the log of half messages that have ended (delivery#transactions).
 
 op         RMQ_SYS_TRANS_OP_HALF_TOPIC, queue 0, tag d, body "12,15," = queue offsets of halves that are done
 
-add ---> gathered, for 3 s or until they take 4096 bytes ---> written as one op ---> needed, until all halves before
+add ---> collected, for 3 s or until they take 4096 bytes ---> written as one op ---> needed, until all halves before
                                                                                      its largest one are done
 """
 
@@ -26,20 +26,20 @@ _QUEUE: Final = 0
 
 
 class OpLog:
-    """Ops that are gathered, and those that are written and still needed. Thread-safe."""
+    """Collected ops, and written ones that are still needed. Thread-safe."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._bytes_max = min(OP_BYTES, parts.store.manifest.commitlog_segment_bytes // 2)
         self._writing = threading.Lock()
-        """Held around a whole write; taken before `_lock`."""
+        """Lock for a whole write, taken before `_lock`."""
         self._outlet: Outlet | None = None
         self._lock = threading.Lock()
         self._gathered: list[int] = []
         self._gathered_bytes = 0
         self._gathered_ms = 0
         self._written: deque[tuple[int, int]] = deque()
-        """Queue offset of an op, and the largest half in it."""
+        """Queue offset of each op, and the largest half in it."""
         self._end = 0
 
     def load(self, first: int, end: int) -> set[int]:
@@ -54,12 +54,12 @@ class OpLog:
 
     @property
     def due_ms(self) -> int | None:
-        """When the gathered ones are to be written (wall clock); None if there are none."""
+        """Time at which the collected ops must be written (wall clock). None without any."""
         with self._lock:
             return self._gathered_ms + OP_EVERY_MS if self._gathered else None
 
     def add(self, half: int) -> bool:
-        """Gather the queue offset of a half that has ended. Return True if an op is full and to be written now."""
+        """Collect the queue offset of a half that has ended. Return True if an op is full, to be written now."""
         with self._lock:
             if not self._gathered:
                 self._gathered_ms = self._parts.clock.now_ms()
@@ -68,7 +68,7 @@ class OpLog:
             return self._gathered_bytes > self._bytes_max
 
     def write(self) -> None:
-        """Put what was gathered into the op topic. Raises what a put raises; what is not written stays gathered."""
+        """Put the collected ops into the op topic. Raises what a put raises. Unwritten ops stay collected."""
         with self._writing:
             while self._gathered:
                 with self._lock:
@@ -88,7 +88,7 @@ class OpLog:
                     self._end = receipt.offset + 1
 
     def needed_from(self, half_done: int) -> int:
-        """Return the queue offset of the first op that is still needed. All halves before `half_done` are done."""
+        """Return the queue offset of the first op still needed if all halves before `half_done` are done."""
         with self._lock:
             while self._written and self._written[0][1] < half_done:
                 self._written.popleft()
@@ -96,7 +96,7 @@ class OpLog:
 
 
 def _halves_of(op: Message) -> list[int]:
-    """Half offsets that an op names; what else its body holds is passed over."""
+    """Return the half offsets that an op names. Other content of its body is ignored."""
     return [
         int(piece) for piece in op.body.decode("ascii", "replace").split(",") if piece.isascii() and piece.isdigit()
     ]

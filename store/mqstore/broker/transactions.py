@@ -1,32 +1,33 @@
-"""Messages that become visible when their producer says so (delivery#transactions, clients#transaction).
+"""Transactions: messages that become visible at their commit (delivery#transactions).
+The clients' side is in clients#transaction.
 
     begin      half message -> RMQ_SYS_TRANS_HALF_TOPIC, queue 0          REAL_TOPIC, REAL_QID, PGROUP, TRAN_MSG,
                                                                           __transactionId__ = UNIQ_KEY
     commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
     rollback   an op
-    op         says that a half is done (`transactionops`)
+    op         notes that a half is done (`transactionops`)
 
     open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
       |  ^
       |  +- unknown, an exception, nobody to ask
-      +--- after 6 s (or what the message says), then every 30 s: its producer's group is asked
+      +--- after 6 s (or the message's immunity), then every 30 s: its producer's group is asked
       +--- asked 15 times, or older than retention keeps: copied to TRANS_CHECK_MAX_TIME_TOPIC, done
 
 The two topics are the state. At open the table is built from them: the halves from one committed offset on
-(`CID_RMQ_SYS_TRANS`) that no op names from the other on. Both offsets only pass what is done. What a crash makes of it:
+(`CID_RMQ_SYS_TRANS`) that no op names from the other on. Both offsets only pass what is done. After a crash:
 
     lost with the process           then
     an op of a commit               the commit's copy is found by its key and its half's address: not committed twice
     an op of a rollback             asked again
-    the count of checks             begins anew, for it was another producer that gave no answer; age still ends it
+    the count of checks             begins at 0, because another producer gave no answer; age still ends it
 
-RocketMQ appends a fresh copy of the half at every check, to count and to move its offset on; then one transaction has
-several halves, and an answer to an old one leaves the new one open. Here a transaction is one record for life. Halves
-and counts that RocketMQ left (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFSET) are understood.
+RocketMQ appends a new copy of the half at every check, to count and to move its offset on. Then one transaction has
+several halves, and an answer to an old one leaves the new one open. Here a transaction is always one record. Halves
+and counts of RocketMQ (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFSET) are understood.
 
-Half messages do not pass the road: what delays a message (a timer; a level is refused) takes effect at its commit.
-Times are the store's own, since producers' clocks differ. Callbacks run on the thread of `run_once`, outside all locks;
-who needs long answers None and calls `end` later. Lock order: one half's lock, then the table's or those of the ops.
+Half messages do not pass the road. A timer takes effect at the commit, and a delay level is refused. Times are the
+store's own, because producers' clocks differ. Callbacks run in the thread of `run_once`, outside all locks. A slow
+producer answers None and calls `end` later. Lock order: one half's lock, then the table's or those of the ops.
 """
 
 from __future__ import annotations
@@ -81,17 +82,17 @@ _log = logging.getLogger("mqstore")
 
 _IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000
-"""How long after an opening producers may take to be there for a check."""
+"""Number of ms after an opening in which producers may return for a check."""
 CHECKS_MAX: Final = 15
 _CHECKS_A_RUN: Final = 32
-"""Callbacks before other mechanisms get their turn."""
+"""Number of callbacks before other mechanisms get their turn."""
 _QUEUE: Final = 0
 
 Outcome = Literal["commit", "rollback", "unknown"]
 
 
 class NotAsked(Enum):
-    """What a check callback answers that found nobody to ask: the check then does not count."""
+    """Answer of a check callback that found nobody to ask. The check then does not count."""
 
     NOT_ASKED = "not asked"
 
@@ -101,9 +102,10 @@ CheckCallback = Callable[[Message], bool | NotAsked | None]
 
 
 class Transactions:
-    """Half messages of a store: begun, ended, asked about.
+    """Half messages of a store: begin, end, check.
 
-    Long because all three move one table of what is open; what lies in the log is in `halves`, `transactionops`.
+    The class is long because all three change one table of open halves. `halves` has the table, `transactionops` the
+    notes in the log.
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
@@ -128,7 +130,7 @@ class Transactions:
         self._lock = threading.Lock()
         self._halves = Halves()
         self._promised_ms: int | None = None
-        """What the last `run_once` said."""
+        """Time that the last `run_once` returned."""
         self._last_ms = self._opened_ms = parts.clock.now_ms()
         self._ops = OpLog(parts)
         self._half_done = 0
@@ -154,12 +156,12 @@ class Transactions:
             )
 
     def _span(self, topic: str) -> tuple[int, int]:
-        """(committed offset, end) of one of the two queues, the former within the queue."""
+        """Return (committed offset, end) of one of the two queues. The offset is within the queue."""
         low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
         return max(low, min(high, self._parts.offsets.committed(TRANS_GROUP, topic, _QUEUE) or 0)), high
 
     def _recover(self, message: Message, done: set[int]) -> bool:
-        """False when nobody can tell where it goes."""
+        """Add a half from the log. Return False if its target is not known."""
         properties = message.stored_properties()
         before = number_of(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
         if before is not None and before in done:
@@ -194,12 +196,10 @@ class Transactions:
         immunity: Duration | None = None,
         durability: Durability | None = None,
     ) -> TransactionHandle:
-        """Store a message that nobody sees until `end(handle, "commit")`.
-
-        `unique_key` is the transaction's id; without one it gets one. `immunity`: seconds before its producer's group
-        is first asked what became of it, and after which only an answer to that may end it; at least 6.
-        Errors as of `Road.put`, and those of `prepare`.
-        """
+        """Store a message that is invisible until `end(handle, "commit")`.
+        `unique_key` is the transaction's id. Without one it gets a new one. `immunity` is the number of seconds, at
+        least 6, before its producer's group is first asked about it. After that time only an answer to such a check may
+        end it. Raises what `Road.put` and `prepare` raise."""
         stored = user_properties(tag, keys, properties, unique_key)
         if immunity is not None:
             wait_s = seconds(immunity, "immunity")
@@ -222,12 +222,10 @@ class Transactions:
         sys_flag: int = 0,
         durability: Durability | None = None,
     ) -> TransactionHandle:
-        """As `begin`, from stored properties, reserved ones included.
-
-        Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an id that is open
-        already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
-        the half is stored and rolled back: the caller must not run what the transaction was for.
-        """
+        """Store a half message with stored properties, reserved ones included. See `begin`.
+        Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
+        the topic does not have, or a producer group without a name. If it raises FlushTimeoutError, the half is stored
+        and rolled back. The caller must not run the transaction's work."""
         if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:
@@ -248,7 +246,7 @@ class Transactions:
             PGROUP: producer_group,
             TRANSACTION_ID: identity,
         }
-        # Refuses now what it would at commit, when a timer adds properties of its own.
+        # This refuses now what it would refuse at commit, when a timer adds its own properties.
         _, _, visible = self._parts.road.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
         _check_room(visible)
         stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
@@ -291,15 +289,14 @@ class Transactions:
         from_check: bool = False,
         durability: Durability | None = None,
     ) -> SendReceipt | None:
-        """Commit or roll back, by handle or id; "unknown" changes nothing. The receipt of the visible message; None
-        of a rollback, and of a commit that an earlier process had made.
+        """Commit or roll back, by handle or id. The outcome "unknown" changes nothing.
 
-        Again the same way: the same answer, nothing written. "flush": on disk when it returns. Raises ConfigError for
-        another outcome, InvalidMessageError (field "transaction_id") for a transaction never seen, or ended longer ago
-        than 20,000 others; TransactionStateError for one that ended the other way or whose immunity is over;
-        LookupError when its record was damaged; what a put raises, and then it is still open (but FlushTimeoutError:
-        committed, durability unknown).
-        """
+        Returns the receipt of the visible message. It is None for a rollback, and for a commit of an earlier process.
+        The same end again returns the same, and writes nothing. With "flush" it is on disk on return. Raises
+        ConfigError for another outcome. Raises InvalidMessageError (field "transaction_id") for a transaction never
+        seen, or one that ended before the last 20,000. Raises TransactionStateError for one that ended the other way or
+        whose immunity is over, and LookupError if its record was damaged. Raises what a put raises. Then it is still
+        open, but after FlushTimeoutError it is committed, of unknown durability."""
         if outcome not in ("commit", "rollback", "unknown"):
             raise ConfigError(f"a transaction ends with 'commit' or 'rollback' ('unknown': not yet), not {outcome!r}")
         if outcome == "unknown":
@@ -322,7 +319,7 @@ class Transactions:
         if late is not None:
             raise late
         if durability == "flush":
-            if outcome == "rollback":  # nothing else says so; a commit is known by its copy
+            if outcome == "rollback":  # only the op has it; a commit is known by its copy
                 self._ops.write()
             self._store.flush()
         return half.receipt
@@ -337,7 +334,7 @@ class Transactions:
             )
 
     def _commit(self, half: Half, durability: Durability | None) -> FlushTimeoutError | None:
-        """Put the visible message; the error of a put whose durability is unknown."""
+        """Put the visible message. Return the error of a put whose durability is unknown, else None."""
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
         queue_id = self._parts.road.home(message, half.handle.topic, int(properties.pop(REAL_QID)))
@@ -367,7 +364,7 @@ class Transactions:
         return None
 
     def _committed_before(self, half: Half) -> bool:
-        """Whether the log holds this half's commit, though no op says so: the process died between the two."""
+        """Return True if the log has this half's commit without an op: the process ended between the two."""
         for topic in (half.handle.topic, TIMER_TOPIC):
             for message in self._store.find(topic, unique_key=half.handle.transaction_id, limit=sys.maxsize):
                 if (
@@ -379,13 +376,13 @@ class Transactions:
         return False
 
     def _end(self, half: Half, outcome: Ended) -> None:
-        """Note that a half has ended, and gather its op. Never fails: what is decided is decided."""
+        """Note that a half has ended, and collect its op. Never fails, because the decision is final."""
         self._halves.end(half, outcome)
         self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
         if self._ops.add(half.handle.offset):
             try:
                 self._ops.write()
-            except MQStoreError as error:  # it is ended all the same; `run_once` writes them when it can
+            except MQStoreError as error:  # it has ended anyway; `run_once` writes them when it can
                 _log.warning("%s: ops of transactions are not written yet: %s", self._store.path, error)
         due_ms = self._ops.due_ms
         if due_ms is not None:
@@ -394,13 +391,12 @@ class Transactions:
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def on_check(self, producer_group: str | None, callback: CheckCallback | None) -> None:
-        """Ask `callback` about the open transactions of a group (None: of every group that has none of its own);
-        None in its place: nobody any more.
+        """Set the callback that is asked about a producer group's open transactions.
 
-        It gets the half message (its topic is REAL_TOPIC) and answers True: commit, False: roll back, None: unknown,
-        NOT_ASKED: unknown, and this does not count as one of the 15 times. What it raises is logged and counts as None.
-        Halves that waited for somebody to ask are due at once. StoreClosedError: nobody will ask any more.
-        """
+        Group None: every group without its own callback. `callback` None removes the present one. A callback gets the
+        half message (its topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown.
+        NOT_ASKED means unknown, and does not count as one of the 15 checks. An error is logged and counts as None.
+        Halves that waited for a callback are due at once. Raises StoreClosedError if no check will follow."""
         if callback is not None and self._store.closed:
             raise StoreClosedError(f"{self._store.path} was closed; open it again")
         with self._lock:
@@ -412,12 +408,12 @@ class Transactions:
         self._wake()
 
     def _due_at(self, when_ms: int) -> None:
-        """Have `run_once` come by then."""
+        """Wake the housekeeper if `run_once` must run earlier than it returned."""
         if self._promised_ms is None or when_ms < self._promised_ms:
             self._wake()
 
     def _check(self, half: Half, now_ms: int) -> None:
-        """Ask what became of a half, or give it up."""
+        """Ask the producer group about a half, or give it up."""
         try:
             message = self._store.at(half.handle.physical_offset)
         except LookupError as error:
@@ -431,7 +427,7 @@ class Transactions:
         if half.checks >= CHECKS_MAX:
             self._give_up(half, message, f"its producers were asked {half.checks} times and never knew")
             return
-        # However old it is, its producers are asked once, and after a stop have some time to come back for that.
+        # A half of any age is checked once, and after a stop its producers have some time to return for that.
         age_ms = now_ms - half.stored_ms
         too_old = self._age_ms is not None and age_ms > self._age_ms
         asked = half.checks > 0
@@ -447,7 +443,7 @@ class Transactions:
             _log.exception("%s: the check of transaction %r failed", self._store.path, half.handle.transaction_id)
             answer = None
         if answer is True or answer is False:
-            # An answer that cannot be carried out, on a full disk say, does not count: it was an answer.
+            # An answer that cannot be applied (on a full disk, for example) does not count as a check.
             try:
                 self.end(half.handle, "commit" if answer else "rollback", from_check=True)
             except TransactionStateError as error:
@@ -458,7 +454,7 @@ class Transactions:
             self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old, and nobody can be asked")
 
     def _give_up(self, half: Half, message: Message | None, why: str) -> None:
-        """Move a half to where nobody asks about it any more, but an operator can find it."""
+        """Move a half to a topic in which it is never checked, but an operator can find it."""
         with half.lock:
             if half.ended is not None:
                 return
@@ -491,7 +487,7 @@ class Transactions:
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
-        """Write gathered ops, ask about what is due, let go of what is done; when to come again."""
+        """Write collected ops, check due halves, move offsets over done ones. Return the next time."""
         if now_ms < self._last_ms:
             self._halves.clock_set_back(now_ms)
         self._last_ms = now_ms
@@ -499,7 +495,7 @@ class Transactions:
         if due_ms is not None and not due_ms - OP_EVERY_MS <= now_ms < due_ms:
             self._ops.write()
         for half in self._halves.due(now_ms, _CHECKS_A_RUN):
-            if half.ended is None:  # else the check of another one has ended it
+            if half.ended is None:  # otherwise the check of another one has ended it
                 half.next_ms = now_ms + CHECK_EVERY_MS
                 self._check(half, now_ms)
         self._note_progress()
@@ -508,8 +504,8 @@ class Transactions:
         return self._promised_ms
 
     def _note_progress(self) -> None:
-        """Move the two committed offsets over what is done. A half whose op is only gathered is done: nobody will ever
-        look at it again, so nobody needs the op."""
+        """Move the two committed offsets over halves and ops that are done.
+        A half is done when its op is only collected, because nobody reads it again, so its op is not needed."""
         bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
         if bounds is None:
             return
@@ -524,29 +520,29 @@ class Transactions:
             offsets.commit(TRANS_GROUP, OP_TOPIC, _QUEUE, op_done)
 
     def close(self) -> None:
-        """Write the ops that are gathered, and note progress."""
+        """Write the collected ops, and save the offsets of the two queues."""
         self._ops.write()
         self._note_progress()
 
     def pins(self) -> Iterator[Pin]:
-        """The oldest open half."""
+        """Yield the record of the oldest open half."""
         half = self._halves.oldest()
         if half is not None:
             why = f"transaction {half.handle.transaction_id} of producer group {half.handle.producer_group} is open"
             yield Pin(half.handle.physical_offset, HALF_TOPIC, _QUEUE, TRANS_GROUP, why)
 
-    # -- looking at it ----------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     def get(self, transaction_id: str) -> TransactionHandle | None:
-        """The open transaction of that id."""
+        """Return the open transaction of that id, or None."""
         return self._halves.open_id(transaction_id)
 
     def open_transactions(self) -> list[TransactionHandle]:
-        """What is open, oldest first."""
+        """Return the open transactions, oldest first."""
         return self._halves.handles()
 
     def open_count(self) -> int:
-        """How many are open."""
+        """Return the number of open transactions."""
         return len(self._halves)
 
 
@@ -558,7 +554,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
 
 
 def _check_room(properties: Mapping[str, str]) -> None:
-    """InvalidMessageError for properties of a timer that a half message would have room for, and its commit not."""
+    """Raise InvalidMessageError if a timer's properties would fit a half message, but not its commit."""
     room = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
     if TIMER_OUT_MS in properties and (size := len(encode_properties(properties))) > room:
         raise InvalidMessageError(f"with those of its timer the properties take {size} bytes, of {room}", "properties")

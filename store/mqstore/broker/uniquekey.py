@@ -2,15 +2,15 @@
 
     digits  bytes  what
          2      1  version, 01
-        12      6  who makes them: RocketMQ takes the network card's address. Ours is random, drawn once a process, for
-                   containers share addresses and process ids; its multicast bit is set, as RFC 9562 asks of such a node
+        12      6  node: RocketMQ takes the network card's address. Ours is random, drawn once a process, because
+                   containers share addresses and process ids. Its multicast bit is set, as RFC 9562 requires
          4      2  process id, low bytes
-         8      4  seconds since 2021-01-01 UTC, low bytes: the wall clock when the process began, and since then the
-                   monotonic one, so that a clock set back does not bring old keys back
+         8      4  seconds since 2021-01-01 UTC, low bytes: the wall clock when the process began, and then the
+                   monotonic one, so that a clock set back does not repeat old keys
          8      4  sequence number, from a random start, one more each time
         34     17  upper-case hexadecimal digits
 
-A forked child draws its node and its sequence anew: else it would repeat its parent's keys.
+A forked child draws a new node and sequence. Otherwise it would repeat its parent's keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MULTICAST = 1 << 40
 
 
 class UniqueKeys:
-    """Makes keys; safe to use from any thread.
+    """Generator of unique keys. Thread-safe.
 
     >>> keys = UniqueKeys()
     >>> first, second = keys.new(), keys.new()
@@ -41,14 +41,14 @@ class UniqueKeys:
         self.reseed()
 
     def reseed(self) -> None:
-        """Begin as a new process would."""
+        """Draw a new node and a new sequence, as a new process would."""
         node = int.from_bytes(secrets.token_bytes(6), "big") | _MULTICAST
         self._prefix = f"01{node:012X}{os.getpid() & 0xFFFF:04X}"
         self._origin_ms = self._clock.now_ms() - _EPOCH_MS - self._clock.monotonic_ms()
-        self._sequence = count(secrets.randbits(32))  # its `next` is one step: no lock needed
+        self._sequence = count(secrets.randbits(32))  # its `next` is atomic: no lock needed
 
     def new(self) -> str:
-        """34 upper-case hexadecimal digits that no other call returns, here or elsewhere."""
+        """Return 34 upper-case hexadecimal digits that no other call returns, here or elsewhere."""
         seconds = (self._origin_ms + self._clock.monotonic_ms()) // 1000
         return f"{self._prefix}{seconds & 0xFFFF_FFFF:08X}{next(self._sequence) & 0xFFFF_FFFF:08X}"
 

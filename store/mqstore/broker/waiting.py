@@ -1,5 +1,5 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Waiting for messages: who found nothing parks here until a queue grows (delivery#waiting, delivery#x6).
+"""Waiting for messages until a queue grows (delivery#waiting, delivery#x6).
 
     (topic, queue id | -1) -> bucket(group, filter) -> waiters, oldest first        -1: any queue of the topic
 
@@ -9,19 +9,20 @@
                      +-- there already: fired, True
                                          +-- `remove_waiter` -----------------------------> gone, never fired
 
-In that order nothing is missed: what became visible before the second look is seen by it, what comes later finds the
-waiter in its bucket. Fired exactly once. Two sorts share a bucket's form:
+In this order nothing is missed. The second look sees units that became visible before it, and later units find the
+waiter in its bucket. A waiter is fired exactly once. Buckets have two kinds of waiters:
 
-    group None      readers with an offset of their own (or none): each one is woken that a unit concerns
+    group None      readers with their own offset, or none: each one is woken that a unit concerns
     group "G"       receivers that compete (pop): as many are woken as there are units, the longest parked first
 
-A thread parks on a bare lock that the dispatching thread releases. A callback is run by whoever dispatches, perhaps by
-a reader in the middle of anything, though never under our lock. So it only wakes another thread: that saves a change
-of threads at each wake-up. A signal handler may raise in the main thread: what that would run, the housekeeper runs
-(`run_once`). A parked waiter costs a few hundred bytes: no thread, no turn of any loop. Deadlines lie in a heap, whose
-entries count only while their waiter is still due at that very time.
+A thread parks on a bare lock that the dispatching thread releases. The dispatching thread also runs callbacks, which
+saves a thread switch at each wake-up. It may be any reader, but never holds our lock. So a callback may only wake
+another thread. In the main thread a signal handler may raise, so the housekeeper runs its callbacks (`run_once`).
 
-Knows units and filters; nothing of messages, nor of what a group has consumed.
+A parked waiter costs a few hundred bytes, but no thread and no polling. Deadlines are in a heap, whose entries count
+only while their waiter is still due at that time.
+
+This module knows units and filters, but no messages, and not what a group has consumed.
 """
 
 from __future__ import annotations
@@ -50,43 +51,43 @@ __all__ = ["ANY_QUEUE", "Callback", "Waiter", "Waiters"]
 _log = logging.getLogger("mqstore")
 
 ANY_QUEUE = -1
-"""As queue id: whichever queue of the topic grows."""
+"""Queue id that means any queue of the topic."""
 Callback = Callable[[bool], object]
-"""What to do once the wait is over; True: it is worth reading."""
+"""Function to call when the wait is over. True means that a read is worth it."""
 
 _PASSED_OVER_MS = 5_000
-"""How long units that a filter refused may lie before the reader is sent to step over them (delivery#waiting)."""
+"""Number of ms that refused units may wait. Then the reader must step over them (delivery#waiting)."""
 _LOOK_UNITS = 8_192
-"""Units matched for one wake-up at most: as many as the dispatcher makes visible at once. Whoever has more before him
-need not wait: he has reading to do."""
+"""Maximum number of units matched for one wake-up: as many as the dispatcher makes visible at once.
+A reader with more units before it need not wait, because it can read."""
 _MAX_PARKED = 100_000
 _SWEEP = 1_024
-"""Stale heap entries that are worth a sweep."""
+"""Number of stale heap entries that are worth a sweep."""
 
 
 class Waiter:
-    """Somebody parked, or no longer. Opaque: `add_waiter` gives it, `remove_waiter` takes it."""
+    """Parked reader or receiver, or a former one. Opaque, for `add_waiter` and `remove_waiter`."""
 
     __slots__ = ("bell", "callback", "deadline_ms", "due_ms", "next", "outcome", "places")
 
     def __init__(self, offset: int | None, deadline_ms: int | None, callback: Callback | None) -> None:
         self.next = offset
-        """First queue offset that has not been matched yet; None: whatever comes from now on."""
+        """First queue offset that has not been matched yet. None: any new message."""
         self.deadline_ms = deadline_ms
         self.callback = callback
         self.bell: Bell | None = None
         self.places: tuple[_Bucket, ...] = ()
-        """The buckets it is in; none: it is not parked."""
+        """Buckets that contain it, none if it is not parked."""
         self.due_ms: int | None = None
-        """When the heap's entry for it counts."""
+        """Time at which its entry in the heap counts."""
         self.outcome: bool | None = None
-        """None until fired."""
+        """Result of the wait, None until fired."""
 
 
 class _Bucket:
     """Waiters of one group with one filter on one queue, oldest first."""
 
-    # OrderedDict: both an end to take from and a place to remove, at a cost that does not grow.
+    # OrderedDict: takes from one end and removes anywhere, at constant cost.
     __slots__ = ("due_ms", "filter", "group", "key", "name", "waiters")
 
     def __init__(
@@ -98,49 +99,48 @@ class _Bucket:
         self.filter = filter
         self.waiters: OrderedDict[Waiter, None] = OrderedDict()
         self.due_ms: int | None = None
-        """Of a group: when its first waiter is sent to step over what the filter refused."""
+        """Time at which a group's first waiter is sent to step over refused units."""
 
 
 class Waiters:
-    """All who wait on the queues of one store. Listens to `store.on_growth` from its construction to `close`.
-
-    Long because one lock guards all of it: who is parked where, when each is due, and who is chosen to wake.
+    """All waiters on the queues of one store. Listens to `store.on_growth` from construction to `close`.
+    The class is long because one lock guards all of it: where each waiter is parked, when it is due, and who is woken.
     """
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._store = parts.store
         self._clock = parts.clock
-        # A thread that waits by the machine's clock times itself. By a clock that a test moves it must be told.
+        # A thread that waits by the machine's clock times itself. With a clock that a test moves it must be woken.
         self._threads_time_themselves = parts.config.clock is None
         self._wake = wake
         self._lock = threading.Lock()
         self._topics: dict[str, dict[int, dict[tuple[str | None, int], _Bucket]]] = {}
         self._parked: set[Waiter] = set()
         self._news: dict[str, int] = {}
-        """What `seen` shows: moves with each growth of a topic, and with each wake-up that found nobody."""
+        """Counter of news by topic, for `seen`. Growth and wake-ups without a waiter increase it."""
         self._group_news = 0
-        """The same of groups, of which one that is about to wait has left no name yet: it counts for every topic."""
+        """Counter of news for all groups, for every topic, because a group about to wait is not known yet."""
         self._heap: list[tuple[int, int, Waiter | _Bucket]] = []
         self._stale = 0
         self._serial = count()
         self._armed_ms: int | None = None
-        """When the housekeeper knows that it has to come."""
+        """Time of the next run that the housekeeper knows."""
         self._ready: deque[Waiter] = deque()
-        """Fired, with callbacks to run."""
+        """Fired waiters whose callbacks must run."""
         self._ring = False
         self._closed = False
         self._store.on_growth.append(self._grown)
 
     @property
     def parked(self) -> int:
-        """How many wait now."""
+        """Number of parked waiters."""
         return len(self._parked)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def seen(self, topic: str, also: Sequence[str] = ()) -> int:
-        """A mark of the news there were of these topics. Take it before looking for messages, and give it to `wait` or
-        `add_waiter` with the same topics: what came in between then counts as seen by the waiter."""
+        """Return a mark of the news of these topics, for `wait` or `add_waiter` with the same topics.
+        Take it before a search for messages. The waiter is then woken by news since the mark."""
         with self._lock:
             return self._news_of((topic, *also))
 
@@ -156,11 +156,9 @@ class Waiters:
         also: Sequence[str] = (),
         seen: int | None = None,
     ) -> bool:
-        """Block this thread until it is worth reading on at `offset`; False: `timeout` seconds have passed.
-
-        True as soon as a unit at or behind `offset` may pass `filter`, or at most 5 s after units came that may not.
-        The other arguments, and the errors, are those of `add_waiter`. Closing the engine ends every wait with False.
-        """
+        """Block until a read at `offset` is worth it. Return False after `timeout` seconds.
+        Returns True when a unit at or behind `offset` may pass `filter`, or at most 5 s after units that may not. The
+        other arguments and errors are those of `add_waiter`. Closing the engine ends every wait with False."""
         timeout_s = seconds(timeout, "timeout")
         self._check(group, queue_id, offset)
         if timeout_s == 0:
@@ -177,8 +175,8 @@ class Waiters:
             bell.wait(timeout_s if own_time else None)
             if waiter.outcome is None and self.remove_waiter(waiter):
                 return False
-            return bool(waiter.outcome)  # fired, be it at the very end of its time
-        except BaseException:  # Ctrl-C, say: the message that this one was chosen for is still there
+            return bool(waiter.outcome)  # fired, perhaps at the very end of its time
+        except BaseException:  # for example, by Ctrl-C: the message that this waiter was chosen for is still there
             if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
                 self.wake_one(group, topic, queue_id)
             raise
@@ -196,22 +194,21 @@ class Waiters:
         also: Sequence[str] = (),
         seen: int | None = None,
     ) -> Waiter:
-        """Have `callback(worth_reading)` called once, when a thread in `wait` would be woken.
+        """Call `callback(worth_reading)` once, when a thread in `wait` would be woken.
 
-        It is called by whoever dispatches, in the middle of that. So it wakes other threads and does no more: it must
-        neither block nor put or read anything.
+        The dispatching thread calls it during the dispatch. So it may only wake other threads, and must not block, put
+        or read.
 
         queue_id     a queue, which need not exist yet, or `ANY_QUEUE`
-        offset       of the first message wanted, in one queue; None: whatever comes. Then what comes before this call
-                     is missed, unless `seen` was taken before the caller looked, or the caller looks once more
-        deadline_ms  `clock.monotonic_ms()` at which to call it with False; None: never
-        group        receivers of a group compete: a new unit wakes one of them. Who is woken and then does not receive
-                     has to pass it on with `wake_one`. They have no offset
+        offset       first offset wanted in one queue, or None for any new message. With None, messages before this call
+                     are missed, unless `seen` was taken before the caller looked, or the caller looks once more
+        deadline_ms  `clock.monotonic_ms()` at which to call it with False, or None
+        group        receivers of a group compete: a new unit wakes one of them. A woken receiver that does not receive
+                     must pass it on with `wake_one`. Receivers have no offset
         also         further topics of which any queue counts, such as those of the group's retries
 
-        An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, ConfigError for
-        arguments that do not go together.
-        """
+        An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, and ConfigError
+        for arguments that contradict each other."""
         self._check(group, queue_id, offset)
         waiter = Waiter(offset, deadline_ms, callback)
         self._park(waiter, group, topic, queue_id, filter, also, due_ms=deadline_ms)
@@ -219,7 +216,7 @@ class Waiters:
         return waiter
 
     def remove_waiter(self, waiter: Waiter) -> bool:
-        """Let `waiter` go; its callback will not be called. False: it has fired, and the call has come or will."""
+        """Remove `waiter`, so that its callback is not called. Return False if it has fired already."""
         with self._lock:
             if not waiter.places:
                 return False
@@ -227,11 +224,9 @@ class Waiters:
             return True
 
     def wake_one(self, group: str, topic: str, queue_id: int) -> bool:
-        """Wake the longest parked receiver of `group` on the queue, else on any queue of the topic: there may be
-        something for it that is no growth, such as what another one left over, or an order that goes on.
-
-        Whether there was one; if not, whoever has taken `seen` and is about to park is told.
-        """
+        """Wake the longest parked receiver of `group` on the queue, else on any queue of the topic.
+        There may be a message for it without growth, such as one that another receiver left, or the next one in order.
+        Returns True if there was a receiver. If not, a caller that has taken `seen` and is about to park is told."""
         with self._lock:
             buckets = self._buckets_of(topic, dict.fromkeys((queue_id, ANY_QUEUE)))
             bucket = next((bucket for bucket in buckets if bucket.group == group), None)
@@ -243,7 +238,7 @@ class Waiters:
         return True
 
     def wake_all(self, topic: str) -> None:
-        """Wake whoever waits on `topic`: its offsets were reset, or it is being deleted."""
+        """Wake all waiters on `topic`, after its offsets were reset or while it is deleted."""
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
             for bucket in self._buckets_of(topic):
@@ -251,7 +246,7 @@ class Waiters:
         self._tell()
 
     def wake_group(self, group: str) -> None:
-        """Wake whoever waits to receive for `group`: it was altered, or is being deleted."""
+        """Wake all waiting receivers of `group`, after it was altered or while it is deleted."""
         with self._lock:
             self._group_news += 1
             for topic in list(self._topics):
@@ -263,7 +258,7 @@ class Waiters:
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
-        """Fire whose time has come and run the callbacks of those who were fired; when to come again."""
+        """Fire due waiters and run the callbacks of fired ones. Return the time of the next run."""
         now = self._clock.monotonic_ms()
         heap = self._heap
         with self._lock:
@@ -283,7 +278,7 @@ class Waiters:
         return next_ms
 
     def close(self) -> None:
-        """End every wait; whoever comes later gets StoreClosedError."""
+        """End every wait. Later callers get StoreClosedError."""
         with self._lock:
             if self._closed:
                 return
@@ -298,34 +293,34 @@ class Waiters:
         self._hand_over()
 
     def pins(self) -> Iterable[Pin]:
-        """Nothing: who waits holds no record."""
+        """Return no pins: waiters need no record."""
         return ()
 
     def _hand_over(self) -> None:
-        """Without our lock: run the callbacks of those who were fired."""
+        """Run the callbacks of fired waiters. Call without our lock."""
         while self._ready:
             try:
                 waiter = self._ready.popleft()
-            except IndexError:  # another thread hands over, too
+            except IndexError:  # another thread runs callbacks, too
                 return
             _call(waiter)
 
     def _tell(self) -> None:
-        """Without our lock: rouse the housekeeper if there is something for it."""
+        """Run callbacks, or wake the housekeeper if it has something to do. Call without our lock."""
         if self._ready:
             if self._threads_time_themselves and threading.current_thread() is threading.main_thread():
-                self._ring = True  # a signal handler may raise in here: for the housekeeper, which it cannot hit
+                self._ring = True  # a signal handler may raise here, but not in the housekeeper
             else:
                 self._hand_over()
-        if self._ring:  # whoever sees it takes it: what it stands for happened before it was set
+        if self._ring:  # any thread may take it: its reason came before it was set
             self._ring = False
             self._wake()
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """`store.on_growth`: units from `begin` to `end` have become visible. In the dispatching thread, under the
-        dispatcher's lock: nothing here may make the store look for news."""
+        """Serve waiters when units from `begin` to `end` have become visible (`store.on_growth`).
+        The dispatching thread calls this under the dispatcher's lock, so it must not make the store look for news."""
         key = (topic, queue_id)
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
@@ -345,7 +340,7 @@ class Waiters:
             self._schedule(bucket, self._clock.monotonic_ms() + _PASSED_OVER_MS)
 
     def _serve_each(self, bucket: _Bucket, key: tuple[str, int], begin: int, end: int) -> None:
-        # Most have looked as far as the queue reached until now; who is just parking may have begun farther back.
+        # Most waiters have looked up to the old queue end. One that is just parking may begin farther back.
         concerned = [
             (first, waiter)
             for waiter in bucket.waiters
@@ -361,16 +356,16 @@ class Waiters:
                 self._pass_over(waiter, end)
 
     def _hits(self, filter: UnitFilter | None, key: tuple[str, int], begin: int, end: int) -> tuple[int, int]:
-        """(how many, the last) of the units [begin, end) that may pass. In doubt all do: a read finds out."""
+        """Return (number, last offset) of the units [begin, end) that may pass. If unsure, all may pass."""
         everything = (end - begin, end - 1)
         if filter is None or end - begin > _LOOK_UNITS:
             return everything
         try:
             units = self._store.units(*key, begin, end - begin)
-            if len(units) != end - begin:  # retention was there
+            if len(units) != end - begin:  # retention removed some
                 return everything
             found = np.flatnonzero(filter.units(units["tags_code"].astype(np.int64)))
-        except Exception:  # the reader will meet it, and can be told
+        except Exception:  # the reader will get the error itself
             _log.exception("units %d..%d of %s/%d could not be matched", begin, end, *key)
             return everything
         return (len(found), begin + int(found[-1])) if len(found) else (0, -1)
@@ -411,7 +406,7 @@ class Waiters:
         self._tell()
 
     def _look(self, topic: str, queue_id: int, offset: int, filter: UnitFilter | None) -> tuple[bool, int]:
-        """(whether a read at `offset` is worth it, how far that was looked at)."""
+        """Return (True if a read at `offset` is worth it, the offset up to which units were matched)."""
         bounds = self._store.offsets_or_none(topic, queue_id)
         if bounds is None or bounds[1] <= offset:
             return False, offset
@@ -427,7 +422,7 @@ class Waiters:
         also: Sequence[str],
         seen: int | None,
     ) -> None:
-        """What became visible before the waiter was in its bucket has woken nobody."""
+        """Look once more: units that became visible before the waiter was in its bucket have woken nobody."""
         if offset is not None:
             there, end = self._look(topic, queue_id, offset, filter)
             if not there and end == offset:
@@ -452,7 +447,8 @@ class Waiters:
         return self._group_news + sum(self._news.get(topic, 0) for topic in topics)
 
     def _buckets_of(self, topic: str, queue_ids: Iterable[int] | None = None) -> list[_Bucket]:
-        """Of these queues, in that order; None: of all. A list, for who wakes changes what it came from."""
+        """Return the buckets of these queues, in that order. None: of all.
+        The result is a list, because a wake-up changes the table."""
         queues = self._topics.get(topic, {})
         return [
             bucket
@@ -462,24 +458,24 @@ class Waiters:
 
     def _bucket(self, group: str | None, key: tuple[str, int], filter: UnitFilter | None) -> _Bucket:
         buckets = self._topics.setdefault(key[0], {}).setdefault(key[1], {})
-        name = (group, id(filter))  # nobody else gets that id while the bucket holds the filter
+        name = (group, id(filter))  # no other filter gets that id while the bucket holds this one
         bucket = buckets.get(name)
         if bucket is None:
             bucket = buckets[name] = _Bucket(key, name, group, filter)
         return bucket
 
     def _release(self, bucket: _Bucket, number: int) -> None:
-        """Wake the first `number` waiters of a bucket: what was passed over they will step over."""
+        """Wake the first `number` waiters of a bucket, which then step over refused units."""
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
         while number > 0 and bucket.waiters:
             waiter = next(iter(bucket.waiters))
-            number -= waiter.outcome is None  # else a signal handler has interrupted the end of its wait
+            number -= waiter.outcome is None  # otherwise a signal handler has interrupted the end of its wait
             self._fire(waiter, True)
 
     def _fire(self, waiter: Waiter, outcome: bool) -> None:
-        # Told first, then taken out: if a signal handler raises in between, it is in its bucket and is told again.
+        # Fired first, then removed: if a signal handler raises in between, it is in its bucket and is fired again.
         waiter.outcome = outcome
         if waiter.bell is not None:
             waiter.bell.ring()
@@ -518,7 +514,7 @@ class Waiters:
             self._stale += 1
 
     def _pass_over(self, waiter: Waiter, end: int) -> None:
-        """The waiter's filter has refused everything below `end`."""
+        """Note that the waiter's filter has refused everything below `end`."""
         sent_ms = self._clock.monotonic_ms() + _PASSED_OVER_MS
         if waiter.next is not None:
             waiter.next = max(waiter.next, end)
@@ -539,8 +535,8 @@ class Waiters:
 def _call(waiter: Waiter) -> None:
     callback, waiter.callback = waiter.callback, None
     if callback is None:
-        return  # it was told twice
+        return  # it was fired twice
     try:
         callback(bool(waiter.outcome))
-    except Exception:  # its owner's trouble, not that of the others
+    except Exception:  # only its owner is concerned, not the others
         _log.exception("a waiter's callback failed")

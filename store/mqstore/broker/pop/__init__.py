@@ -1,1 +1,1 @@
-"""Pop: messages handed out by receipt, hidden from others for a time, redelivered unless they are acknowledged."""
+"""Pop: deliver messages by receipt, invisible to others for a time, until they are acknowledged."""

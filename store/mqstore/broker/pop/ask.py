@@ -1,4 +1,4 @@
-"""The values that go in and out of pop: a question, a delivery, what is in flight (delivery#pop-request)."""
+"""Values that pop takes and returns: questions, deliveries, what is in flight (delivery#pop-request)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mqstore.log.message import Message
 __all__ = ["Ask", "Delivery", "Pending", "Start"]
 
 Start = Literal["earliest", "latest"] | int | datetime
-"""Where a group begins in a queue in which it never was; a number: ms since the epoch."""
+"""Position at which a group without a committed offset begins. A number is in ms since the epoch."""
 
 
 class Delivery(NamedTuple):
-    """A message, handed to one receiver for a while."""
+    """A message, delivered to one receiver for a limited time."""
 
     message: Message
     receipt: str
-    """What acknowledges it, renews it or gives it back. Opaque."""
+    """Opaque text that acknowledges, renews or releases the delivery."""
     visible_at_ms: int
-    """When it comes again unless it was acknowledged, wall clock."""
+    """Wall-clock time at which the message is redelivered unless it is acknowledged."""
     topic: str
-    """Where it was sent to; `message.topic` may be the group's retry topic."""
+    """Topic to which the message was sent. `message.topic` may be the group's retry topic."""
     queue_id: int
     redeliveries: int | None
-    """FIFO: how often it was delivered before. None: the message itself tells (`reconsume_times`)."""
+    """Number of earlier deliveries in a FIFO queue. None: read `reconsume_times` of the message."""
 
     @property
     def attempt(self) -> int:
-        """Which delivery this is, from 1."""
+        """Number of this delivery of the message, from 1."""
         return (self.message.reconsume_times if self.redeliveries is None else self.redeliveries) + 1
 
 
@@ -38,7 +38,7 @@ class Pending(NamedTuple):
     """A delivery in flight, as `pending` lists it."""
 
     topic: str
-    """Where the message lies; may be a retry topic."""
+    """Topic that holds the message. It may be a retry topic."""
     queue_id: int
     offset: int
     pop_time_ms: int
@@ -47,10 +47,10 @@ class Pending(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """One pop, as each of the queues it looks at sees it."""
+    """One pop, as passed to each queue that it examines."""
 
     topic: str
-    """As the user named it."""
+    """Topic as the caller named it."""
     invisible_ms: int
     filter: Filter | None
     start: Start | None
@@ -59,4 +59,4 @@ class Ask(NamedTuple):
     now_ms: int
     max_attempts: int | None
     skip_acked: bool
-    """FIFO: what was acknowledged behind an unsettled message is not handed out again."""
+    """FIFO: do not redeliver messages that were acknowledged behind an unsettled one."""

@@ -1,17 +1,17 @@
-"""Popping in order: a queue's next batch only when nothing of the last is invisible (delivery#pop-fifo).
+"""Popping in order: a batch waits while a message of the last is invisible (delivery#pop-fifo).
 
     pop      blocked?  -> nothing
              else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`
-                          it keeps what the last batch knew of messages that this one does not hand out
-    settle   ack record, then the bit; committed = first message not acknowledged. Given back: rel record
+                          it keeps the state of messages of the last batch that this one does not deliver
+    settle   ack record, then the bit; committed = first message not acknowledged. Released: rel record
     change   chg record, then the visible time
     visit    attempts all used up -> dead letter, rev record, then as acknowledged
              else the queue is free: a parked receiver is woken
 
-Nothing is copied to come again: the queue is read again from `committed`, acknowledged messages too, unless the pop is
-to skip them: for who works through the message groups of a batch side by side. Which messages of
-the last batch are settled and until when the others are invisible is the order info's to say (orderinfo.py);
-`state.fifo` names its `ck` record.
+Redelivery makes no copies: the queue is read again from `committed`. Acknowledged messages are read again, too, unless
+the pop skips them, as receivers do that handle the message groups of a batch in parallel. The order info knows which
+messages of the last batch are settled, and until when the others are invisible (orderinfo.py). `state.fifo` names its
+`ck` record.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["FifoQueues"]
 _log = logging.getLogger("mqstore")
 
 _RETRY_MS = 1_000
-"""When a dead letter that could not be filed is tried again."""
+"""Number of ms after which a failed dead-lettering is tried again."""
 
 
 class FifoQueues:
-    """The operations on one queue of a group that pops in order, all under the state's lock."""
+    """Operations on one queue of a group that pops in order, all under the state's lock."""
 
     def __init__(self, tables: PopTables) -> None:
         self._tables = tables
@@ -49,11 +49,11 @@ class FifoQueues:
     # -- popping ----------------------------------------------------------------------------------------------------
 
     def pop(self, state: QueueState, ask: Ask, room: int, mark: int, out: list[Delivery]) -> bool:
-        """Deliver the next batch, up to `room` messages, if the queue is free. False: there is nothing to wake another
-        receiver for, since the queue is blocked now or empty."""
+        """Deliver the next batch, up to `room` messages, if the queue is free.
+        Always returns False: the queue is then blocked or empty, so no other receiver needs to be woken."""
         tables, key, now_ms = self._tables, state.key, ask.now_ms
         if not tables.ready(state, ask.start) or state.in_flight or state.released:
-            return False  # the group popped this queue without order before: those deliveries have to end first
+            return False  # the group popped this queue without order before, and those deliveries must end first
         self._bury_exhausted(state, now_ms, ask.max_attempts)
         last = tables.order(state)
         if last is not None and last.blocks(ask.attempt_id, now_ms):
@@ -65,10 +65,10 @@ class FifoQueues:
             known = last if ask.skip_acked else None
             messages = self._take(state, ask, room, known)
             if not messages:
-                tables.commit(state)  # behind what the filter passes over
+                tables.commit(state)  # behind the messages that the filter refuses
                 return False
             offsets, done, left = _with_known([message.offset for message in messages], known)
-            if offsets[-1] < messages[-1].offset:  # more than one batch can name
+            if offsets[-1] < messages[-1].offset:  # more messages than one batch can name
                 messages = [message for message in messages if message.offset <= offsets[-1]]
             old = self._orders.get(key)
             pop_time_ms = pop_time(now_ms, max(state.reset_ms, 0 if old is None else old.pop_time_ms))
@@ -83,7 +83,7 @@ class FifoQueues:
             if left:
                 record = record.given_back(left, now_ms)
             self._name(state, record, state.cursor, local=ask.local)
-        except BaseException:  # what no record names was not popped
+        except BaseException:  # a message that no record names was not popped
             state.cursor = cursor
             state.drop_ahead()
             raise
@@ -103,7 +103,8 @@ class FifoQueues:
         return False
 
     def _take(self, state: QueueState, ask: Ask, room: int, known: OrderInfo | None) -> list[Message]:
-        """The next messages, up to `room`, without what is acknowledged in `known`. The cursor is behind them then."""
+        """Take the next messages, up to `room`, without those acknowledged in `known`.
+        The cursor is behind them afterwards."""
         done = known.among(known.acked) if known is not None else ()
         found: list[Message] = []
         while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, ask.filter))):
@@ -125,9 +126,9 @@ class FifoQueues:
     # -- settling ---------------------------------------------------------------------------------------------------
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
-        """Acknowledge, or give back unseen (`GIVE`): then they are visible at once, and their next delivery is no
-        redelivery. The receipts that came too late. InvalidReceiptError for an offset that was not in the batch, before
-        anything is written."""
+        """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
+        Released messages are visible at once, and their next delivery is not a redelivery. Raises InvalidReceiptError
+        for an offset that was not in the batch, before anything is written."""
         late: list[str] = []
         offsets: list[int] = []
         record = self._tables.order(state)
@@ -151,8 +152,9 @@ class FifoQueues:
     def change(
         self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
     ) -> str:
-        """Let a delivery become visible in `invisible_ms` from now. The pop time stays, so that the old receipt stays
-        good as well; the new one differs in its invisible time only. `failed`: who had it has it no more."""
+        """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
+        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
+        the receiver no longer holds the delivery."""
         del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -161,7 +163,7 @@ class FifoQueues:
             return claim.text
         assert state.fifo is not None
         visible_ms = self._tables.clock.now_ms() + invisible_ms
-        # Negative where the pop time is ahead of the clock, which was set back since.
+        # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = visible_ms - record.pop_time_ms
         self._log.put_change(state.fifo.name, claim.offset, record.pop_time_ms, invisible_ms, failed=failed)
         state.fifo.note_failed(claim.offset, failed)
@@ -172,18 +174,18 @@ class FifoQueues:
         return f"{head}{claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
-        """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
+        """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
         return 1 if claim.offset < state.cursor else self._need(state, claim).attempt(claim.offset)
 
     def note_failed(self, state: QueueState, claim: Claim, attempt: int, error: str) -> None:
-        """Keep why a delivery failed, for people: the queue is suspended."""
+        """Record for operators why a delivery failed: the queue is suspended."""
         record = self._orders.get(state.key)
         if record is not None and claim.offset in record.unacked():
             now_ms = self._tables.clock.now_ms()
             self._orders.put(state.key, record.failed(claim.offset, attempt, now_ms, error))
 
     def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
-        """File the message as a dead letter, then settle it."""
+        """Dead-letter the message, then settle it."""
         if claim.offset < state.cursor:
             raise expired([claim.text])
         record = self._need(state, claim)
@@ -192,10 +194,10 @@ class FifoQueues:
         self._bury(state, record, claim.offset, reason)
         self._tables.wake_if_free(state)
 
-    # -- what is measured -------------------------------------------------------------------------------------------
+    # -- measurements -----------------------------------------------------------------------------------------------
 
     def standing(self, state: QueueState, record: OrderInfo, now_ms: int) -> Standing:
-        """Where the group stands, with `record` for its last batch."""
+        """Return the standing of the group, with `record` for its last batch."""
         cursor = state.cursor
         left = record.unacked(cursor)
         again = [offset for offset in left if record.is_visible(offset, now_ms)]
@@ -206,13 +208,13 @@ class FifoQueues:
     # -- attempts that ended ----------------------------------------------------------------------------------------
 
     def visit(self, state: QueueState, now_ms: int) -> None:
-        """File the dead letters that are due, wake a receiver if the queue is free, announce the next visible time."""
+        """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""
         group = self._tables.parts.groups.get(state.key.group)
         try:
             self._bury_exhausted(state, now_ms, None if group is None else group.max_attempts)
             self._tables.wake_if_free(state)
         except BaseException:
-            self._tables.announce(state, now_ms + _RETRY_MS)  # what is due names no later time of its own
+            self._tables.announce(state, now_ms + _RETRY_MS)  # a due message announces no later time
             raise
         finally:
             record = self._tables.order(state)
@@ -220,7 +222,7 @@ class FifoQueues:
                 self._tables.announce(state, min(map(record.visible_at, held)))
 
     def _bury_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
-        """Dead letters of the messages that became visible after their last attempt (delivery#pop-change)."""
+        """Dead-letter messages that became visible after their last attempt (delivery#pop-change)."""
         record = self._tables.order(state)
         if record is None or limit is None:
             return
@@ -236,7 +238,8 @@ class FifoQueues:
                 if ended:
                     self._tables.comes_again(state, offset, None)
             except InvalidMessageError as error:
-                # No later try will fare better: its record is as long as one can be. It goes on being delivered.
+                # A later try would fail, too: the record has the greatest possible length. It is delivered again and
+                # again.
                 group, topic, queue_id = state.key
                 _log.error(
                     "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
@@ -263,7 +266,8 @@ class FifoQueues:
 
     @staticmethod
     def _is_of(record: OrderInfo, claim: Claim) -> bool:
-        """Whether the claim is of that batch. InvalidReceiptError if it names a message that was not in it."""
+        """Return True if the claim is of that batch.
+        Raises InvalidReceiptError if the claim names a message that was not in the batch."""
         if claim.pop_time_ms != record.pop_time_ms:
             return False
         if claim.offset not in record.offsets:
@@ -273,7 +277,7 @@ class FifoQueues:
     # -- keeping the log short --------------------------------------------------------------------------------------
 
     def put_anew(self, state: QueueState) -> None:
-        """Append the last batch again at the end of the log, so that a replay may begin behind its old record."""
+        """Append the last batch again at the log end, so that a replay may begin behind its old record."""
         record = self._orders.get(state.key)
         if record is None or not record.offsets or record.pop_time_ms == 0:
             return
@@ -288,9 +292,9 @@ class FifoQueues:
 
 
 def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:
-    """The offsets of a batch that hands out `popped` and keeps what is `known` behind the first of them; of those that
-    it does not hand out the acknowledged ones, and the others: free for the next pop, their counts as if they came
-    now."""
+    """Return the batch's offsets, and of those it does not deliver the acknowledged ones and the others.
+    The batch delivers `popped` and keeps the offsets of `known` behind the first of them. The others are free for the
+    next pop, with the counts that they would have if they were delivered now."""
     if known is None:
         return popped, [], []
     offsets = sorted({*popped, *(offset for offset in known.offsets if offset > popped[0])})[:BATCH_MAX]

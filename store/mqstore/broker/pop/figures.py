@@ -1,4 +1,4 @@
-"""Measurements of pop: for statistics, and for retention, which asks what is in flight."""
+"""Measurements of pop, for statistics and for retention, which asks what is in flight."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["PopFigures"]
 
 
 class PopFigures:
-    """A look at all states, each under its lock."""
+    """Measurements of all queue states, each read under its lock."""
 
     def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
         self._fifo = fifo
 
     def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
-        """Yield the counts of each queue since the last call; queues in which nothing happened are left out."""
+        """Yield the counts of each queue since the last call. Queues without a change are left out."""
         while self._tables.last_counts:
             yield self._tables.last_counts.pop()
         for key, state in list(self._tables.states.items()):
-            if state.pops or state.acked:  # a look without the lock: what comes just now is for the next call
+            if state.pops or state.acked:  # read without the lock: a later change is for the next call
                 with state.lock:
                     found = state.counts()
                 if found is not None:
                     yield key, found
 
     def standing(self, key: QueueKey) -> Standing | None:
-        """Return how far the group is in a queue; None when it has not popped from it since the store was opened, and
-        nothing is in flight."""
+        """Return the standing of the group in a queue.
+        Returns None if the group has not popped from the queue since the store was opened and nothing is in flight."""
         state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
             return None
@@ -46,8 +46,8 @@ class PopFigures:
             return state.standing()
 
     def backlog(self, now_ms: int) -> tuple[int, int, int]:
-        """(deliveries that wait to be put up again, milliseconds that the first of them has waited, batches with a
-        message that is not settled)."""
+        """Return (overdue deliveries, ms that the first of them has waited, open batches).
+        Overdue deliveries wait to be redelivered. An open batch has a message that is not settled."""
         overdue, first_ms, batches = 0, now_ms, 0
         for state in list(self._tables.states.values()):
             with state.lock:
@@ -58,8 +58,9 @@ class PopFigures:
         return overdue, now_ms - first_ms, batches
 
     def held(self) -> Iterable[Pin]:
-        """The oldest message of each queue that is in flight: for retention that keeps nothing else for a group. What
-        waits for a group to come is not: released, or in order and visible again."""
+        """Yield the oldest message in flight of each queue.
+        Retention that keeps nothing else for a group uses this. Messages that wait for a receiver are not included:
+        released ones, and FIFO ones that are visible again."""
         store, now_ms = self._tables.store, self._tables.clock.now_ms()
         for key, state in list(self._tables.states.items()):
             with state.lock:

@@ -1,37 +1,37 @@
-"""Taking over what a Java broker had handed out and not got back (delivery#java-pop).
+"""Takeover of deliveries that a Java broker had in flight (delivery#java-pop).
 
-A Java broker moves a group's offset when it pops. That a message before it is not acknowledged yet is told by its
-checkpoints alone, records like all others, which wait in the timer topic until they are nearly due:
+A Java broker moves a group's offset when it pops. Only its checkpoints show that a message before the offset is not
+acknowledged. They are ordinary records, which wait in the timer topic until they are nearly due:
 
     rmq_sys_wheel_timer  --when due-->  rmq_sys_REVIVE_LOG_<cluster>, some queues  --read by its group-->  redelivered
 
     TAGS   body                                                     due
-    ck     t c q so pt it n d [offset - so ...] bm bn [rp]          pt + it - 1 s     so many messages were popped
+    ck     t c q so pt it n d [offset - so ...] bm bn [rp]          pt + it - 1 s     n messages were popped
     ack    t c q so pt bn ao                                        pt + it           one of them was acknowledged
     bAck   t c q so pt bn aol [offset ...]                          pt + it           several
 
-What says which delivery is meant is (t, c, q, so, pt, bn). Opening takes over, in these steps:
+A delivery is identified by (t, c, q, so, pt, bn). Opening takes over, in these steps:
 
     read    the records that wait in the timer topic, by Java's own checkpoint of the timer, and those of the revive
-            queues that its group has not read
-    decide  what each checkpoint still has in flight: not acknowledged, not delivered anew since, before the cursor
-    take    one `ck` in our own pop log for each such checkpoint, its pop time and visible time as they were: from then
-            on it is a delivery like ours, with the receipt that the Java broker gave out
-    answer  one `bAck` for each, into the timer topic, as a Java broker acknowledges: that they are ours is said in the
-            only words that it understands. It holds for copies of the checkpoint, too, that a timer has yet to deliver,
-            or delivers twice. A member more, `taken`, tells it from a consumer's to the next opening, which must not
-            look at the checkpoint again: what it names and nobody took was not consumed, though all is acknowledged
-    mark    the revive group's offsets, together with the groups' own, on disk before anything is delivered
+            queues that the revive group has not read
+    decide  which messages of each checkpoint are in flight: not acknowledged, not redelivered, before the cursor
+    take    append one `ck` to our own pop log for each such checkpoint, with its pop time and visible time. From then
+            on it is a delivery like ours, with the receipt of the Java broker
+    answer  append one `bAck` for each to the timer topic. A Java broker understands only such an acknowledgement. It
+            also holds for copies of the checkpoint that a timer has yet to deliver, or delivers twice. One more member,
+            `taken`, distinguishes it from a consumer's. The next opening must not read such a checkpoint again: its
+            messages that were not taken were not consumed, though all are acknowledged
+    mark    save the revive group's offsets, together with the groups' own, before anything is delivered
 
-An opening that dies on the way leaves the marks as they were; the next finds in the pop log what was taken already. In
-a file of offsets the revive group's number is, as in Java, the last record that is done with, not the next to read.
-Its number for the timer topic is ours: the first record there that still waits, so that later openings read little.
+If an opening fails on the way, the marks stay unchanged, and the next one finds the taken deliveries in the pop log. In
+a file of offsets the revive group's number is, as in Java, the last record that is done, not the next to read. Its
+number for the timer topic is ours: the first record there that still waits, so that later openings read little.
 
-A cursor is moved over offsets that checkpoints name without a gap: the file of offsets is seconds old after a crash.
-Beyond a gap nothing is taken: what lies there was not popped as far as anybody can prove, and comes as new.
+A cursor is moved over offsets that checkpoints name without a gap, because the file of offsets is seconds old after a
+crash. Nothing is taken beyond a gap: no record proves that those messages were popped, so they are delivered as new.
 
-Not seen: what is in the memory of a Java broker only (`enablePopBufferMerge`) when that dies, and what its other pop
-engine keeps in RocksDB (`popConsumerKVServiceEnable`).
+Two kinds of deliveries are not seen: those that were only in the memory of a Java broker when it was killed
+(`enablePopBufferMerge`), and those that its other pop engine keeps in RocksDB (`popConsumerKVServiceEnable`).
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ __all__ = ["REVIVE_GROUP", "REVIVE_PREFIX", "JavaTakeover"]
 _log = logging.getLogger("mqstore")
 
 REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
-"""What the name of a revive topic begins with; the cluster's follows."""
+"""Prefix of a revive topic's name, before the name of the cluster."""
 REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
 
 _CHECKPOINT, _ACK, _BATCH_ACK = "ck", "ack", "bAck"
 _TAKEN = "taken"
-"""Member of an acknowledgement that is ours."""
+"""Member of an acknowledgement that mqstore wrote."""
 _CHUNK = 1_024
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 _BATCH_MAX = 127
-"""A checkpoint counts its messages in a signed byte."""
+"""Maximum number of messages of a checkpoint, which counts them in a signed byte."""
 _LATE_MS = 1_000
-"""How far ahead the answer to an overdue checkpoint is due: behind it, whoever's timer delivers both."""
+"""Number of ms from now at which the answer to an overdue checkpoint is due.
+The answer must be behind the checkpoint, whichever broker's timer delivers both."""
 
 
 class _Marked(TagFilter):
-    """All units with the hash of one of the three tags: so that those that cannot be read can be counted."""
+    """Filter for units with the hash of one of the three tags, so that unreadable records are counted."""
 
     __slots__ = ()
 
@@ -88,7 +89,7 @@ _MARKED = _Marked(frozenset((_CHECKPOINT, _ACK, _BATCH_ACK)))
 
 
 class _Batch(NamedTuple):
-    """What a checkpoint and its acknowledgements have in common: one pop of one queue."""
+    """Common fields of a checkpoint and its acknowledgements: one pop of one queue."""
 
     key: QueueKey
     start: int
@@ -97,16 +98,16 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """One checkpoint."""
+    """Contents of one checkpoint."""
 
     batch: _Batch
     broker: str
     invisible_ms: int
     offsets: list[int]
-    """Of the messages delivered, ascending."""
+    """Offsets of the delivered messages, ascending."""
     acked: set[int]
     home: tuple[str, int]
-    """Revive topic and queue in which it is, or to which the timer will deliver it."""
+    """Revive topic and queue that hold it, or to which the timer will deliver it."""
 
     @property
     def visible_ms(self) -> int:
@@ -118,7 +119,7 @@ class _Checkpoint:
 
 
 class JavaTakeover:
-    """One taking over, for one opening: `take`, then what follows from it, then `mark`."""
+    """Takeover of a Java broker's deliveries at one opening: `take`, then settle the states, then `mark`."""
 
     def __init__(self, tables: PopTables) -> None:
         self._tables = tables
@@ -129,7 +130,7 @@ class JavaTakeover:
         self._checkpoints: dict[tuple[_Batch, str], _Checkpoint] = {}
         self._acks: dict[_Batch, list[tuple[str, list[int]]]] = {}
         self._taken: set[tuple[_Batch, str]] = set()
-        """What an earlier opening has answered."""
+        """Batches that an earlier opening has answered."""
         self._first_waiting: int | None = None
         self._marks: list[tuple[str, int, int]] = []
         self._answers: list[_Checkpoint] = []
@@ -137,11 +138,10 @@ class JavaTakeover:
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Put what is in flight into the pop log, and into the states.
+        """Append the deliveries in flight to the pop log, and add them to the states.
 
-        Nothing is written for a store that no Java broker popped from. Raises what a put raises: what was taken by then
-        stays taken, and the next opening goes on.
-        """
+        Nothing is written for a store from which no Java broker popped. If a put fails its error is raised. Deliveries
+        taken before stay taken, and the next opening continues."""
         if not self._topics and self._store.manifest.profile != "rocketmq":
             return
         self._read()
@@ -168,11 +168,10 @@ class JavaTakeover:
             _log.info("%s: %d deliveries of a Java broker are taken over", self._store.path, taken)
 
     def mark(self) -> None:
-        """Tell the Java broker, and the next opening, what is done; on disk when this returns.
+        """Record for the Java broker and the next opening which deliveries are taken. On disk on return.
 
-        After the states have settled, since the same save has to say how far each group has come. Raises what a put or
-        a save raises.
-        """
+        Call it after the states have settled, since the same save stores how far each group is. Raises what a put or a
+        save raises."""
         now_ms = self._tables.clock.now_ms()
         for checkpoint in self._answers:
             self._answer(checkpoint, now_ms)
@@ -218,7 +217,7 @@ class JavaTakeover:
             if not topic.startswith(REVIVE_PREFIX) or queue_id is None or out_ms is None:
                 continue
             if progress is not None and out_ms < progress.read_ms and message.offset < progress.queue_offset:
-                continue  # in its revive queue by now
+                continue  # in its revive queue already
             if self._first_waiting is None:
                 self._first_waiting = message.offset
             self._understand(message, properties.get(TAGS), (topic, queue_id))
@@ -227,7 +226,8 @@ class JavaTakeover:
             self._marks.append((TIMER_TOPIC, 0, first))
 
     def _records(self, topic: str, queue_id: int, begin: int) -> Iterator[Message]:
-        """The records of a queue that bear one of the three tags. Those that cannot be read are counted and told."""
+        """Yield the records of a queue that have one of the three tags.
+        Records that cannot be read are counted and logged."""
         store = self._store
         end = (store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         while begin < end:
@@ -235,7 +235,7 @@ class JavaTakeover:
             if result.next_offset <= begin:
                 return
             codes: npt.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
-            known = codes > LAST_ADDRESS  # of others any tag may come out
+            known = codes > LAST_ADDRESS  # other codes may match any tag
             lost = int(np.count_nonzero(_MARKED.units(codes) & known)) - len(result.messages)
             if lost:
                 _log.error(
@@ -252,7 +252,7 @@ class JavaTakeover:
             begin = result.next_offset
 
     def _understand(self, message: Message, tag: str | None, home: tuple[str, int]) -> None:
-        """Enter what one record says; one that says nothing that can be understood is told and passed over."""
+        """Process one record. A record that cannot be understood is logged and skipped."""
         if tag not in _MARKED.tags:
             return  # another tag with the same hash
         try:
@@ -280,19 +280,21 @@ class JavaTakeover:
 
     def _enter(self, checkpoint: _Checkpoint) -> None:
         if not checkpoint.offsets:
-            return  # a filter passed nothing: that the offset moved on is in the file of offsets
+            return  # a filter refused all: the file of offsets has the new offset
         name = checkpoint.batch, checkpoint.broker
         there = self._checkpoints.setdefault(name, checkpoint)
-        # Twice: the timer rolled it or delivered it again, and then either says it all; or Java failed to redeliver its
-        # first message and put that one again, and then the one that names more says it.
+        # The record may be there twice. The timer relocated it or delivered it again, and then both are complete. Or
+        # Java failed to redeliver its first message and put that one again, and then the record with more messages is
+        # complete.
         if len(checkpoint.offsets) > len(there.offsets):
             self._checkpoints[name] = checkpoint
 
     # -- decide -----------------------------------------------------------------------------------------------------
 
     def _lives(self, key: QueueKey) -> bool:
-        """Whether topic and group are known. Where no group is, the file of groups was lost, not every group deleted:
-        then a group comes into being as when it consumes."""
+        """Return True if topic and group are known.
+        If there is no group at all, the file of groups was lost, not every group deleted. Then a group is created as
+        when it consumes."""
         parts = self._parts
         if parts.topics.get(key.topic) is None or parts.topics.get(popped_topic(key.group, key.topic)) is None:
             return False
@@ -308,12 +310,12 @@ class JavaTakeover:
         return True
 
     def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> int:
-        """Take over what is in flight in one queue. Return how many messages that is."""
+        """Take over the deliveries in flight in one queue. Return the number of messages."""
         offsets = self._offsets
         offsets.begin(*key)  # the file of offsets may have been lost
         committed = offsets.committed(*key) or 0
         cursor = self._cursor(key, committed, checkpoints)
-        if cursor > committed:  # where nothing is in flight no record of ours will say so
+        if cursor > committed:  # without a delivery in flight none of our records will say so
             offsets.commit(*key, cursor)
         taken = 0
         for checkpoint, mine in self._newest(key, cursor, checkpoints):
@@ -326,11 +328,11 @@ class JavaTakeover:
         return taken
 
     def _cursor(self, key: QueueKey, committed: int, checkpoints: Iterable[_Checkpoint]) -> int:
-        """Next offset to pop: the committed one, and past the checkpoints that follow it without a gap."""
+        """Return the next offset to pop: the committed one, moved past checkpoints that follow without a gap."""
         low, high = self._store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
         state = self._tables.states.get(key)
         if state is not None and state.fifo is not None:
-            return committed  # what comes next is told by its order info alone
+            return committed  # only its order info knows the next offset
         cursor = max(committed, low)
         for checkpoint in sorted(checkpoints, key=lambda each: each.batch.start):
             if checkpoint.batch.start <= cursor:
@@ -340,8 +342,9 @@ class JavaTakeover:
     def _newest(
         self, key: QueueKey, cursor: int, checkpoints: Iterable[_Checkpoint]
     ) -> Iterator[tuple[_Checkpoint, list[int]]]:
-        """What each checkpoint has in flight, oldest first: of a message delivered several times the last one counts,
-        and none that our log has, or a later one."""
+        """Yield each checkpoint and its offsets in flight, oldest first.
+        If a message was delivered several times, only its last delivery counts. It does not count if our log has it, or
+        a later one."""
         low = self._offsets.start_of(key.topic, key.queue_id)
         ordered = sorted(checkpoints, key=lambda each: each.batch.pop_time_ms)
         last = {offset: each for each in ordered for offset in each.offsets if low <= offset < cursor}
@@ -359,8 +362,8 @@ class JavaTakeover:
     # -- answer -----------------------------------------------------------------------------------------------------
 
     def _answer(self, checkpoint: _Checkpoint, now_ms: int) -> None:
-        """Acknowledge the whole checkpoint to whoever reads the revive queue. Those of its messages that were not taken
-        are none the worse for it: they lie behind the cursor, or in a later checkpoint."""
+        """Acknowledge the whole checkpoint for the reader of the revive queue.
+        Messages that were not taken are not lost: they are behind the cursor, or in a later checkpoint."""
         topic, queue_id = checkpoint.home
         key, start, pop_time_ms = checkpoint.batch
         broker = checkpoint.broker
@@ -388,7 +391,7 @@ class JavaTakeover:
         self._parts.road.append(TIMER_TOPIC, 0, body, properties, durability="append")
 
 
-# -- what records say -------------------------------------------------------------------------------------------------
+# -- contents of records ----------------------------------------------------------------------------------------------
 
 
 def _whole(value: dict[str, Any], name: str, limit: int) -> int:
@@ -406,7 +409,7 @@ def _name(value: dict[str, Any], name: str) -> str:
 
 
 def _batch_of(value: dict[str, Any]) -> tuple[_Batch, str]:
-    """(which delivery is meant, the broker's name, empty if it is not said)."""
+    """Return (the delivery that is named, the broker's name, or "" if there is none)."""
     key = QueueKey(_name(value, "c"), _name(value, "t"), _whole(value, "q", _I32_MAX))
     broker = value.get("bn")
     if broker is not None and type(broker) is not str:
@@ -417,12 +420,12 @@ def _batch_of(value: dict[str, Any]) -> tuple[_Batch, str]:
 def _checkpoint_of(value: dict[str, Any], home: tuple[str, int]) -> _Checkpoint:
     batch, broker = _batch_of(value)
     for name in (batch.key.topic, batch.key.group):
-        if "@" in name or not is_path_safe(name):  # it could have no offsets
+        if "@" in name or not is_path_safe(name):  # such a name cannot have offsets
             raise ValueError(f"{name[:80]!r} is no name of a topic or a group")
     invisible_ms = _whole(value, "it", _I64_MAX - batch.pop_time_ms)
     count = _whole(value, "n", _BATCH_MAX)
     distances = value.get("d")
-    if not distances:  # of a broker older than filters: the messages follow each other
+    if not distances:  # from a broker without filters: the messages are consecutive
         distances = list(range(count))
     if type(distances) is not list or len(distances) < count:
         raise ValueError(f"d is {distances!r:.80}, which does not name {count} messages")

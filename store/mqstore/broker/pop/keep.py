@@ -1,9 +1,10 @@
-"""What keeps the pop log short and its summary on disk (delivery#pop-log, delivery#order-clean, delivery#order-file).
+"""Housekeeping of pop: a short log, a saved summary (delivery#pop-log).
+See also delivery#order-clean and delivery#order-file.
 
-replay position    the oldest batch with something unsettled, and nothing that the order info file does not sum up: the
-                   offset of group CID_RMQ_SYS_POP_LOG, so it is on disk together with the progress it goes with
-put again          what keeps that too far behind the end, so that a replay takes seconds and pins few segments
-order info file    every 10 s, within 1 s of a failed orderly attempt, and at close; after a flush of the log
+replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes.
+                   It is the offset of group CID_RMQ_SYS_POP_LOG, so it is saved together with the offsets of groups
+put again          batches too far behind the log end, so that a replay takes seconds and pins few segments
+order info file    saved every 10 s, within 1 s of a failed orderly attempt, and at close, after a flush of the log
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["PopKeeper"]
 _ORDER_INFO_MS = 10_000
 _REPLAY_RECORDS = 1_000_000
 _REPLAY_SEGMENTS = 4
-"""How far behind the log's end its oldest unsettled batch may lie before it is put again."""
+"""Maximum distance of the oldest open batch from the log end before it is appended again."""
 _ANEW = 4_096
-"""Batches put again in one go."""
+"""Number of batches appended again in one run."""
 
 
 class PopKeeper:
-    """Housekeeping of all states together."""
+    """Housekeeping of all states together: replay position, pins, order info file."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class PopKeeper:
         file: ConfigFile,
         saved_version: int,
     ) -> None:
-        """`saved_version`: of the order info as `file` has it."""
+        """Take the version of the order info that `file` has as `saved_version`."""
         self._tables = tables
         self._wake = wake
         self._parts = tables.parts
@@ -59,32 +60,33 @@ class PopKeeper:
         self._save_lock = threading.Lock()
         self._saved_version = saved_version
         self._summed_up = self._position()
-        """The log position up to which the file, as it was saved last, says what became of FIFO batches."""
+        """Log position up to which the saved file has the outcome of FIFO batches."""
         self._looked_to = self._summed_up
-        """The log's end at the last `_advance`: what lies before it is in the order info."""
+        """Log end at the last `_advance`. The order info includes all records before it."""
         self._rests = False
-        """Whether the position stood at the log's end at the last look: nobody will come unless the log grows."""
+        """True if the position was at the log end at the last check: only a growth of the log wakes us."""
         self._advance()
         self._store.on_growth.append(self._on_growth)
 
     def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """Called by whoever dispatches. What is popped and settled at once is announced to nobody: without this the
-        position would stay, and the log with it, until a delivery that was once made would become visible."""
+        """Wake the housekeeper when the pop log grows. The dispatching thread calls this.
+        Messages that are popped and settled at once are not announced. Without this call the position, and the log with
+        it, would stay until the visible time of such a delivery."""
         if self._rests and topic == POP_LOG_TOPIC:
             self._rests = False
             self._wake()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
-        """Have the order info on disk that soon."""
+        """Have the order info on disk within `duration_ms`."""
         due_ms = now_ms + duration_ms
         self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
 
     def run_once(self, now_ms: int) -> int | None:
-        """Do what is due; when to come again."""
+        """Do what is due. Return the time of the next run."""
         if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
             self._keep_due_ms = now_ms + self._keep_ms
             self._advance()
-        self._rests = True  # before the look: what comes behind it wakes
+        self._rests = True  # set before the check: later records wake us
         times = []
         if self._position() < self._tables.log.bounds()[1]:
             self._rests = False
@@ -99,7 +101,7 @@ class PopKeeper:
         return min(times, default=None)
 
     def close(self) -> None:
-        """Persist."""
+        """Save the order info and the replay position."""
         if self._on_growth in self._store.on_growth:
             self._store.on_growth.remove(self._on_growth)
         self._advance()
@@ -108,7 +110,7 @@ class PopKeeper:
             self._advance()
 
     def pins(self) -> Iterable[Pin]:
-        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
         units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
         if len(units):
             why = "popped and not settled since"
@@ -118,11 +120,11 @@ class PopKeeper:
         return self._parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
 
     def _advance(self) -> None:
-        """Move the replay position up to the oldest batch with something unsettled, after putting again what keeps it
-        too far behind. Not beyond what the order info file sums up: read with a later part of the log only, a file of
-        before would bring back a batch that another took the place of, or a reset ended."""
+        """Move the replay position up to the oldest open batch, after appending again those too far behind.
+        It never passes the records that the order info file includes. An older file, read with only a later part of the
+        log, would bring back a batch that was replaced, or that a reset ended."""
         log, offsets = self._tables.log, self._parts.offsets
-        # The end first: a batch that is not in its state yet when that is looked at was put behind it.
+        # Read the end first: a batch that is added to its state later lies behind it.
         end = log.bounds()[1]
         bound = self._put_anew_before(end)
         position = end
@@ -152,7 +154,8 @@ class PopKeeper:
             self._standard.put_anew(state, batch)
 
     def _put_anew_before(self, end: int) -> int:
-        """The log position before which batches are put again: too many records or too many segments lie behind it."""
+        """Return the log position before which batches are appended again.
+        Too many records or too many segments lie behind it."""
         low = self._tables.log.bounds()[0]
         bound = max(low, end - _REPLAY_RECORDS)
         far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes

@@ -8,12 +8,12 @@
     GIVE   rel    before `release` returns                           k o
     RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
 
-delivery#pop-log names the letters; `cm` and `rel` are what a batch with `skip_acked` knows of messages that it does not
-hand out. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are absolute, so reading
-a stretch twice ends where reading it once does. `rst` is ours: without it a replay would take the batches from before a
-reset for progress made after it. Unknown kinds and members are passed over.
+delivery#pop-log explains the letters. `cm` and `rel` say what a batch with `skip_acked` knows of messages that it does
+not deliver. `k` is the queue offset of a `ck` in this log, the batch's name. All values are absolute, so records that
+are read twice have the same effect as once. `rst` is mqstore's own: without it a replay would take batches from before
+a reset for later ones. Unknown kinds and members are ignored.
 
-This module knows how the records look, and nothing of what they mean.
+This module knows the form of the records, not their meaning.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ RESET: Final = "rst"
 KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET)
 
 _FAILED: Final = ',"n":1'
-"""Of a change: nobody holds the delivery, which waits for its time."""
+"""Member of a change after a failure: no receiver holds the delivery, which waits to be redelivered."""
 _CHUNK = 8_192
-"""Records read at once by a replay."""
+"""Number of records that a replay reads at once."""
 
 
 class Record(NamedTuple):
@@ -69,7 +69,8 @@ class Record(NamedTuple):
 
 
 def queue_head(group: str, topic: str, queue_id: int) -> str:
-    """The members that every `ck` and `rst` of one queue begins with; encoded once, since names need escaping."""
+    """Return the members with which each `ck` and `rst` of a queue begins.
+    They are encoded once, because names need escaping."""
     return f'{{"t":{json.dumps(topic)},"c":{json.dumps(group)},"q":{queue_id},'
 
 
@@ -78,11 +79,11 @@ def _numbers(table: Mapping[int, int]) -> str:
 
 
 LOCAL: Final = ',"l":1'
-"""For `more`: the receiver lives in this process, and dies with it."""
+"""Text for `more`: the receiver is in this process and ends with it."""
 
 
 def order_members(record: OrderInfo) -> str:
-    """For `more`: what makes a batch a FIFO one."""
+    """Return the text for `more` that makes a batch a FIFO one."""
     text = ',"f":1'
     if record.attempt_id is not None:
         text += f',"a":{json.dumps(record.attempt_id)}'
@@ -98,52 +99,54 @@ def order_members(record: OrderInfo) -> str:
 
 
 class PopLog:
-    """Appends to the log and reads it. Each `put_...` returns the record's queue offset, and never waits for the disk:
-    whoever wants that flushes the store after letting go of its locks, and shares the sync with others."""
+    """Writer and reader of the pop log.
+    Each `put_...` returns the record's queue offset and never waits for the disk. A caller that needs the disk flushes
+    the store after it has released its locks, and shares the sync with others."""
 
     def __init__(self, store: StoreReader) -> None:
         self._store = store
-        # A store opened for reading has no way in; what is read of it is read all the same.
+        # A store opened for reading cannot be written, but its log can be read.
         outlets = {}
         if isinstance(store, MessageStore):
             outlets = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in KINDS}
         self._put = {kind: outlet.put for kind, outlet in outlets.items()}
         self.ways = {kind: outlet.way() for kind, outlet in outlets.items()}
-        """By kind, for compiled callers."""
+        """Ways by kind, for compiled callers."""
 
     # -- appending --------------------------------------------------------------------------------------------------
 
     def put_pop(
         self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
     ) -> int:
-        """A batch: its offsets, ascending, the cursor behind it, further members (`more`)."""
+        """Append a batch: its ascending offsets, the cursor behind it, and further members (`more`)."""
         start = offsets[0]
         distances = ",".join([str(offset - start) for offset in offsets])
         body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
         return self._put[POP](body.encode(), "append")[1]
 
     def put_settled(self, kind: str, batch: int, offsets: Iterable[int]) -> int:
-        """`ACK`, `REVIVE` or `GIVE` of some offsets of one batch."""
+        """Append `ACK`, `REVIVE` or `GIVE` for some offsets of one batch."""
         return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
 
     def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False) -> int:
-        """A new visible time of one message. `failed`: by who gave it back, and has it no more."""
+        """Append a new visible time of one message. `failed`: no receiver holds it any longer."""
         body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{_FAILED if failed else ""}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int) -> int:
-        """The queue goes on at `offset` and has nothing in flight; -1: it is forgotten."""
+        """Append that the queue continues at `offset` with nothing in flight. -1: the queue is forgotten."""
         return self._put[RESET](f'{head}"o":{offset}}}'.encode(), "append")[1]
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def bounds(self) -> tuple[int, int]:
-        """(first record kept, next to come)."""
+        """Return (position of the first record kept, position of the next record)."""
         return self._store.offsets_or_none(POP_LOG_TOPIC, 0) or (0, 0)
 
     def records(self, start: int) -> Iterator[Record]:
-        """Everything from position `start` on, in order. Damaged records, and bodies that are no JSON object, are
-        passed over and logged: what they said is taken as not said, which redelivers and never loses."""
+        """Yield all records from position `start` on, in order.
+        Damaged records, and bodies that are not JSON objects, are logged and skipped. The loss of a record redelivers
+        messages but never loses one."""
         hashes = {java_hash(kind): kind for kind in KINDS}
         low, end = self.bounds()
         position = max(start, low)

@@ -1,10 +1,10 @@
-"""Order info: the last batch that a FIFO group popped from each queue, and whether it may pop the next
-(delivery#order-info).
+"""Order info: the last batch that a FIFO group popped from each queue (delivery#order-info).
 
-One record a (group, topic, queue). Pure state: no clock (`now_ms` is a parameter), no file (the pop service writes
-`as_json` to ``consumerOrderInfo.json`` and replays its log), no idea of how messages are read or who waits for them.
+The record decides whether the group may pop the next batch. There is one record a (group, topic, queue). It is pure
+state: it has no clock (`now_ms` is a parameter) and no file. The pop service writes `as_json` to
+``consumerOrderInfo.json`` and replays its log.
 
-A record says of each message of the batch whether it is acknowledged and, if not, until when it stays invisible::
+A record says for each message of the batch whether it is acknowledged and, if not, until when it stays invisible::
 
                       popped                                 acknowledged (same pop time)
     (no record)  ───────────────────►  unacked, invisible  ──────────────────────────►  acked
@@ -13,18 +13,19 @@ A record says of each message of the batch whether it is acknowledged and, if no
                                         ▼            │
                                        unacked, visible ── next pop: a new record, redeliveries + 1
 
-The queue is *blocked* while one unacked message is invisible. Once none is, the next pop begins at the first unacked
-message and replaces the record: order is kept, and receipts of the old batch are dead because their pop time differs.
-Redeliveries are counted against the batch before, message by message, and forgotten for messages that a batch skips.
+The queue is *blocked* while one unacked message is invisible. Afterwards the next pop begins at the first unacked
+message and replaces the record. So the order is kept, and receipts of the old batch expire because their pop time
+differs. Redeliveries are counted from the batch before, for each message. They are forgotten for messages that a batch
+skips.
 
 The same file keeps the failed attempts of groups that consume orderly in the queue model (delivery#order-file):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
-Either kind of record also says which of its messages have failed and are not settled (`Suspended`): since when, and
-why. This is for people: nothing depends on it, and RocketMQ passes over the member `susp` of the file.
+Both kinds of record also say which of their messages have failed and are not settled (`Suspended`), since when, and
+why. This is for operators: nothing depends on it, and RocketMQ ignores the member `susp` of the file.
 
-Records never change: each change makes another one, which takes the place of the first. A caller that changes the
-record of a queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
+Records are immutable: each change makes a new record in place of the old one. A caller that changes the record of a
+queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
 """
 
 from __future__ import annotations
@@ -43,19 +44,20 @@ from mqstore.broker.pop.time import is_visible
 __all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
 
 BATCH_MAX: Final = 63
-"""Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (delivery#order-info)."""
+"""Maximum number of offsets in one record (delivery#order-info).
+Java's shift of the bitmap wraps at 64, and bit 63 is its sign."""
 _IDLE_MS: Final = 86_400_000
-"""A record not popped again for longer than this is dropped, unless it holds attempts that are still to count."""
+"""Time in ms after which an unused record is dropped, unless it holds attempts that still count."""
 _ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
 Committed = Callable[[str, str, int], int | None]
-"""Progress of a group: (group, topic, queue id) -> the first offset that is not settled."""
+"""Committed offset of (group, topic, queue id): the first offset that is not settled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """A message that has failed and holds up its queue: nothing behind it is handled before it is settled.
+    """Failed message that blocks its queue: no later message is handled before it is settled.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder).broker as broker:
@@ -69,16 +71,16 @@ class Suspended:
 
     offset: int
     attempt: int
-    """The attempt that failed last, from 1."""
+    """Number of the last failed attempt, from 1."""
     since_ms: int
-    """When its first attempt failed, in ms since the epoch."""
+    """Time of its first failed attempt, in ms since the epoch."""
     error: str
-    """Of the last failure, at most 300 characters; empty if nothing was said."""
+    """Error text of the last failure, at most 300 characters. Empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderInfo:
-    """One batch of one queue. Offsets are absolute here; distances to the first are the file's affair.
+    """One batch of one queue. Offsets are absolute here. The file stores distances from the first.
 
     >>> record = OrderInfo((0, 1, 2), 1_000_000, 60_000, 1_000_000).acknowledged([1])
     >>> record.next_offset(), record.blocks(None, 1_059_999), record.blocks(None, 1_060_000)
@@ -86,85 +88,87 @@ class OrderInfo:
     """
 
     offsets: tuple[int, ...]
-    """Queue offsets that were delivered, ascending; with gaps where a filter passed messages over."""
+    """Delivered queue offsets, ascending, with gaps for messages that a filter refused."""
     pop_time_ms: int
-    """Of the pop; acknowledgements must carry it. 0: an attempt entry, or a file from before there were pop times."""
+    """Time of the pop, which acknowledgements must have.
+    0 for an attempt entry, or for a file from before there were pop times."""
     invisible_ms: int | None
-    """As the pop asked for; None in files of old, whose messages are visible."""
+    """Invisible time that the pop asked for. None in old files, whose messages are visible."""
     updated_ms: int
-    """When the record was made; only for dropping idle ones."""
+    """Time at which the record was made. Used only to drop idle records."""
     attempt_id: str | None = None
-    """Of the receive: the same id is the same attempt, repeated because its answer was lost."""
+    """Id of the attempt to receive. The same id means a repeated attempt whose answer was lost."""
     acked: int = 0
     """Bit i: `offsets[i]` is acknowledged."""
     counts: dict[int, int] | None = None
-    """Offset -> redeliveries, or failed attempts, where there are any. None on the first batch of a queue."""
+    """Redeliveries or failed attempts by offset, if there are any. None on the first batch of a queue."""
     visible_ms: dict[int, int] | None = None
-    """Offset -> when it becomes visible, where that was changed after the pop."""
+    """Visible times by offset, if they were changed after the pop."""
     released: int = 0
-    """Bit i: `offsets[i]` was given back unseen, so that its next delivery is no redelivery."""
+    """Bit i: `offsets[i]` was released unseen, so its next delivery is not a redelivery."""
     suspended: dict[int, Suspended] = field(default_factory=dict)
-    """By offset: messages that have failed and are not settled."""
+    """Messages that have failed and are not settled, by offset."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Members of the file's entry that are not understood here, kept on rewriting (delivery#tables)."""
+    """Unknown members of the file's entry, which are kept on rewriting (delivery#tables)."""
 
-    # --- what it says ----------------------------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------------------------
 
     @property
     def counts_attempts(self) -> bool:
-        """Whether this is an attempt entry (delivery#order-file)."""
+        """True if this is an attempt entry (delivery#order-file)."""
         return self.pop_time_ms == 0 and bool(self.counts)
 
     def attempt(self, offset: int) -> int:
-        """Which delivery of its message this is, from 1."""
+        """Return the number of this delivery of the message, from 1."""
         return (self.counts or {}).get(offset, 0) + 1
 
     def suspended_at(self, committed: int) -> Suspended | None:
-        """The first message from offset `committed` on that has failed and is not settled."""
+        """Return the first message from offset `committed` on that has failed and is not settled, or None."""
         unsettled = (offset for offset in self.unacked(committed) if offset in self.suspended)
         return next((self.suspended[offset] for offset in unsettled), None)
 
     def visible_at(self, offset: int) -> int:
-        """When a message of the batch becomes visible."""
+        """Return the time at which a message of the batch becomes visible."""
         return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
 
     def is_visible(self, offset: int, now_ms: int) -> bool:
-        """Whether that delivery is over."""
+        """Return True if that delivery is over."""
         return is_visible(self.pop_time_ms, self.visible_at(offset), now_ms)
 
     def unacked(self, begin: int = 0) -> list[int]:
-        """Offsets from `begin` on that are not acknowledged."""
+        """Return the offsets from `begin` on that are not acknowledged."""
         return [offset for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1]
 
     def left(self, begin: int) -> int:
-        """Bit i: `offsets[i]` lies at or behind `begin`, and is not acknowledged."""
+        """Return the bits of the unacknowledged offsets from `begin` on: bit i is for `offsets[i]`."""
         return sum(1 << i for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1)
 
     def held(self, begin: int, now_ms: int) -> list[int]:
-        """Offsets from `begin` on that are in flight: not acknowledged and not visible."""
+        """Return the offsets from `begin` on that are in flight: not acknowledged and not visible."""
         return [offset for offset in self.unacked(begin) if not self.is_visible(offset, now_ms)]
 
     def among(self, bits: int) -> list[int]:
-        """The offsets whose bits are set."""
+        """Return the offsets whose bits are set."""
         return [offset for i, offset in enumerate(self.offsets) if bits >> i & 1]
 
     def blocks(self, attempt_id: str | None, now_ms: int) -> bool:
-        """Whether a pop by `attempt_id` (None: by someone else) finds the queue blocked (delivery#order-rules)."""
+        """Return True if the queue is blocked for `attempt_id`, None for any other (delivery#order-rules)."""
         if self.pop_time_ms == 0 or (attempt_id is not None and attempt_id == self.attempt_id):
             return False
         return any(not self.is_visible(offset, now_ms) for offset in self.unacked())
 
     def next_offset(self) -> int:
-        """First unacked offset, one past the last when there is none. The batch must not be empty."""
+        """Return the first unacked offset, or the one past the last. The batch must not be empty."""
         first = (~self.acked & self.acked + 1).bit_length() - 1  # the lowest bit that is not set
         return self.offsets[first] if first < len(self.offsets) else self.offsets[-1] + 1
 
     def redelivered(self, attempt_id: str | None, offsets: Iterable[int]) -> dict[int, int]:
-        """Redeliveries of a batch `offsets` that is popped after this one, those with any."""
+        """Return the redeliveries of a batch `offsets` that is popped after this one, without zeros."""
         before = self.counts or {}
         if attempt_id is not None and attempt_id == self.attempt_id:
             return dict(before)
-        # What an attempt entry counts has failed already; what a pop delivered counts as failed by coming again.
+        # Attempts of an attempt entry have failed already. A popped message counts as failed when it is delivered
+        # again.
         ended = 0 if self.counts_attempts else 1
         index = {offset: i for i, offset in enumerate(self.offsets)}
         now = {
@@ -174,31 +178,32 @@ class OrderInfo:
         }
         return {offset: n for offset, n in now.items() if n}
 
-    # --- what becomes of it ----------------------------------------------------------------------------------------
+    # --- changed copies --------------------------------------------------------------------------------------------
 
     def followed_by(
         self, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, now_ms: int, attempt_id: str | None
     ) -> OrderInfo:
-        """The record of the batch that is popped next: its messages may have come before."""
+        """Return the record of the batch that is popped next, which may contain messages of this one."""
         counts = self.redelivered(attempt_id, offsets)
         failed = {offset: self.suspended[offset] for offset in offsets if offset in self.suspended}
         return OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, now_ms, attempt_id, counts=counts, suspended=failed)
 
     def acknowledged(self, offsets: Iterable[int]) -> OrderInfo:
-        """With these messages of the batch settled."""
+        """Return the record with these messages of the batch settled."""
         suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
         return replace(self, acked=self.acked | self._bits(offsets), suspended=suspended)
 
     def moved(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
-        """With these messages visible at another time."""
+        """Return the record with these messages visible at another time."""
         return replace(self, visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
 
     def given_back(self, offsets: Iterable[int], now_ms: int) -> OrderInfo:
-        """With these messages unseen (delivery#pop-log): visible at once, and the next delivery counts as this."""
+        """Return the record with these messages released unseen (delivery#pop-log).
+        They are visible at once, and their next delivery has the same attempt number."""
         return replace(self.moved(offsets, now_ms), released=self.released | self._bits(offsets))
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
-        """With an attempt at a message noted as failed, for people."""
+        """Return the record with a failed attempt noted, for operators."""
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
         return replace(
@@ -206,7 +211,7 @@ class OrderInfo:
         )
 
     def before(self, end: int) -> OrderInfo:
-        """Without the offsets from `end` on."""
+        """Return the record without the offsets from `end` on."""
         count = sum(offset < end for offset in self.offsets)
         bits = (1 << count) - 1
 
@@ -229,7 +234,7 @@ class OrderInfo:
     # --- in the file -----------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """The entry of the file (delivery#order-file); members without a value are left out."""
+        """Return the entry of the file (delivery#order-file). Members without a value are left out."""
         first = self.offsets[0] if self.offsets else 0
         entry: dict[str, Any] = {
             **self.unknown,
@@ -249,7 +254,8 @@ class OrderInfo:
 
     @classmethod
     def from_json(cls, entry: object, where: str) -> OrderInfo:
-        """Read any of the three shapes of delivery#order-info. ValueError says what of `where` cannot be."""
+        """Read any of the three shapes of delivery#order-info.
+        Raises ValueError that says which part of `where` is wrong."""
         if not isinstance(entry, dict):
             _refuse(where, f"an object is expected, not {type(entry).__name__}")
         info = cls(
@@ -267,15 +273,15 @@ class OrderInfo:
         )
         if info.attempt_id is not None and not isinstance(info.attempt_id, str):
             _refuse(f"{where}.a", f"a string is expected, not {type(info.attempt_id).__name__}")
-        # An attempt entry has no bits set, so no shift can wrap: a batch of the queue model may be longer.
+        # An attempt entry has no bits, so no shift can wrap: a batch of the queue model may be longer.
         if len(info.offsets) > BATCH_MAX and (info.pop_time_ms or info.acked or info.released):
             _refuse(f"{where}.o", f"{len(info.offsets)} offsets; a batch has at most {BATCH_MAX}")
         return info
 
 
 def record_of(batch: Lent) -> OrderInfo:
-    """Return the record of a batch that was popped after another, of which nothing is known but what is settled: each
-    message was delivered for the first time, and no visible time was changed."""
+    """Return the record of a batch that was popped after another, if only acknowledgements followed.
+    Each message was delivered for the first time, and no visible time was changed."""
     distances = range(batch.count) if batch.deltas is None else batch.deltas
     offsets = tuple([batch.start + distance for distance in distances])
     acked = (1 << batch.count) - 1 & ~batch.left
@@ -286,20 +292,20 @@ _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel
 
 
 class OrderInfoTable:
-    """The records of all queues (delivery#order-rules). Safe to call from many threads; each call is atomic."""
+    """Records of all queues (delivery#order-rules). Thread-safe. Each call is atomic."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.entries: dict[QueueKey, OrderInfo | Lent] = {}
-        """The records; a batch stands for its `record_of`, and compiled code changes the two together."""
+        """Records by queue. A batch represents its `record_of`, and compiled code changes both together."""
         self._others: dict[str, Any] = {}
-        """Entries of the file's table whose key does not name a topic and a group; they are kept."""
+        """Entries of the file's table whose key does not name a topic and a group. They are kept."""
         self._unknown: dict[str, Any] = {}
         self._version = 0
 
     @property
     def version(self) -> int:
-        """Grows with every change: what was written at one version need not be written again while it stands."""
+        """Number that grows with every change. State saved at the current version need not be saved again."""
         return self._version
 
     def get(self, queue: QueueKey) -> OrderInfo | None:
@@ -307,12 +313,12 @@ class OrderInfoTable:
         return record_of(entry) if isinstance(entry, Lent) else entry
 
     def records(self) -> dict[QueueKey, OrderInfo]:
-        """All records, as of one moment."""
+        """Return all records, as of one moment."""
         entries = dict(self.entries)
         return {queue: record_of(entry) if isinstance(entry, Lent) else entry for queue, entry in entries.items()}
 
     def put(self, queue: QueueKey, entry: OrderInfo | Lent | None) -> None:
-        """Put a record, or the batch that stands for it, in place of whatever is there; None: forget the queue."""
+        """Replace the record of a queue, or store the batch that represents it. None: forget the queue."""
         with self._lock:
             self._put(queue, entry)
 
@@ -324,12 +330,12 @@ class OrderInfoTable:
         self._version += 1
 
     def blocks(self, queue: QueueKey, now_ms: int) -> bool:
-        """Whether somebody holds a message of the queue's last batch."""
+        """Return True if a receiver holds a message of the queue's last batch."""
         record = self.get(queue)
         return record is not None and record.blocks(None, now_ms)
 
     def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
-        """(topic, queue id) -> the failed message that holds the queue up."""
+        """Return the failed message that blocks a queue, by (topic, queue id)."""
         found = {
             (queue.topic, queue.queue_id): record.suspended_at(committed(*queue) or 0)
             for queue, record in self.records().items()
@@ -338,8 +344,8 @@ class OrderInfoTable:
         return {queue: suspended for queue, suspended in sorted(found.items()) if suspended is not None}
 
     def cut(self, end_of: Callable[[str, int], int]) -> bool:
-        """Forget what is said of offsets from the end of their queue on, (topic, queue id) -> end: other messages will
-        have them. Return True if there was anything."""
+        """Forget offsets from the end of their queue on, because other messages will get them.
+        `end_of` takes (topic, queue id). Returns True if anything was forgotten."""
         version = self._version
         for queue, record in self.records().items():
             end = end_of(queue.topic, queue.queue_id)
@@ -351,16 +357,16 @@ class OrderInfoTable:
     # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Queue offset -> failed attempts, as noted; {} for a queue whose group pops."""
+        """Return the noted failed attempts by queue offset: {} for a queue whose group pops."""
         record = self.get(QueueKey(group, topic, queue_id))
         return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
     def note_attempt(
         self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int, error: str = ""
     ) -> None:
-        """Note that the message at `offset` has failed `count` times, the last time by `error`; 0 forgets it. Takes the
-        place of a batch left over from when the group popped. ValueError for what the file could not be read with
-        again."""
+        """Note that the message at `offset` has failed `count` times, the last time by `error`.
+        0 forgets it. Replaces a batch left from when the group popped. Raises ValueError for values that could not be
+        read back from the file."""
         limits = (("queue id", queue_id, _I32_MAX), ("offset", offset, _I64_MAX), ("count", count, _I32_MAX))
         for what, number, most in limits:
             if type(number) is not int or not 0 <= number <= most:
@@ -376,7 +382,7 @@ class OrderInfoTable:
             self._put(queue, _of_attempts({**(record.counts or {}), offset: count}, record.suspended, now_ms))
 
     def drop_attempts(self, group: str, topic: str, queue_id: int, below: int) -> None:
-        """Forget the attempts of messages before offset `below`: the queue has moved on. Free when there are none."""
+        """Forget the attempts of messages before offset `below`. Costs nothing if there are none."""
         queue = QueueKey(group, topic, queue_id)
         with self._lock:
             record = self.get(queue)
@@ -395,38 +401,38 @@ class OrderInfoTable:
         committed: Committed,
         lock_of: Callable[[QueueKey], AbstractContextManager[object]],
     ) -> None:
-        """Drop what nobody will ask for again, before the file is written. `lock_of(queue)` keeps pops out: compiled
-        ones write here without our lock.
+        """Drop obsolete records before the file is written. `lock_of(queue)` keeps pops out.
+        Compiled pops write here without our lock.
 
-        `read_queues(topic)` is None for a topic that is gone. Unlike RocketMQ a record stays, however old, while one of
-        its messages is invisible: its receiver still works on it, and dropping the record would break the order. And
-        while it counts attempts of a message that is not settled: a group that rests over a weekend must not give a
-        poison message all its attempts anew. There is one such record a queue, and it goes when the queue moves on.
-        """
-        # The callbacks take locks of their own (topics, groups, offsets), so they are asked with ours open.
+        `read_queues(topic)` is None for a deleted topic. Unlike in RocketMQ an old record stays while one of its
+        messages is invisible: its receiver still works on it, and the order would break without the record. A record
+        also stays while it counts attempts of an unsettled message. Otherwise a group that rests over a weekend would
+        give a poison message all its attempts again. There is one such record a queue, and it is dropped when the queue
+        moves on."""
+        # The callbacks take their own locks (topics, groups, offsets), so they are called without ours.
         for queue, record in self.records().items():
             group, topic, queue_id = queue
             gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
             settled = 0 if gone else committed(*queue) or 0
             self.drop_attempts(*queue, settled)
             if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
-                # Does the next delivery of no message count an attempt by this record?
+                # Drop the record if no next delivery counts an attempt by it.
                 gone = not record.redelivered(None, record.unacked(settled))
             if gone:
                 with lock_of(queue), self._lock:
-                    if self.get(queue) == record:  # else another has come meanwhile
+                    if self.get(queue) == record:  # otherwise it was replaced meanwhile
                         self._put(queue, None)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of ``consumerOrderInfo.json``: whole records, as of one moment."""
+        """Return the content of ``consumerOrderInfo.json``: whole records, as of one moment."""
         table: dict[str, Any] = dict(self._others)
         for (group, topic, queue_id), record in self.records().items():
             table.setdefault(f"{topic}@{group}", {})[str(queue_id)] = record.as_json()
         return {**self._unknown, "table": table}
 
     def load(self, value: Mapping[str, Any]) -> None:
-        """Take the content of the file in place of everything here. ValueError, and nothing changed, for another
-        shape."""
+        """Replace everything here by the content of the file.
+        Raises ValueError, and changes nothing, for another shape."""
         records, others = _read(value)
         with self._lock:
             self.entries.clear()
@@ -437,12 +443,12 @@ class OrderInfoTable:
 
 
 def check_order_info(value: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `value` is what ``consumerOrderInfo.json`` may hold: the `check` of its loading."""
+    """Raise ValueError unless `value` is a valid content of ``consumerOrderInfo.json``, for loading."""
     _read(value)
 
 
 def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], now_ms: int) -> OrderInfo | None:
-    """An attempt entry; None when there are no attempts."""
+    """Return an attempt entry, or None if there are no attempts."""
     left = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
     failed = {offset: suspended[offset] for offset in left if offset in suspended}
     return OrderInfo(tuple(left), 0, None, now_ms, counts=left, suspended=failed) if left else None
@@ -452,7 +458,7 @@ def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], 
 
 
 def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str, Any]]:
-    """The records, and the entries of another form."""
+    """Return the records, and the entries of another form."""
     records: dict[QueueKey, OrderInfo] = {}
     others: dict[str, Any] = {}
     for key, queues in _object(value.get("table"), "table").items():
@@ -468,7 +474,7 @@ def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str
 
 
 def _object(value: object, where: str) -> dict[str, Any]:
-    """A JSON object; none is one without members."""
+    """Return a JSON object: an empty one for None."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -477,7 +483,7 @@ def _object(value: object, where: str) -> dict[str, Any]:
 
 
 def _offsets(value: object, where: str) -> tuple[int, ...]:
-    """Distances to the first, as the file has them, made absolute."""
+    """Return absolute offsets for the file's distances from the first."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -507,7 +513,7 @@ def _suspended(value: object, where: str) -> dict[int, Suspended]:
 
 
 def _key_number(name: object, where: str) -> int:
-    """A number that serves as a key: JSON has it as text, and only the spelling that we would write is taken."""
+    """Return a number from a JSON key. Only the spelling that we would write is accepted."""
     text = str(name)
     if not (text.isascii() and text.isdigit() and len(text) <= 19) or str(int(text)) != text:
         _refuse(where, f"key {text[:40]!r} is not a number")

@@ -1,8 +1,9 @@
-"""What pop knows of a queue, a batch and a timeline: bases of those in state.py, compiled where possible.
+"""Fields of a queue, a batch and a timeline of pop, compiled where possible.
+They are bases of the classes in state.py.
 
-With `native.kernel` their fields are those of C structures, and `Desk` hands out a batch, or settles messages of one,
-in one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
-standard.py, fifo.py and state.py, which do whatever the compiled ones decline.
+With `native.kernel` the fields are in C structures, and `Desk` delivers a batch, or settles messages of one, in one
+call. Without it these are plain classes, and the two methods do not exist. The rules are in standard.py, fifo.py and
+state.py, which handle all cases that the compiled methods decline.
 """
 
 from __future__ import annotations
@@ -31,38 +32,38 @@ class Lent:
     __slots__ = ("count", "deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
 
     name: int
-    """Position of the `ck` in the pop log; -1: not looked for there, since all of it is settled."""
+    """Position of the `ck` in the pop log. -1 for a settled batch, which is not looked for there."""
     start: int
     count: int
     """Number of messages."""
     pop_time_ms: int
     invisible_ms: int
     deltas: tuple[int, ...] | None
-    """Distances of the offsets to `start`; None: 0, 1, 2 ..."""
+    """Distances of the offsets from `start`. None means 0, 1, 2 ..."""
     left: int
     """Bit i: the i-th message is in flight or released."""
     moved: dict[int, tuple[int, int]] | None
     """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
     local: bool
-    """Whether its receiver lives in this process, and dies with it."""
+    """True if the receiver is in this process and ends with it."""
     failed: set[int] | None
-    """Offsets that it gave back, to come again later: these nobody holds."""
+    """Offsets that failed and wait to be redelivered. No receiver holds them."""
 
 
 class Timed:
-    """When deliveries become visible: millisecond -> batches to look at."""
+    """Visible times of deliveries, as a map from millisecond to batches."""
 
     __slots__ = ("_buckets", "_times", "entries")
 
     _buckets: dict[int, Batch | list[Batch]]
-    """A lone batch stands for itself: a list of one would cost as much again."""
+    """A single batch is stored without a list: a list of one would double the memory."""
     _times: list[int]
-    """The keys of `_buckets`, a heap."""
+    """Keys of `_buckets`, as a heap."""
     entries: int
 
 
 class Lending:
-    """One (group, topic, queue). Fields are read and written under `lock`, by whoever holds it."""
+    """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = (
         "_batches",
@@ -95,62 +96,62 @@ class Lending:
     head: str
     lock: threading.Lock
     cursor: int
-    """Next offset to pop; -1: not opened yet."""
+    """Next offset to pop. -1 until the state is opened."""
     committed: int
-    """Smallest offset that is in flight or released; the cursor if none is."""
+    """Smallest offset that is in flight or released. Without one, the cursor."""
     written: int | None
-    """What the offset table was told."""
+    """Committed offset that the offset table has."""
     in_flight: dict[int, Batch]
-    """By offset. Insertion order is that of the batches' names, so the first entry is the oldest."""
+    """Batches in flight by offset. The first entry is the oldest: insertion follows the batches' names."""
     released: dict[int, Batch]
-    """Given back: popped again before the cursor moves on."""
+    """Released deliveries, by offset. They are popped before the cursor moves on."""
     timeline: Timeline
     _batches: int
-    """Batches with something unsettled."""
+    """Number of batches with an unsettled message."""
     fifo: Batch | None
-    """The last FIFO batch. What is known of its messages is in the order info, which may be this batch itself."""
+    """The last FIFO batch. The order info, which may be this batch itself, knows its messages' state."""
     ahead: list[Message]
-    """Read and not popped yet: reading one at a time costs as much as reading many."""
+    """Prefetched messages. Reading one message costs as much as reading many."""
     ahead_at: int
     ahead_from: int
-    """The cursor for which the rest of `ahead` is what comes next."""
+    """Cursor value at which the rest of `ahead` is next."""
     ahead_next: int
-    """Offset behind the last unit that `ahead` accounts for."""
+    """Offset behind the last unit that was read for `ahead`."""
     ahead_filter: UnitFilter | None
     announced_ms: int | None
-    """When the housekeeper will look at this queue."""
+    """Time at which the housekeeper will check this queue."""
     last_pop_ms: int
     reset_ms: int
-    """The last pop time before a reset, after which all comes again."""
+    """Last pop time before a reset, after which all messages are redelivered."""
     pops: int
-    """With the three below: since `counts` was asked last. Whoever pops or settles has the lock anyway."""
+    """Pops since the last call of `counts`, like the three below. They are counted under the lock."""
     popped: int
     popped_bytes: int
     acked: int
     gone: bool
-    """Dropped from the table (group or topic deleted): whoever still holds it looks for another."""
+    """True if group or topic was deleted. A thread that still has this state must look up another."""
 
 
 class Desk:
-    """What the compiled ways need besides a queue's state; `_tip` None: there is none, and they decline."""
+    """Fields that compiled methods need besides a queue's state. If `_tip` is None they decline."""
 
     _tip: Tip | None
     _queue: Numbered
-    """The pop log's."""
+    """Queue of the pop log."""
     _pop_tail: bytes
-    """What stands behind the body of a `ck` record."""
+    """Bytes behind the body of a `ck` record."""
     _ack_tail: bytes
     _max_body: int
     _resets: dict[QueueKey, int]
-    """Pending ones, of the offset table."""
+    """Pending resets of the offset table."""
     _orders: dict[QueueKey, OrderInfo | Lent]
-    """Entries of the order info."""
+    """Entries of the order info table."""
     _order_changes = 0
-    """Number of changes of the order info that were made here."""
+    """Number of changes to the order info by compiled code."""
     _commit: Callable[[str, str, int, int], None]
-    """`note` of the offset table."""
+    """Method `note` of the offset table."""
     _freed: Callable[[QueueState], None]
-    """Called without the lock of a queue whose last batch in order is settled."""
+    """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
     _batch: type[Lent]
     _delivery: type[tuple[Any, ...]]
 
@@ -159,13 +160,14 @@ class Desk:
         def hand_out(
             self, state: Lending, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
         ) -> list[Delivery] | None:
-            """Pop the next `n` messages; None, with nothing changed, when it takes more than `pop` of `StandardQueues`
-            or `FifoQueues` does for neighbours that were read ahead. Takes the state's lock."""
+            """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
+            Returns None, with nothing changed, for any other case of `pop` of `StandardQueues` or `FifoQueues`."""
 
         def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
-            """Acknowledge deliveries from queues of `states`, a list by queue id. Return how many are settled, from the
-            front: nothing is changed from where it takes more than `settle` of `StandardQueues` or `FifoQueues` does
-            for messages in flight. In order all must be of one batch. Takes the states' locks."""
+            """Acknowledge deliveries from queues of `states`, a list by queue id. Takes the states' locks.
+            Returns the number of settled receipts, from the front. It stops, with no further change, at the first
+            receipt that `settle` of `StandardQueues` or `FifoQueues` must handle. In order, all receipts must be of one
+            batch."""
 
 
 if not TYPE_CHECKING and kernel is not None:

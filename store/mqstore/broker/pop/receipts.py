@@ -1,8 +1,7 @@
-"""The strings that travel with popped and delayed messages: receipts and recall handles.
+"""Text that names popped and delayed messages: receipts and recall handles.
 
-Pure text in, values out. Knows neither what is in flight nor whether a receipt is still good: that is the pop
-service's knowledge. Whoever holds such a string treats it as opaque; what comes back may be forged, so every field is
-checked here and nothing outside the types' ranges goes further.
+These functions only convert text and values. Only the pop service knows whether a receipt is still valid. Applications
+treat the text as opaque. It may come back forged, so every field is checked here against the range of its type.
 
 Receipt (delivery#receipt), fields joined by one space::
 
@@ -34,30 +33,31 @@ __all__ = [
 BROKER_NAME: Final = "mqstore"
 
 _FIFO: Final = 999
-"""In place of a revive queue: the batch was popped in order."""
+"""Value in the place of a revive queue if the batch was popped in order."""
 _I32_MAX = 2**31 - 1
 _I64_MAX = 2**63 - 1
-_N = "([0-9]{1,19})"  # none of the digits beyond ASCII that int() would take
+_N = "([0-9]{1,19})"  # no digits beyond ASCII, which int() would accept
 _RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|{_FIFO}) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
 _HANDLE = re.compile(rf"v1 ([^ ]+) [^ ]+ {_N} (.+)", re.DOTALL).fullmatch
 _HANDLE_MAX = 65_536
-"""A unique key is at most a record's properties, 32767 bytes; base64 makes four characters of three bytes."""
+"""Longest handle: a unique key has at most 32767 bytes, and base64 makes four characters of three."""
 
 
 # --- receipts (delivery#receipt) --------------------------------------------------------------------------------------
 
 
 class Claim(NamedTuple):
-    """Contents of a receipt: which delivery of which message it names."""
+    """Contents of a receipt, which names one delivery of one message."""
 
     offset: int
     """Queue offset."""
     pop_time_ms: int
-    """Wall clock of the pop; one for its whole batch, and what tells one delivery of a message from the next."""
+    """Wall-clock time of the pop, the same for its whole batch.
+    It distinguishes the deliveries of a message."""
     fifo: bool
     """True if the batch was popped in order."""
     mark: int
-    """Topic that was really read: 0 the one that was asked for, 1 and 2 its retry topic of that version."""
+    """Topic that was read: 0 is the topic asked for, 1 and 2 are its retry topics of these versions."""
     queue_id: int
     start: int
     """First offset of the batch."""
@@ -67,17 +67,19 @@ class Claim(NamedTuple):
 def receipt_head(
     start: int, pop_time_ms: int, invisible_ms: int, mark: int, queue_id: int, *, fifo: bool = False
 ) -> str:
-    """A receipt up to its last field, the offset of the message, which alone differs within a batch."""
+    """Return a receipt up to its last field, the message's offset.
+    Only that field differs within a batch."""
     return f"{start} {pop_time_ms} {invisible_ms} {_FIFO if fifo else 0} {mark} {BROKER_NAME} {queue_id} "
 
 
 def claim_of(text: str) -> Claim:
-    """Read a receipt. InvalidReceiptError when it is none; only the form is checked."""
+    """Parse a receipt, checking only its form.
+    Raises InvalidReceiptError for any other text."""
     match = _RECEIPT(text) if type(text) is str else None
     if match is not None:
         start, pop_time, invisible, revive, mark, queue_id, offset, physical = match.groups()
         claim = Claim(int(offset), int(pop_time), int(revive) == _FIFO, int(mark), int(queue_id), int(start), text)
-        # Pop time and invisible time together must be a time, too: a sum beyond 64 bits would never expire.
+        # The sum of pop time and invisible time must also be a time: beyond 64 bits it would never expire.
         fits = claim.pop_time_ms + int(invisible) <= _I64_MAX and int(physical or 0) <= _I64_MAX
         if fits and claim.start <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
             return claim
@@ -85,7 +87,7 @@ def claim_of(text: str) -> Claim:
 
 
 def expired(texts: list[str]) -> ReceiptExpiredError:
-    """The error for receipts that came too late; it carries them as `receipts`."""
+    """Return the error for expired receipts, which has them as `receipts`."""
     more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
     error = ReceiptExpiredError(
         f"receipt {texts[0]!r}{more} came too late: the message was given to the group again, or its visible time was "
@@ -103,12 +105,12 @@ class RecallHandle(NamedTuple):
 
     topic: str
     deliver_ms: int
-    """When the message may be delivered, wall clock: the property TIMER_OUT_MS plus 1 of what is stored."""
+    """Wall-clock time of the delivery: the stored property TIMER_OUT_MS plus 1."""
     unique_key: str
 
 
 def recall_handle(topic: str, deliver_ms: int, unique_key: str) -> str:
-    """The handle of a timer message, as `SendReceipt.recall_handle` carries it.
+    """Return the handle of a timer message, as in `SendReceipt.recall_handle`.
 
     >>> parse_recall_handle(recall_handle("orders", 1_700_000_000_001, "01AB"))
     RecallHandle(topic='orders', deliver_ms=1700000000001, unique_key='01AB')
@@ -118,7 +120,7 @@ def recall_handle(topic: str, deliver_ms: int, unique_key: str) -> str:
 
 
 def parse_recall_handle(handle: str) -> RecallHandle:
-    """Read a handle back, with or without its padding. InvalidReceiptError for anything that is none."""
+    """Parse a recall handle, with or without its padding. Raises InvalidReceiptError for any other text."""
     match = None
     if type(handle) is str and len(handle) <= _HANDLE_MAX:
         bare = handle.rstrip("=")

@@ -1,22 +1,22 @@
-"""Start-up: from order info file, offset table and pop log to the states that a crash or a close left.
+"""Start-up: rebuild the states that a crash or a close left, from order info file, offset table, log.
 
-    order info file     FIFO batches as of its last save; of directories of a Java broker all there is of order
-    + pop log           from the replay position: every batch with something unsettled, and what happened to it
-    + offset table      where queues stand that the log says nothing of
-    + a Java broker's   what it had handed out, if there is any, which the log is told first (`java.py`)
+    order info file     FIFO batches as of its last save; the only state of order in directories of a Java broker
+    + pop log           from the replay position: every batch with an unsettled message, and what happened to it
+    + offset table      position of queues that are not in the log
+    + a Java broker's   its deliveries in flight, if there are any, which are first appended to the log (`java.py`)
 
-    cursor     = where the last reset put it, else what the table says; then every nx seen
+    cursor     = the offset of the last reset, else of the table; then every nx seen
     committed  = the first offset that is in flight or released, else the cursor
 
-What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
-gone. Of a group with push consumers only the messages that a handler had begun have used an attempt (`begun.py`); the
-others were fetched ahead, and are released. What had been given back comes when it was to come.
+Messages held by receivers of the ended process are visible at once (`release_in_flight`): the writer lock proves that
+these receivers are gone. In a group with push consumers only messages whose handler had begun have used an attempt
+(`begun.py`). The others were only prefetched, and are released. Failed messages are redelivered at their time.
 
-Where records of the log are lost a batch may be, of which a later one only shows that the cursor went on: what lies
-between counts as handed out and not acknowledged, in a batch of its own.
+If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor moved on. The
+messages between count as delivered and not acknowledged, in a new batch.
 
-A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is settled it
-needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
+A FIFO batch that only the file has gets a new `ck`, because acknowledgements name one. A settled batch needs none, but
+it stays the queue's last batch, which shows that receipts of older batches are expired.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = ["Replay", "count_begun"]
 _log = logging.getLogger("mqstore")
 
 _LOOK_BACK = 16_384
-"""Records before the replay position that are asked what was redelivered: whoever acknowledges it is told, for as long
-as that can be known."""
+"""Number of records before the replay position that are searched for redelivered messages.
+A late acknowledgement of these messages is refused for as long as that is known."""
 
 
 class Replay:
-    """One reading of the log into `tables`, which must be empty but for the order info."""
+    """One replay of the log into `tables`, which must be empty except for the order info."""
 
     def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
@@ -54,7 +54,7 @@ class Replay:
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
-        """States whose position the log alone decides: a reset was seen."""
+        """Queues whose position only the log decides, because a reset was seen."""
         self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
             POP: self._pop,
             ACK: self._settled,
@@ -68,17 +68,17 @@ class Replay:
             REVIVE: self._revived_before,
         }
         self._in_order: set[QueueKey] = set()
-        """Queues whose order info is the log's by now, not the file's."""
+        """Queues whose order info now comes from the log, not from the file."""
         self._settled_before: dict[int, QueueKey] = {}
-        """Batch -> queue, of batches that are settled and only tell what was redelivered."""
+        """Queue of each settled batch, which only shows the messages that were redelivered."""
         self._next_position = 0
         self._is_holed = False
-        """Whether records are missing from the log."""
+        """True if records are missing from the log."""
         self._unsaid: dict[QueueKey, set[int]] = {}
-        """Offsets that no batch has though a later one begins behind them, of a log with holes."""
+        """Offsets that no batch of a log with holes has, though a later batch begins behind them."""
 
     def run(self, *, release: bool) -> None:
-        """Rebuild the states; `release`: what receivers in this process held is visible again."""
+        """Rebuild the states. `release`: make deliveries of receivers in the ended process visible again."""
         self.read()
         tables = self._tables
         java = JavaTakeover(tables)
@@ -91,8 +91,8 @@ class Replay:
         java.mark()
 
     def look(self) -> None:
-        """As `run` will find things: nothing is released, written, or taken over from a Java broker. For who looks at a
-        store."""
+        """Rebuild the states as `run` will, for a view of a store.
+        Nothing is released, written, or taken over from a Java broker."""
         self.read()
         for state in list(self._tables.states.values()):
             self._settle_position(state)
@@ -104,7 +104,7 @@ class Replay:
                 state.cursor = max(state.cursor, record.next_offset())
 
     def read(self) -> None:
-        """Only what the records say."""
+        """Read the log into the states, without any conclusion."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
         for record in tables.log.records(max(0, begin - _LOOK_BACK)):
@@ -117,10 +117,10 @@ class Replay:
                 if (handler := handlers.get(record.kind)) is not None:
                     handler(record.position, record.value)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                # A record that says what none of ours could say: not said, then, which redelivers and never loses.
+                # No record of mqstore has such content, so it is ignored. This redelivers and never loses.
                 _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
 
-    # -- what records say -------------------------------------------------------------------------------------------
+    # -- contents of records ----------------------------------------------------------------------------------------
 
     def _pop(self, position: int, value: dict[str, Any]) -> None:
         key = QueueKey(value["c"], value["t"], value["q"])
@@ -142,13 +142,13 @@ class Replay:
         if self._is_holed and 0 <= state.cursor < start:
             low, high = self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
             self._unsaid.setdefault(key, set()).update(range(max(low, state.cursor), min(high, start)))
-        elif key in self._unsaid:  # said by an opening before
+        elif key in self._unsaid:  # an earlier opening has logged it
             self._unsaid[key].difference_update(offsets)
         state.replace(batch, offsets)
         state.cursor = max(state.cursor, cursor)
 
     def _say(self, now_ms: int) -> None:
-        """Let the log have the batches that it has lost: acknowledgements to come name them."""
+        """Append batches for lost records to the log, because later acknowledgements name them."""
         for key, lost in self._unsaid.items():
             if not lost or self._tables.parts.groups.get(key.group) is None:
                 continue
@@ -169,10 +169,10 @@ class Replay:
         there = self._orders.get(state.key)
         state.fifo = batch
         state.cursor = offsets[0]
-        # The file may be newer than the batches we come to: written after its batch was logged, or by a Java broker. By
-        # the pop time, unless a clock was set back: what begins behind the file's batch was popped after it, and so was
-        # all that the log has behind that; and where the file's pop time is ahead of the clock only the log can tell,
-        # which holds all of our own batches.
+        # The file may be newer than the batches read here: saved after its batch was logged, or by a Java broker. The
+        # pop times decide, unless a clock was set back. A batch that begins behind the file's batch was popped after
+        # it, and so was all that follows in the log. If the file's pop time is ahead of the clock, only the log can
+        # decide, which has all of our own batches.
         latest_ms, popped_ms = self._tables.clock.now_ms() + SAME_MOMENT_MS, batch.pop_time_ms
         newer = there is not None and popped_ms < there.pop_time_ms <= latest_ms and there.offsets[-1] >= offsets[0]
         if newer and state.key not in self._in_order:
@@ -181,10 +181,10 @@ class Replay:
         bits = (1 << len(offsets)) - 1
         acked = value.get("cm", 0)
         suspended = {}
-        if there is not None:  # the log does not say why they failed
+        if there is not None:  # the log has no reasons for failures
             suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
             if (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
-                acked |= there.acked  # a Java broker went on with our batch
+                acked |= there.acked  # a Java broker continued our batch
         record = OrderInfo(
             tuple(offsets),
             batch.pop_time_ms,
@@ -200,14 +200,14 @@ class Replay:
         self._orders.put(state.key, record)
 
     def _order(self, state: QueueState, batch: Batch) -> OrderInfo | None:
-        """The order info of that FIFO batch; None if the file has another."""
+        """Return the order info of that FIFO batch, or None if the file has another one."""
         record = self._orders.get(state.key)
         return record if record is not None and record.pop_time_ms == batch.pop_time_ms else None
 
     def _settled(self, _position: int, value: dict[str, Any]) -> None:
         found = self._batches.get(value["k"])
         if found is None:
-            return  # a batch from before the replay position, all settled
+            return  # a batch from before the replay position, entirely settled
         state, batch = found
         if state.fifo is not batch:
             state.settle(batch, value["o"])
@@ -265,7 +265,7 @@ class Replay:
         else:
             self._placed.add(key)
 
-    # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
+    # -- settled batches that may be acknowledged too late -----------------------------------------------------------
 
     def _pop_before(self, position: int, value: dict[str, Any]) -> None:
         if value.get("f") != 1:
@@ -282,7 +282,7 @@ class Replay:
             state.cursor = self._tables.offsets.committed(*key) or 0
         return state
 
-    # -- what follows from them -------------------------------------------------------------------------------------
+    # -- conclusions ------------------------------------------------------------------------------------------------
 
     def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
         tables = self._tables
@@ -297,7 +297,7 @@ class Replay:
             tables.announce(state, first_ms)
 
     def _settle_position(self, state: QueueState) -> bool:
-        """Where the queue stands by log and table together; False: its group is gone, and the state with it."""
+        """Settle the queue's position by log and table. Return False if its group, and so the state, is gone."""
         tables, key = self._tables, state.key
         group, topic, queue_id = key
         if tables.parts.groups.get(group) is None:
@@ -310,7 +310,7 @@ class Replay:
         if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
-        # Of a topic that was deleted, and what a damaged log may make up: no such message is waited for.
+        # Do not wait for messages of a deleted topic, or messages that only a damaged log names.
         for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
             gone = [offset for offset in batch.open_offsets() if not low <= offset < high]
             if gone:
@@ -319,7 +319,7 @@ class Replay:
         return True
 
     def _release(self, state: QueueState, now_ms: int) -> None:
-        """End the deliveries of receivers that died with their process, as if their time had run out."""
+        """End the deliveries of receivers that ended with their process, as if their time had run out."""
         begun = self._tables.begun
         if begun is not None and state.key.group in begun.groups:
             self._tell_apart(state, begun, now_ms)
@@ -335,9 +335,9 @@ class Replay:
             self._orders.put(state.key, record.moved(held, now_ms))
 
     def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
-        """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
-        be told which handlers had begun. A push consumer renews what it holds, so however late it is by now, time had
-        not run out."""
+        """Release messages that were only fetched, and note for the others that the attempt failed.
+        No later opening then needs to know which handlers had begun. A push consumer renews its deliveries, so their
+        time had not run out, however late it is now."""
         log = self._tables.log
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
@@ -365,20 +365,20 @@ class Replay:
             self._orders.put(state.key, record.moved(ended, now_ms))
 
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
-        """The FIFO batches of groups that there are, as the file knows them."""
+        """Yield the FIFO batches of existing groups, as the file has them."""
         for key, record in self._orders.records().items():
             if record.pop_time_ms != 0 and record.offsets and self._tables.parts.groups.get(key.group) is not None:
                 yield key, record
 
     def _adopt(self, now_ms: int) -> None:
-        """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
+        """Take over the FIFO batches of the file: mark settled messages, append the others to the log."""
         tables = self._tables
         self._orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
         for key, known in self._in_file():
             state = tables.state(key)
             if state.cursor < 0:
                 tables.open(state)
-            # The file is older than the table: what lies before `committed` was acknowledged since.
+            # The file is older than the table: offsets before `committed` were acknowledged later.
             settled = sum(1 << i for i, offset in enumerate(known.offsets) if offset < state.cursor)
             record = replace(known, acked=known.acked | settled)
             self._orders.put(key, record)
@@ -393,7 +393,8 @@ class Replay:
 
 
 def count_begun(tables: PopTables, begun: Begun) -> bool:
-    """Count an attempt of what handlers had begun in the queue model. Returns True if there was anything to count."""
+    """Count an attempt of each message that handlers had begun in the queue model.
+    Returns True if there was one."""
     counted = False
     for group, addresses in begun.groups.items():
         ended = []
@@ -404,7 +405,7 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
             record = None if state is None else tables.order(state)
             passed = max(tables.offsets.committed(*key) or 0, 0 if state is None else state.cursor)
             if offset < passed or (record is not None and offset in record.offsets):
-                continue  # settled, or a batch says what became of it
+                continue  # settled, or a batch has its outcome
             attempts = tables.orders.attempts(*key).get(offset, 0) + 1
             tables.orders.note_attempt(*key, offset, attempts, tables.clock.now_ms())
             ended.append(address)
@@ -414,7 +415,8 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
 
 
 def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
-    """Offsets that were only fetched, and those whose handler had begun: these are suspected from here on."""
+    """Return the offsets that were only fetched, and those whose handler had begun.
+    The latter are suspected from now on."""
     noted = begun.groups[key.group]
     ended = [offset for offset in held if Address(key.topic, key.queue_id, offset) in noted]
     begun.suspects.add(key.group, [Address(key.topic, key.queue_id, offset) for offset in ended])
@@ -422,12 +424,12 @@ def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], li
 
 
 def _is_number(value: object) -> bool:
-    """Whether it may be an offset, or a time, as far as its size tells."""
+    """Return True if the value is in the range of an offset or a time."""
     return type(value) is int and -1 <= value < 1 << 63
 
 
 def _unnamed(record: OrderInfo) -> Batch:
-    """The batch of a record of which the log does not know."""
+    """Return the batch of a record that the log does not have."""
     return Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
 
 

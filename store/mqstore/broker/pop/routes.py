@@ -1,4 +1,4 @@
-"""Queues from which a group pops a topic: looked up once, and kept until one of the tables changes."""
+"""Queues from which a group pops a topic. A route is cached until a topic or group changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Route", "Routes"]
 
 @dataclass(slots=True)
 class Route:
-    """Queues with the messages of one topic, for one group."""
+    """Queues that hold the messages of one topic for one group."""
 
     group: str
     topic: str
@@ -24,23 +24,23 @@ class Route:
     retries: list[tuple[int, QueueState]]
     """(mark, state) of the retry topics that exist."""
     has_choice: bool
-    """Whether there is anything to be chosen by chance."""
+    """True if a random choice between queues is needed."""
     quick: bool
-    """Whether compiled code may hand out from `queues`, and take back."""
+    """True if compiled code may pop from `queues` and settle there."""
 
     def check_queue(self, queue_id: int) -> None:
-        """ConfigError unless the topic has that queue."""
+        """Raise ConfigError unless the topic has that queue."""
         if type(queue_id) is not int or not 0 <= queue_id < len(self.queues):
             last = len(self.queues) - 1
             raise ConfigError(f"topic {self.topic!r} has queues 0..{last} for readers, not {queue_id!r}")
 
 
 class Routes:
-    """The routes of one store. States go with their topic or group."""
+    """Routes of one store. A state is dropped with its topic or group."""
 
     def __init__(self, tables: PopTables) -> None:
         self.known: dict[tuple[str, str], Route] = {}
-        """By group and topic."""
+        """Routes by (group, topic)."""
         self._tables = tables
         self._topics, self._groups = tables.parts.topics, tables.parts.groups
         self._topics.on_change.append(self._topic_changed)
@@ -48,8 +48,8 @@ class Routes:
         self._topics.in_order.append(self._in_order)
 
     def need(self, group: str, topic: str) -> Route:
-        """The route of a group that pops a topic; a group may come into being by that. Raises TopicNotFoundError,
-        GroupNotFoundError, NotPermittedError."""
+        """Return the route of a group that pops a topic. A missing group may be created.
+        Raises TopicNotFoundError, GroupNotFoundError or NotPermittedError."""
         known = self.known
         if (route := known.get((group, topic))) is not None:
             return route
@@ -59,7 +59,7 @@ class Routes:
         found = self._topics.need(topic)
         if not found.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
-        if found.read_queues < 1:  # only a file can say so
+        if found.read_queues < 1:  # only a file can have this
             raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
@@ -76,8 +76,8 @@ class Routes:
         return route
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
-        """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
-        group's: its name is ambiguous (delivery#system-names)."""
+        """Return (mark, name) of the topics that may hold copies of popped messages, existing or not.
+        A name of version 1 is ambiguous, so it may belong to another group (delivery#system-names)."""
         names = [(2, pop_retry_topic(group, topic, 2))]
         if self._tables.parts.config.pop_retry_version == 1 or self._groups.get(f"{group}_{topic}") is None:
             names.append((1, pop_retry_topic(group, topic, 1)))
@@ -86,7 +86,7 @@ class Routes:
     def _topic_changed(self, topic: str) -> None:
         if self._topics.get(topic) is None:
             self._tables.drop(lambda key: key.topic == topic)
-        # A new dict, so that a route just being made from old tables is kept where nobody looks.
+        # A new dict: a route that is being made from old tables is then stored where nobody looks.
         self.known = {}
 
     def _group_changed(self, group: str) -> None:
@@ -95,11 +95,11 @@ class Routes:
         self.known = {}
 
     def _in_order(self, group: str, topic: str) -> bool:
-        """Whether the group popped the topic in order, or has attempts of its messages counted."""
+        """Return True if the group popped the topic in order, or has counted attempts of its messages."""
         return any(key[:2] == (group, topic) for key in self._tables.orders.records())
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Remove the listeners from the topic and group tables."""
         for listeners, mine in (
             (self._topics.on_change, self._topic_changed),
             (self._groups.on_change, self._group_changed),

@@ -1,5 +1,5 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (delivery#pop).
+"""Pop: deliver messages, each invisible until it is acknowledged or its time is over (delivery#pop).
 
     pop ----> route: which queues, the retry topic first or last ----> StandardQueues | FifoQueues ----> pop log
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
@@ -9,19 +9,19 @@
     ask         arguments, deliveries as values             receipts   receipts as text
     routes      which queues a group pops a topic from
     state       what is in flight in one queue, in memory
-    quick       its fields, where compiled code hands out and takes back single messages
-    log         how records look
-    tables      all states, locks, who is due when
+    quick       its fields, for compiled pops and acknowledgements
+    log         form of the records
+    tables      all states, locks, agenda of due queues
     time        pop times and visible times, by a clock that may be set back
     standard    redelivery by copies              fifo    redelivery by reading again
-    replay      start-up                          keep    how long the log is, consumerOrderInfo.json
-    figures     what is measured
+    replay      start-up                          keep    a short log, consumerOrderInfo.json
+    figures     measurements
 
-Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (group, topic, queue); under it the
-tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
-and waits for the disk, if that is asked for, after letting go of its locks.
+Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. Under it the tables' own locks
+are taken, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
+it must wait for the disk, it waits after it has released its locks.
 
-The class is long because each operation on a receipt is a method here; what the methods need is in the modules above.
+The class is long because each operation on a receipt is a method here. Their helpers are in the modules above.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
-"""How often the retry topic is looked at first."""
+"""Percentage of pops that look at the retry topic first."""
 _PopOne = Callable[[QueueState, Ask, int, int, list[Delivery]], bool]
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
-"""Chunks of a queue's deliveries that are put up again in one run: some thousand messages."""
+"""Maximum number of chunks redelivered from one queue in one run: some thousand messages."""
 
 
 class PopService:
-    """Consumption by receipt. Thread-safe. Opens by replaying the pop log."""
+    """Consumption by receipt. Thread-safe. Opening replays the pop log."""
 
     def __init__(
         self,
@@ -85,8 +85,10 @@ class PopService:
         begun: Begun | None = None,
         rng: Callable[[], float] = random.random,
     ) -> None:
-        """`dead_letter`: `Retries.dead_letter`. `begun`: what handlers had begun; None: what was popped in a process
-        that is gone has used an attempt. `rng`: numbers in [0, 1), which choose the queue to begin with."""
+        """Open the service.
+        `dead_letter` is `Retries.dead_letter`. `begun` holds the messages that handlers had begun. If it is None, each
+        message popped in a process that ended has used an attempt. `rng` returns numbers in [0, 1), which choose the
+        first queue."""
         self._parts = parts
         self._store = parts.store
         self._clock = parts.clock
@@ -95,7 +97,7 @@ class PopService:
         self._wake = wake
         self._flush_by_default = parts.store.durability == "flush"
         self._latest_ms: float = math.inf
-        """The wall clock's latest time since it was set back; at first nobody knows what became of it while closed."""
+        """Latest wall-clock time since the clock was set back. At first its past is not known."""
         file = ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info)
         self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
         self._orders = self._tables.orders
@@ -132,23 +134,23 @@ class PopService:
         skip_acked: bool = False,
         at_once: bool = False,
     ) -> list[Delivery]:
-        """Hand out up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first.
+        """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), after at most `poll_s`.
 
-        queue_id    one queue, or -1: all, beginning anywhere, with the group's retry topic
-        order       a queue's next batch only when nothing of its last is invisible. The retry topic is one more queue:
-                    it holds dead letters that were sent again
-        start       where a group begins that was never in a queue; None: as the group says
-        attempt_id  with `order`: the same id receives again what its lost answer held
-        local       the receiver dies with this process: the next open gives the message to others at once
-        skip_acked  with `order`: what was acknowledged, or became a dead letter, behind a message that comes again does
-                    not come with it; and the failures that were counted behind it are kept, however small `n` is
-        at_once     if that takes no wait for a lock or the disk: they were read ahead. [] says nothing about what is
-                    there
+        queue_id    one queue, or -1: all queues, beginning at a random one, and the group's retry topic
+        order       a queue's next batch only when no message of its last is invisible. The retry topic is one more
+                    queue: it holds dead letters that were sent again
+        start       first position of a group without a committed offset in a queue. None: as the group's configuration
+        attempt_id  with `order`: the same id receives again the messages of its lost answer
+        local       the receiver ends with this process: the next open redelivers its messages at once
+        skip_acked  with `order`: do not redeliver messages behind a failed one that were acknowledged or dead-lettered.
+                    The failures counted behind it are kept, however small `n` is
+        at_once     deliver only prefetched messages, without a wait for a lock or the disk. [] does not mean that the
+                    queue is empty
 
-        Each batch is in the pop log before this returns; durability "flush": and on disk. Raises ConfigError for
-        numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises, and then
-        nothing was handed out: what one queue gave before another failed is returned, the next call meets the error.
-        """
+        Each batch is in the pop log before this returns, and with durability "flush" also on disk. Raises ConfigError
+        for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises.
+        After an error nothing was delivered. If one queue delivered before another failed, its messages are returned,
+        and the next call raises the error."""
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n is {n!r}; one pop gives 1 to {MAX_BATCH} messages, so pop several times for more")
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
@@ -157,7 +159,7 @@ class PopService:
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
-        local, order = bool(local), bool(order)  # compiled parts take nothing else
+        local, order = bool(local), bool(order)  # compiled parts accept only bool
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         if at_once and (waits or (group, topic) not in self._routes.known):
             return []
@@ -169,7 +171,7 @@ class PopService:
             lucky = int(self._rng() * 100) if route.has_choice else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
             if quick and filter is None and attempt_id is None:
-                # As `_pop`, as long as there is nothing to it.
+                # The simple case of `_pop`.
                 if queue_id != -1:
                     route.check_queue(queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
@@ -188,14 +190,14 @@ class PopService:
             left_ms = end_ms - self._clock.monotonic_ms()
             if left_ms <= 0 or not self.wait_for(group, topic, queue_id, filter, order, left_ms / 1000):
                 break
-            if self._parts.groups.get(group) is None:  # to look for messages would make it anew
+            if self._parts.groups.get(group) is None:  # a search for messages would create the group again
                 raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
         if found and waits:
             self._store.flush()
         return found
 
     def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
-        """`lucky`: 0 to 99, by chance."""
+        """Pop from the route's queues. `lucky` is a random number from 0 to 99."""
         found: list[Delivery] = []
         more = False
         queues, count = route.queues, len(route.queues)
@@ -222,14 +224,15 @@ class PopService:
         except Exception:
             if not found:
                 raise
-            # What was found is invisible by now: who is not given it could not settle it, and it would fail an attempt.
+            # The found messages are invisible now. A receiver that does not get them cannot settle them, and each would
+            # lose an attempt.
         if more and found and self._waiters.parked:
             self._waiters.wake_one(route.group, ask.topic, queue_id)
         return found
 
     @staticmethod
     def _pop_retries(route: Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
-        # Copies were chosen by a filter when they were first delivered.
+        # Copies passed a filter at their first delivery.
         ask = ask._replace(filter=None)
         more = False
         for mark, state in route.retries:
@@ -243,7 +246,7 @@ class PopService:
     def wait_for(
         self, group: str, topic: str, queue_id: int, filter: Filter | None, order: bool, timeout_s: Duration
     ) -> bool:
-        """Block until a pop by `group` may find something; False: the time is over."""
+        """Block until a pop by `group` may find a message. Return False after the timeout."""
         also = self.retry_topics(group, topic)
         seen = self._waiters.seen(topic, also)
         if self._may_find(group, topic, queue_id, order):
@@ -261,15 +264,16 @@ class PopService:
         *,
         order: bool = False,
     ) -> Waiter:
-        """Have `callback(worth_a_pop)` called once, by whoever dispatches, when a pop by `group` may find something, or
-        at `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
-        pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
-        self._routes.need(group, topic)  # first: a group that this makes is news, and nobody is to be woken by that
+        """Call `callback(worth_a_pop)` once, when a pop by `group` may find a message, or at `deadline_ms`.
+        The dispatching thread makes the call. `deadline_ms` is monotonic time. Each message wakes one of several
+        waiters. A woken waiter that does not pop must pass it on with `Waiters.wake_one`. Raises what
+        `Waiters.add_waiter` and `pop` raise."""
+        self._routes.need(group, topic)  # first: the creation of a group is news, and must not wake a waiter
         also = self.retry_topics(group, topic)
         waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
         try:
             worth_a_look = self._may_find(group, topic, queue_id, order)
-        except BaseException:  # the topic has gone, say: nobody would ever hear of this waiter
+        except BaseException:  # for example, the topic was deleted: nobody would ever call this waiter
             self._waiters.remove_waiter(waiter)
             raise
         if worth_a_look:
@@ -277,7 +281,7 @@ class PopService:
         return waiter
 
     def retry_topics(self, group: str, topic: str) -> list[str]:
-        """Names of the topics that copies of popped messages may lie in, there or not."""
+        """Return the names of the topics that may hold copies of popped messages, existing or not."""
         return [name for _, name in self._routes.retry_topics(group, topic)]
 
     def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
@@ -291,7 +295,8 @@ class PopService:
     def _holds_something(self, state: QueueState, order: bool) -> bool:
         with state.lock:
             key = state.key
-            # A queue that is popped one way is no use to who pops the other way until what is in flight has ended.
+            # A queue that is popped in one way (with or without order) cannot be popped in the other until its
+            # deliveries have ended.
             blocked = order or state.fifo is not None
             if blocked and self._orders.blocks(key, self._clock.now_ms()):
                 return False
@@ -314,12 +319,10 @@ class PopService:
         receipts: Sequence[str] | str,
         durability: Durability | None = None,
     ) -> None:
-        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk.
-
-        InvalidReceiptError for what is no receipt of this group and topic: nothing is settled then.
-        ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
-        are settled.
-        """
+        """Acknowledge deliveries. Settling one again is harmless.
+        The pop log has it when this returns. With durability "flush" it is also on disk. Raises InvalidReceiptError,
+        and settles nothing, if a receipt is not one of this group and topic. Raises ReceiptExpiredError for messages
+        that were already redelivered (its `receipts`); the others are settled."""
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         done = 0 if waits else self._settle_at_once(group, topic, receipts)
         if done and done == len(receipts):
@@ -331,20 +334,20 @@ class PopService:
             raise expired(late)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Acknowledge without waiting for a lock or the disk. Return False if it had to wait: then call `ack`."""
+        """Acknowledge without waiting for a lock or the disk. Return False, to call `ack`, if it had to."""
         return not self._flush_by_default and self._settle_at_once(group, topic, receipts) == len(receipts)
 
     def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
-        """Acknowledge by compiled parts, which take a lock only if it is free. Return how many are settled, from the
-        front."""
+        """Acknowledge by compiled parts, which take a lock only if it is free.
+        Returns the number of settled receipts, from the front."""
         route = self._routes.known.get((group, topic))
         return self._tables.settle(route.queues, receipts) if route is not None and route.quick else 0
 
     def release(
         self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None
     ) -> None:
-        """Give deliveries back unseen: popped again before anything new, the attempt not counted. Durability and errors
-        as of `ack`, here and in the calls below."""
+        """Release unseen deliveries: they are popped again before new ones, and the attempt does not count.
+        Durability and errors are those of `ack`, here and in the methods below."""
         with self._durably(durability):
             late = self._settle(group, topic, receipts, GIVE)
         if late:
@@ -353,7 +356,7 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """As `change_invisible`, but the given receipt stays good, and is what is returned."""
+        """Extend a delivery as `change_invisible` does. The given receipt stays valid, and is returned."""
         return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def change_invisible(
@@ -366,8 +369,8 @@ class PopService:
         *,
         renew: bool = False,
     ) -> str:
-        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
-        given one. Errors as `ack`, and ConfigError for the time."""
+        """Make a delivery visible in `invisible_ms` (0 to 12 h) from now. Return its new receipt.
+        Raises what `ack` raises, and ConfigError for the time."""
         with self._durably(durability):
             _check_delay(invisible_ms)
             claim = claim_of(receipt)
@@ -385,10 +388,10 @@ class PopService:
         *,
         error: str = "",
     ) -> str | None:
-        """Give a delivery back as failed: its message comes again in `delay_ms`, None: as the group's policy says for
-        this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
-        place of the given one. `error` is shown by `suspended`, for a queue that is popped in order. Errors as `ack`,
-        and ConfigError for the time."""
+        """Settle a delivery as failed: its message is redelivered in `delay_ms`.
+        `delay_ms` None uses the group's policy for this attempt. The last attempt ends as a dead letter, and None is
+        returned. Otherwise returns the new receipt. `error` is shown by `suspended` for a queue that is popped in
+        order. Raises what `ack` raises, and ConfigError for the time."""
         with self._durably(durability):
             if delay_ms is not None:
                 _check_delay(delay_ms)
@@ -411,8 +414,8 @@ class PopService:
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
     ) -> None:
-        """Move a delivery's message to the group's dead letters and settle it. Errors as `ack`; settled before:
-        ReceiptExpiredError."""
+        """Move a delivery's message to the group's dead letters and settle it.
+        Raises what `ack` raises, and ReceiptExpiredError if it was settled before."""
         with self._durably(durability):
             claim = claim_of(receipt)
             state = self._state_of(group, topic, claim)
@@ -423,7 +426,7 @@ class PopService:
         return self._fifo if claim.fifo else self._standard
 
     def _settle(self, group: str, topic: str, texts: Sequence[str] | str, kind: str) -> list[str]:
-        """Hand each queue the receipts that concern it; the receipts that came too late."""
+        """Settle each receipt in its queue. Return the expired receipts."""
         if isinstance(texts, str):
             texts = (texts,)
         runs = [list(run) for _, run in groupby(map(claim_of, texts), attrgetter("mark", "queue_id", "fifo"))]
@@ -435,14 +438,14 @@ class PopService:
         return late
 
     def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
-        """The state of the queue that the receipts name. InvalidReceiptError when the group never popped from it, or
-        when it has no such message."""
+        """Return the state of the queue that the receipts name.
+        Raises InvalidReceiptError if the group never popped from it, or it has no such message."""
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
         route = self._routes.known.get((group, topic))
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
-            if last.offset < known.cursor:  # it was popped, and needs no look at tables and queue
+            if last.offset < known.cursor:  # it was popped, so tables and queue need no check
                 return known
         name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
         key = QueueKey(group, name, first.queue_id)
@@ -467,16 +470,16 @@ class PopService:
 
     @contextmanager
     def _durably(self, durability: Durability | None) -> Iterator[None]:
-        """Wait for the disk behind the block, which has given its locks back by then. None: as the store does."""
+        """Wait for the disk after the block, which has released its locks by then. None: the store's default."""
         waits = waits_for_disk(durability, self._flush_by_default)
         yield
         if waits:
             self._store.flush()
 
-    # -- what is in flight ------------------------------------------------------------------------------------------
+    # -- deliveries in flight ---------------------------------------------------------------------------------------
 
     def pending(self, group: str) -> list[Pending]:
-        """The deliveries of a group that are in flight, by topic, queue and offset."""
+        """Return the deliveries of a group that are in flight, by topic, queue and offset."""
         found: list[Pending] = []
         for key, state in sorted(self._tables.states.items()):
             if key.group == group:
@@ -499,7 +502,7 @@ class PopService:
         return found
 
     def in_flight(self) -> int:
-        """How many messages are popped and not settled."""
+        """Return the number of messages that are popped and not settled."""
         count = 0
         for state in list(self._tables.states.values()):
             with state.lock:
@@ -509,22 +512,23 @@ class PopService:
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, key: QueueKey, offset: int) -> None:
-        """The group's position was set to `offset` (`Reads.reset` tells): nothing of the queue is in flight any more,
-        and receipts that are out have expired."""
+        """Apply a position that `Reads.reset` has set: nothing of the queue is in flight any longer.
+        Existing receipts expire."""
         state = self._tables.states.get(key)
         if state is None:
             self._orders.put(key, None)
             return
         with state.lock:
             if not state.gone:
-                # In this order: on a full disk the reset stays pending, for the next pop.
+                # In this order: on a full disk the reset stays pending until the next pop.
                 self._tables.reset(state, offset)
                 self._parts.offsets.take_reset(key)
         self._waiters.wake_one(*key)
 
     def end(self, group: str, topic: str, queue_id: int) -> None:
-        """The group reads the queue from now on, from the first message that it has not settled. Receipts that are out
-        expire, nothing is redelivered, and the next pop begins where the group has read to."""
+        """End popping from a queue that the group now reads, from its first unsettled message on.
+        Existing receipts expire and nothing is redelivered. The next pop begins at the offset up to which the group has
+        read."""
         state = self._tables.states.get(QueueKey(group, topic, queue_id))
         if state is None or state.cursor < 0:
             return
@@ -538,28 +542,28 @@ class PopService:
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Queue offset -> failed attempts, as noted."""
+        """Return the noted failed attempts by queue offset."""
         return self._orders.attempts(group, topic, queue_id)
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
-        """Note that the message at `offset` has failed `count` times, the last time by `error`; on disk within a second
-        (delivery#order-file)."""
+        """Note that the message at `offset` has failed `count` times, the last time by `error`.
+        It is on disk within a second (delivery#order-file)."""
         self._orders.note_attempt(group, topic, queue_id, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
     def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:
-        """(topic, queue id) -> the failed message that holds the queue up, in either model."""
+        """Return the failed message that blocks a queue, by (topic, queue id), in either model."""
         return self._orders.suspended(group, self._parts.offsets.committed)
 
     def _save_soon(self) -> None:
-        """Have the order info on disk within a second: a message has failed."""
+        """Have the order info on disk within a second, because a message has failed."""
         self._keeper.save_within(_ATTEMPTS_MS, self._clock.now_ms())
         self._wake()
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
-        """Redeliver what is visible again, keep the log short and the order info on disk; when to come again."""
+        """Redeliver visible messages, shorten the log, save the order info. Return the time of the next run."""
         failure: Exception | None = None
         if now_ms < self._latest_ms - SAME_MOMENT_MS:
             self._tables.follow_clock(now_ms)
@@ -568,7 +572,7 @@ class PopService:
         for state in self._tables.due(now_ms):
             try:
                 self._visit(state, now_ms)
-            except Exception as error:  # the other queues are not to wait for this one
+            except Exception as error:  # the other queues must not wait for this one
                 failure = failure or error
         keep_ms = self._keeper.run_once(now_ms)
         next_ms = self._tables.promise(keep_ms)
@@ -577,9 +581,9 @@ class PopService:
         return next_ms
 
     def _visit(self, state: QueueState, now_ms: int) -> None:
-        # Then the other mechanisms have their turn: what is left is announced, and due at once.
+        # Then it is the turn of the other mechanisms. The rest is announced as due at once.
         for _ in range(_CHUNKS):
-            with state.lock:  # let go of between chunks
+            with state.lock:  # released between
                 if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
                     return
                 state.announced_ms = None
@@ -590,12 +594,12 @@ class PopService:
                         self._fifo.visit(state, now_ms)
 
     def close(self) -> None:
-        """Persist."""
+        """Save the state and remove the listeners."""
         self._keeper.close()
         self._routes.close()
 
     def pins(self) -> Iterable[Pin]:
-        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
         return self._keeper.pins()
 
 

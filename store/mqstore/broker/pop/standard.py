@@ -1,12 +1,13 @@
-"""Popping without order: what is not acknowledged comes again as a copy (delivery#pop-queue).
+"""Popping without order: unacknowledged messages are redelivered as copies (delivery#pop-queue).
 
     pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
     settle   ack record, then settled                               copy to the retry topic, or dead letter
-    settle, to give back: rel record, then popped again first       then rev record, then settled
+    settle, to release: rel record, then popped again first         then rev record, then settled
     change   chg record, then visible at another time
 
-Each record is appended under the queue's lock before memory changes, so memory is always what a replay would make of
-the log. A crash between copy and `rev` copies once more; nothing else happens twice, and nothing is lost.
+Each record is appended under the queue's lock before memory changes, so a replay of the log always gives the same state
+as memory. After a crash between copy and `rev` the message is copied once more. Nothing else happens twice, and nothing
+is lost.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ __all__ = ["StandardQueues"]
 _log = logging.getLogger("mqstore")
 
 _CHUNK = 64
-"""Batches redelivered in one go: how long the queue is locked for it."""
+"""Batches redelivered at once. This limits how long the queue is locked."""
 _NEAR = 8
-"""Messages this far apart are read together."""
+"""Maximum distance of messages that are read together."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
 _offset = attrgetter("offset")
 _new = tuple.__new__
 
 
 class StandardQueues:
-    """The operations on one queue of a standard group, all under the state's lock."""
+    """Operations on one queue of a standard group, all under the state's lock."""
 
     def __init__(self, tables: PopTables) -> None:
         self._tables = tables
@@ -50,7 +51,7 @@ class StandardQueues:
     # -- popping ----------------------------------------------------------------------------------------------------
 
     def pop(self, state: QueueState, ask: Ask, room: int, mark: int, out: list[Delivery]) -> bool:
-        """Deliver up to `room` messages; whether there seems to be more."""
+        """Deliver up to `room` messages. Return True if there seem to be more."""
         tables = self._tables
         if not tables.ready(state, ask.start) or (state.fifo is not None and not self._leave_fifo(state, ask)):
             return False
@@ -68,7 +69,7 @@ class StandardQueues:
                 messages = messages + found if messages else found
             if messages:
                 self._deliver(state, ask, mark, messages, out)
-        except BaseException:  # what no record names was not popped
+        except BaseException:  # a message that no record names was not popped
             state.cursor = cursor
             state.drop_ahead()
             raise
@@ -105,7 +106,7 @@ class StandardQueues:
             out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
     def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
-        """Messages that were given back. One that is gone, or that the filter refuses now, is settled."""
+        """Return released messages. One that is gone, or that the filter now refuses, is settled."""
         found: list[Message] = []
         for offset in state.first_released(room):
             message = self._tables.message(state.key, offset)
@@ -118,8 +119,9 @@ class StandardQueues:
         return found
 
     def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
-        """Without the copies that have used up all attempts, which become dead letters: the limit was lowered, or
-        a Java broker made them. The cursor is behind them; a crash before that is known files them once more."""
+        """Return the messages that have an attempt left. The others become dead letters.
+        Such copies exist if the limit was lowered, or a Java broker made them. The cursor is behind them. After a crash
+        before it is saved they are dead-lettered once more."""
         key = state.key
         over = [message for message in messages if message.reconsume_times >= limit]
         for message in over:
@@ -128,8 +130,8 @@ class StandardQueues:
         return [message for message in messages if message.reconsume_times < limit] if over else messages
 
     def _leave_fifo(self, state: QueueState, ask: Ask) -> bool:
-        """The group popped this queue in order before. Wait for that batch; then what is not settled of it counts as
-        not popped yet."""
+        """End the order in which the group popped before. Return False if its last batch still blocks.
+        Unsettled messages of that batch then count as not popped yet."""
         if self._tables.order(state) is not None:
             if self._tables.orders.blocks(state.key, ask.now_ms):
                 return False
@@ -139,7 +141,8 @@ class StandardQueues:
     # -- settling ---------------------------------------------------------------------------------------------------
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
-        """Acknowledge, or give back unseen (`GIVE`). The receipts that came too late; one settled before is fine."""
+        """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
+        A delivery that was settled before is no error."""
         late: list[str] = []
         found: dict[Batch, list[int]] = {}
         for claim in claims:
@@ -165,12 +168,12 @@ class StandardQueues:
     def change(
         self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
     ) -> str:
-        """Let a delivery become visible in `invisible_ms` from now; its new receipt. `renew`: the old stays good;
-        `failed`: who had it has it no more."""
+        """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
+        `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery."""
         batch = self._need(state, claim)
         now_ms = self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
-        # Negative where the pop time is ahead of the clock, which was set back since.
+        # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
         self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
@@ -183,13 +186,13 @@ class StandardQueues:
         return f"{head}{claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
-        """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
+        """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
         self._need(state, claim)
         message = self._tables.message(state.key, claim.offset)
         return 1 if message is None else message.attempt
 
     def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
-        """File the message as a dead letter, then settle it."""
+        """Dead-letter the message, then settle it."""
         batch = self._need(state, claim)
         self._tables.bury(state, claim.offset, reason)
         self._settle(state, REVIVE, batch, [claim.offset])
@@ -201,7 +204,7 @@ class StandardQueues:
         self._tables.commit(state)
 
     def _batch(self, state: QueueState, claim: Claim) -> Batch | None:
-        """The batch in which the claim's delivery is in flight, None if it is not."""
+        """Return the batch in which the claim's delivery is in flight, or None."""
         batch = state.in_flight.get(claim.offset)
         if batch is None:
             return None
@@ -210,7 +213,7 @@ class StandardQueues:
         return batch if batch.times(claim.offset)[0] == claim.pop_time_ms else None
 
     def _is_done(self, state: QueueState, claim: Claim) -> bool:
-        """Whether a delivery that is not in flight was acknowledged, as far as is known, and not put up again."""
+        """Return True if a delivery not in flight was acknowledged, as far as known, and not redelivered."""
         offset = claim.offset
         if offset in state.in_flight or offset in state.released or offset >= state.cursor:
             return False
@@ -222,11 +225,11 @@ class StandardQueues:
             raise expired([claim.text])
         return batch
 
-    # -- coming again -----------------------------------------------------------------------------------------------
+    # -- redelivery -------------------------------------------------------------------------------------------------
 
     def visit(self, state: QueueState, now_ms: int) -> None:
-        """Redeliver what is visible again, a chunk of it, and announce when the next is due. What a put raises leaves
-        the rest in flight, to be tried again."""
+        """Redeliver a chunk of the visible messages, and announce the time of the next.
+        If a put fails its error is raised, and the other messages stay in flight and are tried again."""
         batches = state.timeline.take(now_ms, _CHUNK)
         try:
             self._redeliver(state, batches, now_ms)
@@ -266,7 +269,8 @@ class StandardQueues:
                     try:
                         self._put_again(state, message, batch.pop_time_ms, limit)
                     except InvalidMessageError as error:
-                        # Its record is as long as one can be: no copy ever fits. It comes again from where it lies.
+                        # The record has the greatest possible length, so no copy fits. It is redelivered from its own
+                        # queue.
                         _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
                         ended = stay
                 ended.setdefault(batch, []).append(offset)
@@ -280,7 +284,8 @@ class StandardQueues:
                 self._tables.waiters.wake_one(*state.key)
 
     def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
-        """The messages at ascending offsets, None for each that is gone or damaged; neighbours are read together."""
+        """Yield the messages at ascending offsets, None for each that is gone or damaged.
+        Neighbours are read together."""
         i = 0
         low = (self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
         while i < len(offsets):
@@ -296,7 +301,7 @@ class StandardQueues:
             i = j
 
     def _put_again(self, state: QueueState, message: Message, pop_time_ms: int, limit: int | None) -> None:
-        """The copy for the next attempt, or the dead letter when the last has ended."""
+        """Append the copy for the next attempt, or the dead letter after the last one."""
         parts, key = self._tables.parts, state.key
         ended = self._tables.ended_process(state, message.offset)
         if limit is not None and message.attempt >= limit:
@@ -313,21 +318,21 @@ class StandardQueues:
             parts.offsets.begin(key.group, topic, 0)
         properties = message.stored_properties()
         for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
-            del properties[name]  # it has waited already
+            del properties[name]  # its delay has ended already
         properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
         try:
             copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
             if ended:
                 self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:
-            # No later try will fare better: its properties leave no room for those of a copy.
+            # A later try would fail, too: the properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"
             self._tables.file_dead_letter(key.group, message, reason)
 
     # -- keeping the log short --------------------------------------------------------------------------------------
 
     def put_anew(self, state: QueueState, batch: Batch) -> None:
-        """Append what is left of an old batch at the end of the log, so that a replay may begin behind it."""
+        """Append the open rest of an old batch at the log end, so that a replay may begin behind it."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
         alike: dict[tuple[int, int, bool], list[int]] = {}
         for offset in batch.open_offsets():

@@ -1,4 +1,4 @@
-"""What is known of one (group, topic, queue) that is popped from: the state machine of delivery#pop-state.
+"""State of one (group, topic, queue) that is popped from: the state machine of delivery#pop-state.
 
     offsets of a queue:   settled ... | in flight, released and settled, mixed | not popped yet
                                       ^ committed                              ^ cursor
@@ -9,12 +9,12 @@
     all        --reset-->                               not popped yet, from a new cursor on
 
 A batch names many offsets, so a million messages in flight cost a million dict entries and no more objects than there
-were pops. When a delivery becomes visible is kept in buckets of one millisecond: popping adds to a bucket, and nothing
-is taken out until its time has come or most of what lies in the buckets is settled.
+were pops. Visible times are kept in buckets of one millisecond. A pop adds to a bucket. Entries leave it when their
+time has come, or when most entries of all buckets are settled.
 
-FIFO batches live in the order info (`orderinfo.py`); of them only the last is kept here (`fifo`).
+FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`).
 
-Knows no log, no clock and no message but those read ahead. Every call is made under `lock`.
+This module knows no log, no clock, and only messages that were prefetched. Every call is made under `lock`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from mqstore.log.message import Message
 __all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]
 
 MAX_BATCH = 32
-"""Messages of one pop."""
+"""Maximum number of messages of one pop."""
 _COMPACT_FROM = 1_024
 _REVIVED_KEPT = 65_536
-"""Redelivered offsets that are remembered, to tell who acknowledges too late from who does it twice."""
+"""Number of redelivered offsets to remember.
+They distinguish a late acknowledgement from a repeated one."""
 
 
 class Counts(NamedTuple):
-    """What happened in a queue in a while."""
+    """Counts of events in one queue over some time."""
 
     pops: int
-    """That found something: as many batches."""
+    """Number of pops that found messages, which is the number of batches."""
     messages: int
-    """Delivered, again or for the first time."""
+    """Number of messages delivered, for the first time or again."""
     size: int
-    """Their bytes, as stored."""
+    """Stored size of these messages in bytes."""
     acked: int
 
 
 class Standing(NamedTuple):
-    """Where a group stands in a queue."""
+    """Standing of a group in a queue."""
 
     first: int
     """First offset that is not settled."""
@@ -63,16 +64,16 @@ class Standing(NamedTuple):
     """First offset that was not delivered yet."""
     in_flight: int
     again: int
-    """Messages before `next` that may be delivered again."""
+    """Number of messages before `next` that may be delivered again."""
 
 
 class Batch(Lent):
-    """The messages of one pop, one `ck` record."""
+    """Messages of one pop, stored as one `ck` record."""
 
     __slots__ = ()
 
     def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
-        """`offsets`: of its messages, ascending."""
+        """Take `offsets` in ascending order."""
         start, count = offsets[0], len(offsets)
         self.name = name
         self.start = start
@@ -86,17 +87,17 @@ class Batch(Lent):
         self.failed = None
 
     def times(self, offset: int) -> tuple[int, int]:
-        """(pop time, invisible ms) of one delivery."""
+        """Return (pop time, invisible ms) of one delivery."""
         if self.moved is not None and offset in self.moved:
             return self.moved[offset]
         return self.pop_time_ms, self.invisible_ms
 
     def holds(self, offset: int) -> bool:
-        """Whether a receiver in this process has that delivery."""
+        """Return True if a receiver in this process holds that delivery."""
         return self.local and (self.failed is None or offset not in self.failed)
 
     def note_failed(self, offset: int, failed: bool) -> None:
-        """A delivery was given back, or is held again."""
+        """Note that a delivery has failed, or is held again."""
         if failed:
             self.failed = (self.failed or set()) | {offset}
         elif self.failed is not None:
@@ -107,17 +108,17 @@ class Batch(Lent):
         return pop_time_ms + invisible_ms
 
     def is_visible(self, offset: int, now_ms: int) -> bool:
-        """Whether that delivery is over."""
+        """Return True if that delivery is over."""
         pop_time_ms, invisible_ms = self.times(offset)
         return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
 
     def bit(self, offset: int) -> int:
-        """The mask of one message; ValueError if it is none of the batch."""
+        """Return the bit mask of one message. Raises ValueError if the batch does not contain it."""
         distance = offset - self.start
         return 1 << (distance if self.deltas is None else self.deltas.index(distance))
 
     def open_offsets(self) -> Iterator[int]:
-        """Offsets that are not settled, ascending."""
+        """Yield the offsets that are not settled, ascending."""
         left, i = self.left, 0
         while left:
             if left & 1:
@@ -127,8 +128,8 @@ class Batch(Lent):
 
 
 class Timeline(Timed):
-    """When deliveries become visible: millisecond -> batches to look at. An entry is a hint: whether one of the batch's
-    messages really is due is asked of the batch."""
+    """Visible times of deliveries, as a map from millisecond to batches.
+    An entry is a hint: only the batch knows whether one of its messages is due."""
 
     __slots__ = ("asked",)
 
@@ -137,7 +138,7 @@ class Timeline(Timed):
         self._times = []
         self.entries = 0
         self.asked = 0
-        """How often it seemed worth while to drop what is settled, since that was done."""
+        """Number of requests to drop settled entries since that was last done."""
 
     def add(self, at_ms: int, batch: Batch) -> None:
         there = self._buckets.get(at_ms)
@@ -151,14 +152,14 @@ class Timeline(Timed):
         self.entries += 1
 
     def due(self, now_ms: int) -> Iterator[Batch]:
-        """The batches to look at by `now_ms`, in any order; they stay."""
+        """Yield the batches to check by `now_ms`, in any order. They stay in the timeline."""
         if self._times and self._times[0] <= now_ms:
             for at_ms in self._buckets:
                 if at_ms <= now_ms:
                     yield from self._at(at_ms)
 
     def first(self) -> int | None:
-        """The first time at which a batch with something unsettled is to be looked at."""
+        """Return the first time at which a batch with an unsettled message must be checked."""
         while self._times:
             if any(batch.left for batch in self._at(self._times[0])):
                 return self._times[0]
@@ -166,11 +167,11 @@ class Timeline(Timed):
         return None
 
     def take(self, now_ms: int, limit: int) -> list[Batch]:
-        """Up to `limit` of the batches to look at by `now_ms`, which leave the timeline."""
+        """Remove and return up to `limit` of the batches to check by `now_ms`."""
         due: list[Batch] = []
         while self._times and self._times[0] <= now_ms and len(due) < limit:
             there, room = self._buckets[self._times[0]], limit - len(due)
-            if isinstance(there, list) and len(there) > room:  # from its end, for it may hold a million
+            if isinstance(there, list) and len(there) > room:  # from its end, because it may hold a million
                 taken: Sequence[Batch] = there[-room:]
                 del there[-room:]
                 self.entries -= room
@@ -180,7 +181,7 @@ class Timeline(Timed):
         return due
 
     def compact(self) -> None:
-        """Drop what is settled."""
+        """Drop settled batches."""
         buckets: dict[int, Batch | list[Batch]] = {}
         self.entries = 0
         for at_ms in self._buckets:
@@ -206,7 +207,7 @@ class Timeline(Timed):
 
 
 class QueueState(Lending):
-    """One (group, topic, queue). Fields are read and written under `lock`, by whoever holds it."""
+    """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
 
@@ -219,7 +220,7 @@ class QueueState(Lending):
         self.in_flight = {}
         self.released = {}
         self._free: list[int] = []
-        """A heap of the offsets in `released`, and of some that have left it."""
+        """Heap of the offsets in `released`, and of some that have left it."""
         self.revived: dict[int, None] = {}
         self.timeline = Timeline()
         self._batches = 0
@@ -230,7 +231,7 @@ class QueueState(Lending):
         self.ahead_filter = None
         self.announced_ms = None
         self.backoff_ms = 0
-        """How long to wait after the next put that fails."""
+        """Number of ms to wait after the next put that fails."""
         self.last_pop_ms = self.reset_ms = 0
         self.pops = self.popped = self.popped_bytes = self.acked = 0
         self.gone = False
@@ -238,7 +239,7 @@ class QueueState(Lending):
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def add(self, batch: Batch, offsets: Sequence[int]) -> None:
-        """A batch was popped. An offset that was released comes back, from its old batch into this one."""
+        """Add a popped batch. A released offset moves from its old batch into this one."""
         if self.released:
             for offset in offsets:
                 old = self.released.pop(offset, None)
@@ -249,7 +250,8 @@ class QueueState(Lending):
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
 
     def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
-        """As `add`, for what was popped before: what an older record said of these offsets no longer counts."""
+        """Add a batch of offsets that were popped before.
+        It replaces what older records say about these offsets."""
         for offset in offsets:
             old = self.in_flight.pop(offset, None)
             if old is not None:
@@ -258,7 +260,7 @@ class QueueState(Lending):
         self.last_pop_ms = max(self.last_pop_ms, batch.pop_time_ms)
 
     def change(self, batch: Batch, offset: int, pop_time_ms: int, invisible_ms: int) -> None:
-        """A delivery becomes visible at another time."""
+        """Change the visible time of a delivery."""
         if batch.moved is None:
             batch.moved = {}
         batch.moved[offset] = pop_time_ms, invisible_ms
@@ -267,8 +269,8 @@ class QueueState(Lending):
             self._compact()
 
     def settle(self, batch: Batch, offsets: Iterable[int]) -> int:
-        """These messages of the batch are done with; one that is settled already, or was popped again, is not its. How
-        many were in flight."""
+        """Settle messages of the batch. Return how many of them were in flight.
+        Messages that are settled already, or were popped again, are ignored."""
         bits = 0
         before = len(self.in_flight)
         in_flight, start, deltas = self.in_flight, batch.start, batch.deltas
@@ -286,29 +288,29 @@ class QueueState(Lending):
         return before - len(self.in_flight)
 
     def give_back(self, batch: Batch, offsets: Iterable[int]) -> None:
-        """These deliveries were never looked at."""
+        """Release deliveries that nobody has seen."""
         for offset in offsets:
             if self.in_flight.get(offset) is batch:
                 del self.in_flight[offset]
                 self.released[offset] = batch
                 heappush(self._free, offset)
         if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
-            self._free = sorted(self.released)  # which is a heap
+            self._free = sorted(self.released)  # a sorted list is a heap
 
     def first_released(self, count: int) -> list[int]:
-        """The first `count` of what was given back, ascending, at a cost that does not grow with what there is. They
-        stay released until they are popped or settled."""
+        """Return the first `count` released offsets, ascending.
+        The cost does not grow with their number. They stay released until they are popped or settled."""
         found: list[int] = []
         while self._free and len(found) < count:
             offset = heappop(self._free)
-            if offset in self.released and offset not in found[-1:]:  # given back twice it may be in there twice
+            if offset in self.released and offset not in found[-1:]:  # released twice, it may be in the heap twice
                 found.append(offset)
         for offset in found:
             heappush(self._free, offset)
         return found
 
     def clear(self, cursor: int) -> None:
-        """Forget all deliveries; go on at `cursor`."""
+        """Forget all deliveries and continue at `cursor`."""
         self.in_flight.clear()
         self.released.clear()
         self._free.clear()
@@ -320,14 +322,13 @@ class QueueState(Lending):
         self.drop_ahead()
 
     def note_revived(self, offsets: Iterable[int]) -> None:
-        """These were put up for redelivery."""
+        """Note that these offsets were redelivered."""
         self.revived.update(dict.fromkeys(offsets))
         if len(self.revived) > 2 * _REVIVED_KEPT:
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
 
     def _compact(self) -> None:
-        # Where each of a batch's times was changed there may be nothing to drop: a look at all entries must not come
-        # with each call.
+        # If all times of a batch were changed there may be nothing to drop. So not every call checks all entries.
         self.timeline.asked += 1
         if 4 * self.timeline.asked > self.timeline.entries:
             self.timeline.compact()
@@ -339,10 +340,10 @@ class QueueState(Lending):
                 self._batches -= 1
                 batch.moved = batch.failed = None
 
-    # -- what is told of it -----------------------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts | None:
-        """What happened since the last call; None: nothing."""
+        """Return the counts since the last call, or None if nothing happened."""
         if not self.pops and not self.acked:
             return None
         found = Counts(self.pops, self.popped, self.popped_bytes, self.acked)
@@ -351,12 +352,12 @@ class QueueState(Lending):
 
     @property
     def open_batches(self) -> int:
-        """Batches with a message that is not settled."""
+        """Number of batches with a message that is not settled."""
         return self._batches + (self.fifo is not None and self.fifo.left != 0)
 
     def overdue(self, now_ms: int) -> Iterator[int]:
-        """When the deliveries became visible that wait for the housekeeper to put them up again."""
-        # What could not be put up is entered later in the timeline: then all that is in flight is looked at.
+        """Yield the visible times of deliveries that wait for the housekeeper to redeliver them."""
+        # After a failed put the timeline has later times. Then all deliveries in flight are checked.
         batches = self.in_flight.values() if self.backoff_ms else self.timeline.due(now_ms)
         for batch in dict.fromkeys(batches):
             for offset in batch.open_offsets():
@@ -364,7 +365,8 @@ class QueueState(Lending):
                     yield batch.visible_at(offset)
 
     def follow_clock(self, now_ms: int) -> bool:
-        """The clock was set back: enter in the timeline, as due, what is over by that; whether there is anything."""
+        """Enter deliveries as due that are over because the clock was set back.
+        Returns True if there are any."""
         over = [
             batch
             for batch in dict.fromkeys(self.in_flight.values())
@@ -378,11 +380,11 @@ class QueueState(Lending):
     # -- positions --------------------------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """`committed`, moved up to the first offset that is not settled."""
+        """Move `committed` up to the first offset that is not settled, and return it."""
         if not self.in_flight and not self.released:
             self.committed = self.cursor
         else:
-            # Each offset is passed once in its life, so this costs no more than popping it did.
+            # Each offset is passed once, so this costs no more than popping it did.
             at, cursor, in_flight, released = self.committed, self.cursor, self.in_flight, self.released
             while at < cursor and at not in in_flight and at not in released:
                 at += 1
@@ -390,12 +392,12 @@ class QueueState(Lending):
         return self.committed
 
     def standing(self) -> Standing:
-        """Where the group stands, in a queue that is not consumed in order."""
+        """Return the standing of the group in a queue that is not consumed in order."""
         ready = next(iter(self.first_released(1)), self.cursor)
         return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(self.released))
 
     def oldest(self) -> Batch | None:
-        """The batch that was popped first of those that have something unsettled."""
+        """Return the oldest batch with an unsettled message."""
         batches = [batch for batch in self.released.values() if batch.left]
         first = next(iter(self.in_flight.values()), None)
         if first is not None:
@@ -405,17 +407,18 @@ class QueueState(Lending):
         return min(batches, key=lambda batch: batch.name, default=None)
 
     def named_before(self, bound: int, count: int) -> list[Batch]:
-        """The first `count` of the batches with something unsettled whose record lies before log position `bound`."""
+        """Return the first `count` open batches whose record lies before log position `bound`.
+        An open batch has an unsettled message."""
         found = {batch for batch in self.released.values() if batch.left and batch.name < bound}
         found.update(takewhile(lambda batch: batch.name < bound, self.in_flight.values()))
         if self.fifo is not None and self.fifo.left and self.fifo.name < bound:
             found.add(self.fifo)
         return sorted(found, key=lambda batch: batch.name)[:count]
 
-    # -- reading ahead ----------------------------------------------------------------------------------------------
+    # -- prefetch ---------------------------------------------------------------------------------------------------
 
     def take_ahead(self, count: int) -> list[Message]:
-        """Up to `count` messages that were read ahead; the cursor moves behind them."""
+        """Take up to `count` prefetched messages, and move the cursor behind them."""
         at = self.ahead_at
         found = self.ahead[at : at + count]
         if found:
@@ -429,7 +432,7 @@ class QueueState(Lending):
         return found
 
     def drop_ahead(self) -> None:
-        """What is read next is read anew, from the cursor on."""
+        """Drop the prefetched messages. The next read starts at the cursor."""
         self.ahead = []
         self.ahead_at = 0
         self.ahead_from = self.ahead_next = self.cursor

@@ -1,11 +1,11 @@
-"""What the parts of pop work on together: the states of all queues, the pop log, the order info, and who is due when.
+"""Shared tables of pop: states of all queues, pop log, order info, agenda of due queues.
 
     state(key)     the queue's state, opened: position known, a pending reset applied
-    log, orders    what happened, and where FIFO queues stand because of it
+    log, orders    events, and the resulting state of FIFO queues
     announce       "this queue needs the housekeeper at that time"      state --> agenda --> `due`
 
-One lock a state; the locks here are leaves below it. A state is dropped with its group or topic, and marked `gone` for
-those who waited for its lock.
+Each state has one lock, and the locks here are leaves below it. A state is dropped with its group or topic. It is then
+marked `gone` for threads that waited for its lock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["DeadLetter", "PopTables"]
 _log = logging.getLogger("mqstore")
 
 DeadLetter = Callable[..., object]
-"""`Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
+"""Signature of `Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
 _AHEAD_MAX = 1024
 _LOOKS = 16
-"""Reads in which one pop looks for a first message that passes its filter."""
+"""Maximum number of reads in which one pop searches for a message that passes its filter."""
 
 
 class PopTables(Desk):
-    """All states of one store."""
+    """Queue states and shared objects of one store."""
 
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
         self.parts = parts
@@ -61,15 +61,15 @@ class PopTables(Desk):
         self.orders = OrderInfoTable()
         self.states: dict[QueueKey, QueueState] = {}
         self.last_counts: list[tuple[QueueKey, Counts]] = []
-        """Of states that were dropped."""
+        """Last counts of dropped states."""
         self._wake = wake
         self._lock = threading.Lock()
         self._agenda: list[tuple[int, int, QueueState]] = []
         self._entered: set[tuple[int, QueueState]] = set()
-        """What is in the agenda: a delivery far ahead is announced again after each look at its queue."""
+        """Entries of the agenda. A distant delivery is announced again after each visit to its queue."""
         self._serial = 0
         self._promised_ms: int | None = None
-        """When the housekeeper will come; None: when woken."""
+        """Time of the housekeeper's next run. None if it only runs when woken."""
         self._init_desk()
 
     def _init_desk(self) -> None:
@@ -87,7 +87,7 @@ class PopTables(Desk):
     # -- states -----------------------------------------------------------------------------------------------------
 
     def state(self, key: QueueKey) -> QueueState:
-        """The queue's state, which may not be opened yet."""
+        """Return the queue's state, which may not be opened yet."""
         found = self.states.get(key)
         if found is None:
             with self._lock:
@@ -97,7 +97,8 @@ class PopTables(Desk):
         return found
 
     def open(self, state: QueueState, start: Start | None = None) -> None:
-        """Make the state's position known; under its lock. Where the group never came to, `start` decides."""
+        """Set the state's position from the committed offset. Call under the state's lock.
+        `start` decides the position if the group has no committed offset in the queue."""
         committed = self.offsets.committed(*state.key)
         if committed is None:
             committed = self.reads.first_position(*state.key, start)
@@ -105,9 +106,9 @@ class PopTables(Desk):
         state.drop_ahead()
 
     def drop(self, concerned: Callable[[QueueKey], bool]) -> None:
-        """Forget states: their group or topic is gone. The log is told, or a group of the same name would inherit
-        them at the next start."""
-        for key in self.orders.records():  # also those that only count attempts, and have no state
+        """Forget the states of a deleted group or topic.
+        The pop log notes this. Otherwise a new group of the same name would inherit them at the next start."""
+        for key in self.orders.records():  # also entries that only count attempts, and have no state
             if concerned(key):
                 self.orders.put(key, None)
         for key, state in list(self.states.items()):
@@ -117,7 +118,8 @@ class PopTables(Desk):
                         try:
                             self.log.put_reset(state.head, -1)
                         except (MQStoreError, OSError) as error:
-                            # They are gone whatever the log knows: at worst a new group is given what this one held.
+                            # They are deleted even if the log does not say so. At worst a new group gets what this one
+                            # held.
                             _log.error("%s: the pop log does not say that %s is gone: %s", self.store.path, key, error)
                         state.gone = True
                         state.clear(-1)
@@ -128,24 +130,24 @@ class PopTables(Desk):
                         self.states.pop(key, None)
 
     def reset(self, state: QueueState, offset: int) -> None:
-        """Go on at `offset`, with nothing in flight: receipts that are out expire. Under the state's lock."""
+        """Continue at `offset` with nothing in flight: existing receipts expire. Call under the state's lock."""
         self.log.put_reset(state.head, offset)
         state.clear(offset)
-        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened: before, perhaps
+        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened, but perhaps before
         self.orders.put(state.key, None)
         self.commit(state)
 
     def commit(self, state: QueueState) -> None:
-        """Tell the offset table how far the queue is settled. Under the state's lock."""
+        """Pass the queue's committed offset to the offset table. Call under the state's lock."""
         if state.gone:
-            return  # it has no position any more
+            return  # it no longer has a position
         committed = state.advance()
         if committed != state.written:
             self.offsets.note(*state.key, committed)
             state.written = committed
 
     def ready(self, state: QueueState, start: Start | None) -> bool:
-        """Bring the state to where its next pop begins; under its lock. False: it is gone."""
+        """Prepare the state for its next pop. Return False if it is gone. Call under the state's lock."""
         if state.gone:
             return False
         if state.cursor >= 0 and not self.offsets.resets:
@@ -154,13 +156,14 @@ class PopTables(Desk):
             self.open(state, start)
         offset = self.offsets.resets.get(state.key)
         if offset is not None:
-            self.reset(state, offset)  # if that fails the reset stays pending
+            self.reset(state, offset)  # if this fails the reset stays pending
             self.offsets.take_reset(state.key)
         return True
 
     def read_ahead(self, state: QueueState, filter: Filter | None) -> bool:  # noqa: A002
-        """Fill the state's read-ahead from its cursor on; False when nothing passes the filter up to the queue's end,
-        or as far as one pop looks: the cursor is behind what was passed over then. Under the state's lock."""
+        """Prefetch messages from the state's cursor on. Call under the state's lock.
+        Returns False if no message up to the queue end, or within the reads of one pop, passes the filter. The cursor
+        is then behind the messages that were passed over."""
         group, topic, queue_id = state.key
         state.drop_ahead()
         state.ahead_filter = filter
@@ -176,7 +179,7 @@ class PopTables(Desk):
             elif result.messages:
                 state.ahead = result.messages
                 state.ahead_next = result.next_offset
-                # Whoever takes all that was read goes on reading: the next time it pays to read more at once.
+                # A receiver that takes all prefetched messages reads on, so the next read fetches more at once.
                 state.ahead_size = min(2 * state.ahead_size, _AHEAD_MAX)
                 return True
             elif result.next_offset == state.cursor:
@@ -187,11 +190,12 @@ class PopTables(Desk):
         return False
 
     def lost(self, state: QueueState, offset: int) -> None:
-        """A delivery's message is gone before it was settled: retention was told not to wait, or it is damaged."""
+        """Report a delivery whose message was lost before it was settled.
+        It is damaged, or retention was allowed to remove it."""
         group, topic, queue_id = state.key
         self.parts.statistics.lost(*state.key, 1)
         self.reads.note_loss(*state.key, offset, offset + 1)
-        self.waiters.wake_one(*state.key)  # nobody may come otherwise, to be told
+        self.waiters.wake_one(*state.key)  # a receiver must pop to learn of the loss
         _log.error(
             "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
             self.store.path,
@@ -202,12 +206,12 @@ class PopTables(Desk):
         )
 
     def ended_process(self, state: QueueState, offset: int) -> bool:
-        """Whether the handler of a message had begun when a process was killed, and none has since."""
+        """Return True if a handler of the message had begun when a process was killed, and none has since."""
         address = Address(state.key.topic, state.key.queue_id, offset)
         return self.begun is not None and self.begun.suspects.holds(state.key.group, address)
 
     def comes_again(self, state: QueueState, offset: int, copy: SendReceipt | None) -> None:
-        """Such a message lies elsewhere now; None: it is a dead letter."""
+        """Note the new place of such a message. `copy` None: it is a dead letter."""
         if self.begun is not None:
             group, suspects = state.key.group, self.begun.suspects
             if copy is not None:
@@ -217,7 +221,7 @@ class PopTables(Desk):
     # -- FIFO records -----------------------------------------------------------------------------------------------
 
     def order(self, state: QueueState) -> OrderInfo | None:
-        """The queue's FIFO batch, None without one. `state.fifo` keeps up with it: it may have been cleaned away."""
+        """Return the queue's FIFO batch, or None. Clears `state.fifo` if its entry was cleaned away."""
         if state.fifo is None:
             return None
         record = self.orders.get(state.key)
@@ -228,13 +232,14 @@ class PopTables(Desk):
         return record
 
     def put_order(self, state: QueueState, record: OrderInfo) -> None:
-        """Put the record of `state.fifo`; that batch itself if it says as much. Under the state's lock."""
+        """Store the record of `state.fifo`, or that batch itself if it says the same.
+        Call under the state's lock."""
         assert state.fifo is not None
         state.fifo.left = record.left(state.cursor)
         self.orders.put(state.key, state.fifo if record == record_of(state.fifo) else record)
 
     def wake_if_free(self, state: QueueState) -> None:
-        """Wake a receiver if the queue has something for it, or tell one that is about to wait. Needs no lock."""
+        """Wake a receiver, or one that is about to wait, if the queue has a message for it. Needs no lock."""
         last = state.fifo
         if (last is None or last.left) and self.orders.blocks(state.key, self.clock.now_ms()):
             return
@@ -245,7 +250,7 @@ class PopTables(Desk):
 
     @property
     def order_version(self) -> int:
-        """Version of the order info, which compiled code changes too."""
+        """Version of the order info, including changes by compiled code."""
         return self.orders.version + self._order_changes
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -261,7 +266,8 @@ class PopTables(Desk):
         local: bool,
         more: str = "",
     ) -> Batch:
-        """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one."""
+        """Append a batch of the queue to the pop log.
+        `more`: members of its record that make it a FIFO one."""
         more += LOCAL if local else ""
         name = self.log.put_pop(state.head, offsets, pop_time_ms, invisible_ms, cursor, more)
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
@@ -269,14 +275,14 @@ class PopTables(Desk):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def message(self, key: QueueKey, offset: int) -> Message | None:
-        """The message at `offset`; None when it is gone or damaged."""
+        """Return the message at `offset`, or None if it is gone or damaged."""
         if self.store.offsets_or_none(key.topic, key.queue_id) is None:
             return None
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
 
     def bury(self, state: QueueState, offset: int, reason: str, *, reconsume_times: int | None = None) -> None:
-        """File the message at `offset` as a dead letter, if it is still there."""
+        """Dead-letter the message at `offset`, or report it as lost if it is gone."""
         message = self.message(state.key, offset)
         if message is None:
             self.lost(state, offset)
@@ -286,14 +292,14 @@ class PopTables(Desk):
     def file_dead_letter(
         self, group: str, message: Message, reason: str, *, reconsume_times: int | None = None
     ) -> None:
-        """As `Retries.dead_letter`, for a group that pops."""
+        """Call `dead_letter` of `Retries` for a group that pops."""
         origin = origin_topic(message, group)
         self.dead_letter(message, group, reason, origin_topic=origin, reconsume_times=reconsume_times)
 
     # -- the agenda -------------------------------------------------------------------------------------------------
 
     def announce(self, state: QueueState, at_ms: int) -> None:
-        """Have the housekeeper look at the queue at `at_ms`, or before. Under the state's lock."""
+        """Have the housekeeper check the queue at `at_ms` or earlier. Call under the state's lock."""
         if state.announced_ms is not None and state.announced_ms <= at_ms:
             return
         state.announced_ms = at_ms
@@ -309,14 +315,14 @@ class PopTables(Desk):
             self._wake()
 
     def follow_clock(self, now_ms: int) -> None:
-        """The clock was set back, or may have been: have the queues looked at whose deliveries are over by that."""
+        """Announce the queues whose deliveries may be over because the clock was set back."""
         for state in list(self.states.values()):
             with state.lock:
                 if not state.gone and (state.follow_clock(now_ms) or state.fifo is not None):
                     self.announce(state, now_ms)
 
     def due(self, now_ms: int) -> list[QueueState]:
-        """The queues that asked to be looked at by now."""
+        """Take the queues announced for `now_ms` or earlier from the agenda."""
         found = []
         with self._lock:
             while self._agenda and self._agenda[0][0] <= now_ms:
@@ -326,7 +332,7 @@ class PopTables(Desk):
         return list(dict.fromkeys(found))
 
     def promise(self, at_most_ms: int | None) -> int | None:
-        """When the housekeeper is to come again: `at_most_ms`, or earlier for a queue."""
+        """Return the time of the housekeeper's next run: `at_most_ms`, or earlier for a queue."""
         with self._lock:
             times = [self._agenda[0][0]] if self._agenda else []
             if at_most_ms is not None:
