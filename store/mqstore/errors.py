@@ -84,7 +84,7 @@ class ResultCode(IntEnum):
 
 
 class MQStoreError(Exception):
-    """The root of everything below.
+    """Base class of all errors of mqstore.
 
     >>> import json, mqstore, pathlib, tempfile
     >>> def told(call, *args, **options):
@@ -93,7 +93,7 @@ class MQStoreError(Exception):
     ...     except mqstore.MQStoreError as error:
     ...         print(type(error).__name__)
 
-    What is asked for:
+    Bad arguments:
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     told(store.put, "a b", b"")  # no topic has a blank in its name
@@ -113,7 +113,7 @@ class MQStoreError(Exception):
     GroupNotFoundError
     OffsetOutOfRangeError
 
-    Who else is there:
+    Conflicts with others:
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     member = store.simple_consumer("g", {"t": "paid"})
@@ -129,7 +129,7 @@ class MQStoreError(Exception):
     StoreLockedError
     ReadOnlyStoreError
 
-    What is on loan, and how a transaction ends:
+    Queues, receipts and transactions:
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", maxsize=1)
@@ -153,7 +153,7 @@ class MQStoreError(Exception):
     InvalidReceiptError
     TransactionStateError
 
-    What a directory holds:
+    State of a directory:
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     told(mqstore.open, folder, "r")
@@ -175,8 +175,8 @@ class MQStoreError(Exception):
 
     code: ResultCode = ResultCode.SYSTEM_ERROR
     receipts: Sequence[object] = ()
-    """Raised by a `put_many` that takes several chunks: the receipts of what it had stored before, the first messages
-    of the call. Empty in every other case: then nothing of the call was stored."""
+    """Receipts of what a failed `put_many` of several chunks had stored: the first messages of the call.
+    Empty in every other case: then nothing of the call was stored."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the attributes: the arguments of many classes are not their `args`."""
@@ -188,7 +188,8 @@ class MQStoreError(Exception):
 
 
 class InvalidMessageError(MQStoreError, ValueError):
-    """A message breaks a rule of topic, tag, key, property or size; nothing was written. `field` names the argument."""
+    """A message breaks a rule of topic, tag, key, property or size. Nothing was written.
+    `field` names the argument."""
 
     code = ResultCode.MESSAGE_ILLEGAL
 
@@ -198,7 +199,7 @@ class InvalidMessageError(MQStoreError, ValueError):
 
 
 class FormatError(MQStoreError, ValueError):
-    """Bytes are not what their format demands. `field` names what was being read, `position` where (bytes)."""
+    """Bytes do not have the required format. `field` names the part, `position` its place in bytes."""
 
     def __init__(self, message: str, field: str, position: int) -> None:
         super().__init__(f"{message} (field {field} at byte {position})")
@@ -207,7 +208,7 @@ class FormatError(MQStoreError, ValueError):
 
 
 class FilterError(MQStoreError, ValueError):
-    """A tag or SQL expression cannot be understood; `position` points into it."""
+    """A tag or SQL expression cannot be understood. `position` points into it."""
 
     code = ResultCode.SUBSCRIPTION_PARSE_FAILED
 
@@ -217,8 +218,8 @@ class FilterError(MQStoreError, ValueError):
 
 
 class EvaluationError(MQStoreError, ValueError):
-    """A property is not what the expression compares it with, say `abc` with a number. `position` is where the
-    comparison starts in the expression.
+    """A property does not fit the value that it is compared with, such as `abc` and a number.
+    `position` is the start of the comparison in the expression.
 
     >>> from mqstore.broker import sql92
     >>> try:
@@ -258,11 +259,11 @@ class GroupNotFoundError(MQStoreError, LookupError):
 
 
 class GroupInUseError(MQStoreError):
-    """A live member consumes the group in another mode, or bears the same client id."""
+    """A live member consumes the group in another mode, or has the same client id."""
 
 
 class SubscriptionConflictError(MQStoreError):
-    """A live member of the group subscribes to other topics or filters: all members subscribe alike."""
+    """A live member of the group subscribes to other topics or filters. All members must agree."""
 
 
 class NotPermittedError(MQStoreError, PermissionError):
@@ -272,8 +273,8 @@ class NotPermittedError(MQStoreError, PermissionError):
 
 
 class TransactionStateError(MQStoreError):
-    """Too late: it ended the other way (`outcome`), or its immunity is over and only a check may end it (`outcome`
-    None). Nothing was changed."""
+    """The transaction has ended the other way (`outcome`), or only a check may end it (`outcome` None).
+    The latter holds when its immunity is over. Nothing was changed."""
 
     code = ResultCode.ILLEGAL_OPERATION
 
@@ -289,13 +290,13 @@ class InvalidReceiptError(MQStoreError, ValueError):
 
 
 class ReceiptExpiredError(MQStoreError):
-    """Too late: the message was put up for redelivery already. Nothing was changed."""
+    """The message was already released for redelivery. Nothing was changed."""
 
     code = ResultCode.NO_MESSAGE
 
 
 class OffsetOutOfRangeError(MQStoreError, LookupError):
-    """A queue offset lies below the first or above the next one; the bounds are attributes."""
+    """A queue offset lies below the first or above the next one. The bounds are attributes."""
 
     code = ResultCode.PULL_OFFSET_MOVED
 
@@ -310,7 +311,8 @@ class NotAStoreError(MQStoreError, FileNotFoundError):
 
 
 class StoreLockedError(MQStoreError, BlockingIOError):
-    """Another writer holds the directory: `pid`, `host`, `since` (ms since the epoch) as far as its lock file tells."""
+    """Another writer holds the directory.
+    `pid`, `host` and `since` (ms since the epoch) are set if its lock file has them."""
 
     def __init__(self, message: str, pid: int | None = None, host: str | None = None, since: int | None = None) -> None:
         super().__init__(message)
@@ -320,7 +322,7 @@ class StoreLockedError(MQStoreError, BlockingIOError):
 
 
 class ReadOnlyStoreError(MQStoreError, PermissionError):
-    """A change was asked of a store that was opened read-only, or that lies on a read-only mount."""
+    """The store was opened read-only, or is on a read-only mount, and cannot be changed."""
 
     code = ResultCode.NO_PERMISSION
 
@@ -332,7 +334,7 @@ class StoreClosedError(MQStoreError, ValueError):
 
 
 class CorruptStoreError(MQStoreError, OSError):
-    """A file that opening cannot do without is damaged. `repair` is the command that mends it."""
+    """A file that is needed for opening is damaged. `repair` is the command that repairs it."""
 
     def __init__(self, message: str, file: str, position: int | None = None, repair: str | None = None) -> None:
         super().__init__(f"{message}; to mend it: {repair}" if repair else message)
@@ -342,7 +344,8 @@ class CorruptStoreError(MQStoreError, OSError):
 
 
 class UnsupportedStoreError(MQStoreError, OSError):
-    """Written by a newer mqstore: its `schema` or a name in `requires` is unknown here. Nothing was touched."""
+    """A newer mqstore wrote the store. Its `schema` or a name in `requires` is unknown.
+    Nothing was changed."""
 
     def __init__(self, message: str, schema: int, requires: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -351,7 +354,7 @@ class UnsupportedStoreError(MQStoreError, OSError):
 
 
 class StoreIOError(MQStoreError, OSError):
-    """The operating system refused: `errno`, `filename`, and the `operation` that met it."""
+    """The operating system refused an `operation` on `filename`. `errno` is its reason."""
 
     def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
         super().__init__(number, message, filename)
@@ -362,9 +365,9 @@ class StoreIOError(MQStoreError, OSError):
 
 
 class SendError(MQStoreError):
-    """A message could not be stored, or not as durably as asked.
+    """A message could not be stored, or not as durably as requested.
 
-    What to do about it:
+    Reactions:
 
     >>> import errno, mqstore
     >>> def after(error):
@@ -396,8 +399,8 @@ class SendError(MQStoreError):
 
 
 class FlushTimeoutError(SendError, TimeoutError):
-    """Stored and visible, but not known to be on disk within `flush_timeout`, or since no descriptor was free for it
-    (`__cause__` is a StoreIOError then). `receipt` tells where it is."""
+    """The message is stored and visible, but perhaps not on disk within `flush_timeout`.
+    Or no descriptor was free for the sync; then `__cause__` is a StoreIOError. `receipt` tells where it is."""
 
     code = ResultCode.FLUSH_DISK_TIMEOUT
 
@@ -407,20 +410,20 @@ class FlushTimeoutError(SendError, TimeoutError):
 
 
 class FlushFailedError(SendError, OSError):
-    """An fsync failed: what the disk holds is unknown, so nothing more is written until the store is reopened."""
+    """An fsync failed, so the content of the disk is unknown. Reopen the store to write again."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
 
 
 class StoreBusyError(SendError):
-    """A transient refusal; the same call may succeed a moment later."""
+    """The store is busy for a moment. Repeat the call."""
 
     code = ResultCode.SYSTEM_BUSY
 
 
 class StoreFullError(SendError, OSError):
-    """No space or quota left (`errno` ENOSPC or EDQUOT). Nothing was written (but see `receipts`); what is stored stays
-    readable."""
+    """No space or quota is left (`errno` ENOSPC or EDQUOT). Nothing was written (but see `receipts`).
+    Stored messages stay readable."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
 
@@ -436,11 +439,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)
-    """There is nothing to get, or there was not in time."""
+    """There is nothing to get, or nothing came in time."""
 
 
 class QueueFull(MQStoreError, queue.Full):  # noqa: N818
-    """There is no room, or there was not in time. Nothing was put."""
+    """There is no room, or there was none in time. Nothing was put."""
 
 
 class QueueShutDown(MQStoreError, getattr(queue, "ShutDown", Exception)):  # type: ignore[misc]  # noqa: N818  # 3.13
@@ -448,9 +451,9 @@ class QueueShutDown(MQStoreError, getattr(queue, "ShutDown", Exception)):  # typ
 
 
 def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: str) -> NoReturn:
-    """Raise `error` as what callers of a store can act on.
+    """Raise `error` as an error that callers of a store can handle.
 
-    ENOSPC and EDQUOT become `StoreFullError`, EROFS and EACCES/EPERM `ReadOnlyStoreError`, all else `StoreIOError`.
+    ENOSPC and EDQUOT become `StoreFullError`, EROFS, EACCES and EPERM `ReadOnlyStoreError`, all else `StoreIOError`.
     """
     number = error.errno or errno.EIO
     text = error.strerror or str(error)

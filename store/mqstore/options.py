@@ -1,7 +1,8 @@
-"""What a caller may choose, and what each choice defaults to (format#sizes).
+"""Options of a store, with their defaults (format#sizes).
 
-`StoreConfig()` is the whole policy at a glance. The first six fields are fixed when a store is created and stand in
-its manifest; opening with another value is a `ConfigError`. The rest may differ from one opening to the next.
+`StoreConfig()` shows the whole policy. The first six fields are fixed when a store is created, and are saved in its
+manifest. Another value at a later opening raises `ConfigError`. The other fields may differ from one opening to the
+next.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ __all__ = [
 ]
 
 Duration = float | timedelta
-"""A length of time as a person types it: seconds, or a `timedelta`."""
+"""Length of time as a person types it: seconds, or a `timedelta`."""
 
 Durability = Literal["append", "flush"]
-"""Where a message is when `put` returns: "append" in the page cache, "flush" on disk. No kill loses either."""
+"""Place of a message when `put` returns: "append" in the page cache, "flush" on disk.
+A kill loses neither."""
 
 Profile = Literal["mqstore", "rocketmq"]
 
@@ -45,14 +47,14 @@ _LEVEL = re.compile(r"(\d{1,9})([smhd])")
 
 
 def check_durability(durability: object) -> None:
-    """Raise ConfigError for what is no durability."""
+    """Raise ConfigError for an unknown durability."""
     if durability not in ("append", "flush"):
         raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
 
 
 def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
-    """Whether a call of this durability waits until what it stored is on disk; None: as its store does `by_default`.
-    Raises ConfigError for what is no durability.
+    """Return True if a call of this durability waits for the disk. None means the store's default.
+    Raises ConfigError for an unknown durability.
 
     >>> waits_for_disk(None, True), waits_for_disk("append", True)
     (True, False)
@@ -64,7 +66,7 @@ def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
 
 
 def seconds(duration: Duration, name: str) -> float:
-    """`duration` as seconds. Raises ConfigError, naming the option, when it is negative or no number.
+    """Return `duration` in seconds. Raises ConfigError, with the option, if it is negative or no number.
 
     >>> seconds(timedelta(minutes=1), "age")
     60.0
@@ -83,7 +85,7 @@ def seconds(duration: Duration, name: str) -> float:
 
 
 def milliseconds(duration: Duration, name: str) -> int:
-    """`duration` in whole milliseconds. Raises ConfigError as `seconds` does, and for a duration that never ends.
+    """Return `duration` in milliseconds. Raises ConfigError as `seconds` does, and if it is endless.
 
     >>> milliseconds(timedelta(minutes=1), "age")
     60000
@@ -97,7 +99,7 @@ def milliseconds(duration: Duration, name: str) -> int:
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return `value`. ConfigError unless it is a whole number from `low` to `high`, both included."""
+    """Return `value`. Raises ConfigError unless it is a whole number from `low` to `high`, both included."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     rule = f"from {low}" if high is None else f"in {low}..{high}"
@@ -105,7 +107,7 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
 
 
 def delay_table_ms(levels: str) -> tuple[int, ...]:
-    """Milliseconds of each delay level, level 1 first (delivery#levels).
+    """Return the milliseconds of each delay level, level 1 first (delivery#levels).
 
     >>> delay_table_ms("1s 5s 2h")
     (1000, 5000, 7200000)
@@ -127,9 +129,9 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """When whole commitlog segments may go, oldest first, never the one being written (format#retention).
+    """Limits beyond which whole commitlog segments are deleted, oldest first (format#retention).
 
-    Without consumer groups above it, the message store drops what passes either limit; `None` means no such limit.
+    The segment being written stays. Without consumer groups, the log deletes what exceeds either limit. None: no limit.
 
     >>> Retention().age, Retention(age=None, max_bytes=100 << 20).max_bytes  # all of 100 MiB, however old
     (datetime.timedelta(days=3), 104857600)
@@ -142,8 +144,8 @@ class Retention:
     disk_ratio: float | None = None
     """Also drop while the file system is fuller than this (0..1)."""
     unconsumed: Literal["keep", "drop"] = "keep"
-    """What a group has not consumed is kept, or goes like all else and the group is told. For a broker: the log alone
-    knows no groups."""
+    """Keep messages that a group has not consumed, or drop them and tell the group.
+    Only a broker uses it, since the log alone knows no groups."""
 
     def __post_init__(self) -> None:
         if self.age is not None:
@@ -166,60 +168,60 @@ class StoreConfig:
     """
 
     segment_bytes: int | None = None
-    """Length of a commitlog segment; None: 64 MiB (profile `rocketmq`: 1 GiB). At least 1024."""
+    """Length of a commitlog segment, at least 1024. None means 64 MiB (profile `rocketmq`: 1 GiB)."""
     consumequeue_units: int | None = None
-    """20-byte units in a consume-queue file; None: 16 384 (`rocketmq`: 300 000)."""
+    """Number of 20-byte units in a consume-queue file. None means 16 384 (`rocketmq`: 300 000)."""
     index_slots: int | None = None
-    """Hash slots of an index file; None: 100 000 (`rocketmq`: 5 000 000)."""
+    """Number of hash slots of an index file. None means 100 000 (`rocketmq`: 5 000 000)."""
     index_entries: int | None = None
-    """Entries of an index file; None: 400 000 (`rocketmq`: 20 000 000)."""
+    """Number of entries of an index file. None means 400 000 (`rocketmq`: 20 000 000)."""
     group_hash: Literal["jump", "siphash24"] | None = None
-    """How a message group picks its queue; None: the store's own, `jump` for a new one."""
+    """Hash by which a message group picks its queue. None means the store's own, `jump` for a new one."""
     delay_levels: str | None = None
-    """Table behind the delay levels; None: the store's own. The one creation option that may change later."""
+    """Table of the delay levels. None means the store's own. The only creation option that may change."""
 
     max_message_size: int = 4 << 20
     """Largest body that `put` accepts."""
     retention: Retention | None = None
-    """None: nothing is dropped unless `clean` or `drop_before` is called; for a broker: `Retention()`."""
+    """None drops nothing unless `clean` or `drop_before` is called. For a broker it means `Retention()`."""
     flush_interval: Duration = 0.5
-    """How often the flusher looks; it syncs when `flush_pages` are dirty."""
+    """Time between two looks of the flusher, which syncs if `flush_pages` are dirty."""
     flush_pages: int = 4
-    """Dirty 4 KiB pages that make an interval flush worth its sync."""
+    """Number of dirty 4 KiB pages that make an interval flush worth its sync."""
     flush_thorough: Duration = 10.0
-    """How often whatever is dirty is synced."""
+    """Time between two syncs of all dirty pages."""
     flush_timeout: Duration = 5.0
-    """How long a put waits for its sync before `FlushTimeoutError`."""
+    """Time that a put waits for its sync before `FlushTimeoutError`."""
     max_delay: Duration = timedelta(days=366)
-    """The farthest ahead that a message may be delayed."""
+    """Longest delay of a message."""
     auto_create_topics: bool = True
-    """Whether a put to an unknown topic creates it."""
+    """Create an unknown topic when a message is put to it."""
     default_queues: int = 4
-    """Queues of a topic that is created without saying how many."""
+    """Default number of queues of a new topic."""
     auto_create_groups: bool = True
-    """Whether a group comes into being with its first use."""
+    """Create an unknown group when it is first used."""
     commit_interval: Duration = 5.0
-    """How often the groups' progress is written with a sync; a power cut takes back what was committed since. A killed
-    process loses that of the last 200 ms at most."""
+    """Time between two syncs of the groups' committed offsets. A power cut undoes later commits.
+    A killed process loses those of the last 200 ms at most."""
     release_in_flight: bool = True
-    """What receivers in this process had popped and not acknowledged when it died is visible again at the next open."""
+    """At the next open, redeliver messages that a killed process had popped and not acknowledged."""
     pop_retry_version: Literal[1, 2] = 2
-    """Form of the topics that bear redelivered copies of popped messages."""
+    """Version of the topics for redelivered copies of popped messages."""
     dlq_retention: Duration | None = timedelta(days=30)
-    """Age at which a dead letter expires; None: never."""
+    """Age at which a dead letter expires. None means never."""
     orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
-    """What to do with messages delayed by a level that the table no longer has."""
+    """Treatment of messages delayed by a level that the table no longer has."""
 
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""
     max_mappings: int = 1024
-    """Live mappings and descriptors that the store keeps for itself; fewer where few descriptors are free."""
+    """Number of mappings and descriptors that the store keeps, fewer if few descriptors are free."""
     store_host: str = "127.0.0.1:0"
-    """Address written into records; part of the offset message id."""
+    """Address written into records. It is part of the offset message id."""
     file_mode: int = 0o600
-    """Permissions of created files; folders get the matching search bits."""
+    """Permissions of created files. Folders get the matching search bits."""
     clock: Clock | None = None
-    """None: the system's. With a clock of its own a store starts no thread: drive it with `run_once`."""
+    """None means the system's clock. With another one a store starts no thread: drive it with `run_once`."""
 
     def __post_init__(self) -> None:
         for name, low, high in (

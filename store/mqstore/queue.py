@@ -1,18 +1,18 @@
-"""A queue that survives the process, with the verbs of `queue.Queue` (clients#queue).
+"""Persistent queue with the verbs of `queue.Queue` (clients#queue).
 
-    put ---> topic NAME, queue 0 ---> get: a task, on loan for `visibility` seconds
+    put ---> topic NAME, queue 0 ---> get: a task, leased for `visibility` seconds
                    ^                    |  ack, clean end of `with`    done
                    |                    |  nack, exception             again after the retry policy's delay
-                   |                    |  nothing, the time is over   again
+                   |                    |  nothing, the lease expired   again
                    |                    |  process died                again when the store is opened
                    +--------------------+  last attempt, reject        %DLQ%NAME
                       %RETRY%NAME+NAME
 
-A queue is a topic of one queue with one group, both of its name, and pop underneath: it is there for every tool that
-knows topics, and has no file of its own. First deliveries are FIFO; what comes again comes when it is due, unless the
-queue is `ordered`: then nothing overtakes an item that is on loan.
+A queue is a topic with one queue and one group, both with its name, and uses pop. All tools that know topics can use
+it, and it has no other files. First deliveries are FIFO, and redeliveries come when they are due. In an `ordered` queue
+nothing overtakes a leased item.
 
-No priorities: an item that overtakes others needs a queue of its own.
+There are no priorities. An item that must overtake others needs another queue.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ __all__ = ["Queue", "QueueOptions", "Task"]
 _UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25
-"""How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
+"""Time after which a waiting thread looks by itself. Other consumers, or time, may settle items too."""
 _LATE_MS = 60_000
-"""How long `join` goes on to wait for a delayed item that should be there: not for ever, for it may have been recalled,
-or have come and gone long ago."""
+"""Time that `join` waits for a delayed item that is overdue.
+The item may have been recalled, or delivered long ago."""
 
 
 class Task(Loan):
-    """An item on loan. `with task:` acknowledges it at a clean end, and gives it back when there is an exception;
-    `Retry` and `Reject` do what they say, and go no farther.
+    """Leased item. `with task:` acknowledges it at a clean end, and gives it back after an exception.
+    `Retry` and `Reject` are obeyed and not raised again.
 
     >>> import mqstore, tempfile
     >>> from mqstore.engine import MessageStore
@@ -82,7 +82,7 @@ class Task(Loan):
     __slots__ = ("_codec", "_value")
 
     def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
-        # As `Loan.__init__`, a call less for each item.
+        # Inline `Loan.__init__`: one call less for each item.
         self._lender = lender
         self._delivery = delivery
         self._message = None
@@ -93,7 +93,8 @@ class Task(Loan):
 
     @property
     def value(self) -> Any:
-        """What was put. FormatError if the queue's codec cannot read it: inside `with` that is a failed attempt."""
+        """Item that was put. Raises FormatError if the queue's codec cannot decode it.
+        Inside `with` that is a failed attempt."""
         if self._value is _UNREAD:
             self._value = self._codec.decode(self._delivery.message.body)
         return self._value
@@ -103,7 +104,7 @@ class Task(Loan):
 
 
 class QueueOptions(TypedDict, total=False):
-    """Options of a `Queue`, which has their meanings and defaults."""
+    """Options of a `Queue`, which describes them."""
 
     visibility: Duration
     retry: RetryPolicy | None
@@ -113,23 +114,23 @@ class QueueOptions(TypedDict, total=False):
 
 
 class Queue:
-    """A persistent queue with the verbs of `queue.Queue`. Thread-safe; its items outlive the process.
+    """Persistent queue with the verbs of `queue.Queue`. Thread-safe. Its items outlive the process.
 
-    `get` lends: an item that is not settled within `visibility` seconds (0.1 s to 12 h) comes again, and at once when
-    the store is opened after the process died. So each item is handled at least once, seldom twice.
+    `get` leases an item. If it is not settled within `visibility` seconds (0.1 s to 12 h), it is redelivered. After the
+    process died, it is redelivered as soon as the store is opened. So each item is handled at least once, seldom twice.
 
-        ordered     an item on loan, or waiting for its next attempt, holds back all behind it. A property of the queue:
-                    set when it comes into being, the same for all afterwards
-        retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
-                    queue has. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
-                    with pauses from 1 s to 60 s. Given, it replaces the queue's; beside live consumers of its group it
-                    must be the one in force
+        ordered     an item that is leased, or waits for its next attempt, holds back all behind it. A property of the
+                    queue: set when it is created, the same for all afterwards
+        retry       when a failed item is redelivered, and after how many attempts it is a dead letter; None: the
+                    queue's. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
+                    with pauses from 1 s to 60 s. A policy given here replaces the queue's, but beside live consumers
+                    of its group it must equal theirs
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
-        maxsize     `put` waits while so many items are not done; 0: no limit
+        maxsize     `put` waits while this many items are not done; 0: no limit
 
-    Raises ConfigError for a name of more than 120 characters, for options that cannot be, for a topic that is none of
-    one queue, and for `ordered` where the queue was made without, or the other way round; GroupInUseError for a `retry`
-    that is not the one of the group's live consumers; InvalidMessageError for a name that no topic can have.
+    Raises ConfigError for a name of more than 120 characters, bad options, or a topic with more than one queue. Raises
+    it for an `ordered` that differs from the queue's, too. Raises GroupInUseError for a `retry` that differs from that
+    of the group's live consumers. Raises InvalidMessageError for a name that no topic can have.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -171,17 +172,17 @@ class Queue:
         self._maxsize = maxsize
         self._loan_s = loan_seconds(visibility)
         self._shut: str = ""
-        """"": open; "put": what is there may be taken; "all": nothing more."""
+        """State: "" is open, "put" allows no puts, "all" allows neither puts nor gets."""
         self._changed = Condition()
-        """Something was settled, or the queue was shut."""
+        """Notified when an item was settled, or the queue was shut."""
         self._waiting = 0
-        """Threads that wait for that."""
+        """Number of threads that wait for that."""
         self._waits = Waits(broker, name, order=ordered)
-        """Of the threads in `get`."""
+        """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {name}", broker.store.clock)
         self._lender = Lender(broker, name, self._log, self._settled)
         self._coming: tuple[int, str] | None = None
-        """Of the delayed item put here that comes last: when (wall ms), and its unique key."""
+        """Due time (wall ms) and unique key of the last delayed item that was put here."""
         self._last = threading.local()
         group = broker.groups.get(name)
         if group is not None and group.orderly != ordered:
@@ -197,18 +198,18 @@ class Queue:
         enter_group(broker, name, ordered=ordered, retry=retry)
         if retry is not None:
             broker.members.set_retry("this Queue", name, retry)
-        broker.start_of(name, name, 0, "earliest")  # from here on it counts what is not done, and retention keeps it
+        broker.start_of(name, name, 0, "earliest")  # from now on unfinished items count, and retention keeps them
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def put(
         self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
     ) -> None:
-        """Store an item; with `delay` it is to be had in so many seconds.
+        """Store an item. With `delay` it becomes available after this many seconds.
 
-        With `maxsize`: QueueFull when there is no room, after `timeout` seconds if `block`. QueueShutDown after
-        `shutdown`; InvalidMessageError for an item that the codec refuses; else what `Broker.put` raises, and then
-        nothing was stored.
+        With `maxsize`, raises QueueFull if there is no room, after `timeout` seconds if `block`. Raises QueueShutDown
+        after `shutdown`, and InvalidMessageError for an item that the codec refuses. Otherwise raises what `Broker.put`
+        raises. After an error nothing is stored.
         """
         body = self._codec.encode(item)
         if self._shut:
@@ -217,7 +218,7 @@ class Queue:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
                 self._put(body, delay)
-        elif delay is None:  # as `_put`, a call less
+        elif delay is None:  # inline `_put`: one call less
             self._broker.put(self.name, body, queue_id=0)
         else:
             self._put(body, delay)
@@ -229,7 +230,7 @@ class Queue:
             self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay))
 
     def _note_delay(self, receipt: SendReceipt) -> None:
-        """An item was put with a delay: `join` waits for it."""
+        """Have `join` wait for an item that was put with a delay."""
         if receipt.recall_handle is None:
             return
         message = self._broker.store.at(receipt.physical_offset)
@@ -237,10 +238,10 @@ class Queue:
         with self._changed:
             last = self._coming
             if last is None or coming[0] >= last[0]:
-                self._coming = coming  # of those of one moment the last put comes last
+                self._coming = coming  # of items due at one moment the last put comes last
 
     def _is_coming(self) -> bool:
-        """Whether an item that was put here with a delay is not there yet."""
+        """Return True if an item that was put here with a delay is not there yet."""
         if self._coming is None:
             return False
         comes_ms, unique_key = self._coming
@@ -250,12 +251,13 @@ class Queue:
         return late_ms < _LATE_MS and not self._broker.store.find(self.name, unique_key=unique_key, limit=1)
 
     def put_nowait(self, item: Any) -> None:
-        """`put`, with QueueFull instead of waiting."""
+        """Put an item as `put` does, but raise QueueFull instead of waiting."""
         self.put(item, block=False)
 
     def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
-        """Store many items in one go, far quicker than one by one. Errors as `put`; QueueFull at once when they do not
-        fit into `maxsize`, and nothing was stored. A `delay` is an InvalidMessageError: `put` takes one."""
+        """Store many items at once, which is far quicker than one by one. Raises what `put` raises.
+        Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored. A `delay` raises
+        InvalidMessageError, since only `put` takes one."""
         if delay is not None:
             raise InvalidMessageError("put_many delays nothing; call put(item, delay=...) for each item", "delay")
         bodies = [self._codec.encode(item) for item in items]
@@ -269,7 +271,7 @@ class Queue:
             self._broker.put_many(self.name, bodies, queue_id=0)
 
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
-        """Under the lock."""
+        """Wait for room. The caller holds the lock."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         self._waiting += 1
         try:
@@ -286,20 +288,21 @@ class Queue:
     # -- out --------------------------------------------------------------------------------------------------------
 
     def get(self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None) -> Task:
-        """The next item, on loan for `visibility` seconds (None: the queue's). Waits for one if `block`, at most
-        `timeout` seconds; then QueueEmpty. QueueShutDown after `shutdown`."""
+        """Return the next item, leased for `visibility` seconds (None: the queue's).
+        If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
+        `shutdown`."""
         found, expires_at = self._take(1, block, timeout, visibility)
         task = self._last.task = Task(self._lender, found[0], expires_at, self._codec)
         return task
 
     def get_nowait(self) -> Task:
-        """`get`, with QueueEmpty instead of waiting."""
+        """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
         return self.get(block=False)
 
     def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
-        """Up to `max_items` items at once; waits up to `timeout` seconds for a first (None: for ever), [] if none
-        comes. Each is settled by itself. Of an ordered queue at most 32, and then no more until all of them are
-        settled: what fails comes again before what follows them, and without those of them that are done."""
+        """Return up to `max_items` items at once, or [] after `timeout` seconds (None: wait for ever).
+        Each is settled alone. An ordered queue returns at most 32, and then no more until all of them are settled.
+        Failed ones are redelivered before the items behind them, without those that are done."""
         check_whole("max_items", max_items, 1)
         tasks: list[Task] = []
         try:
@@ -314,7 +317,7 @@ class Queue:
         except MQStoreError:
             if not tasks:
                 raise
-        except BaseException:  # Ctrl-C: nobody will ever hold what was taken
+        except BaseException:  # Ctrl-C: no caller will get the items
             for task in tasks:
                 with suppress(MQStoreError):
                     task._release()
@@ -324,26 +327,26 @@ class Queue:
     def _take(
         self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None
     ) -> tuple[list[Delivery], float]:
-        """At least one delivery, and when the loan of these is over."""
+        """Return at least one delivery, and the time when the lease expires."""
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         turn, topics, ordered = None, self._broker.topics, self._ordered
         try:
             while True:
-                rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
-                shut = self._shut  # and what was put before it is seen
+                rings = self._waits.rings  # before the look, so that a later `shutdown` ends the wait
+                shut = self._shut  # and earlier puts are seen
                 try:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     expires_at = self._lender.monotonic_ms() / 1000 + loan_s
                     found = self._pop_retries(count, loan_s) if topics.entered(self._retries) is not None else []
                     if not found:
-                        # Of an ordered batch what was acknowledged behind an item that comes again is done.
+                        # Skip items of an ordered batch that were acknowledged behind a redelivered one.
                         found = self._broker.pop(
                             self.name, self.name, count, invisible=loan_s, order=ordered, skip_acked=ordered
                         )
                 except BaseException:
-                    if turn is not None:  # for an item that another object of this queue may have
+                    if turn is not None:  # for an item that another object of this queue may get
                         self._waits.pass_on(turn)
                     raise
                 if found:
@@ -355,12 +358,12 @@ class Queue:
                     raise QueueEmpty(f"nothing to get from queue {self.name!r}")
                 turn = self._waits.wait(self._topics(), math.inf if left is None else left, rings)
         except StoreClosedError:
-            if self._shut:  # and closed right behind that: who was told to end hears no more
+            if self._shut:  # and closed right after that: the caller was already told to end
                 raise QueueShutDown(f"queue {self.name!r} was shut down") from None
             raise
 
     def _pop_retries(self, count: int, loan_s: float) -> list[Delivery]:
-        """What comes again goes first: those that fail wait, and let the others pass."""
+        """Pop redeliveries, which go first. While failed items wait for their delay, others pass."""
         if len(self._topics()) == 1:
             return []
         ordered = self._ordered
@@ -368,24 +371,24 @@ class Queue:
         return found
 
     def _topics(self) -> Sequence[tuple[str, None]]:
-        """Where items may lie: where the group's consumers that read by offset left them, too, once there are none."""
+        """Return the topics that may have items, with the group's retry topic once nobody reads by offset."""
         if self._broker.topics.entered(self._retries) is None or self._broker.members.mode(self.name) is not None:
             return ((self.name, None),)
         return (self.name, None), (self._retries, None)
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
-        """Have `callback()` called once, when another `get(block=False)` may find something, or the queue is shut: for
-        who waits without a thread, such as an event loop.
+        """Call `callback()` once, when another `get(block=False)` may find an item, or the queue is shut.
+        This is for callers that wait without a thread, such as an event loop.
 
-        It is called in the middle of somebody's `put`, by the store's own thread, by who calls `shutdown`, or right
-        here. So it hands on the news (`loop.call_soon_threadsafe`) and returns; it must not use the store. Who was
-        called either gets or calls `cancel` on what is returned, for the broker calls one for each item.
+        It is called during a `put`, by the store's own thread, by `shutdown`, or by this method. So it must pass the
+        news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call, get or call `cancel`
+        on the returned object, because the broker calls one receiver for each item.
         """
         rings = self._waits.rings
         return self._waits.add(self._topics(), callback, -1 if self._shut else rings)
 
     def __iter__(self) -> Iterator[Task]:
-        """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""
+        """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
         while True:
             try:
                 task = self.get(block=False)
@@ -396,37 +399,37 @@ class Queue:
     # -- done -------------------------------------------------------------------------------------------------------
 
     def ack(self, task: Task) -> None:
-        """`task.ack()`."""
+        """Call `task.ack()`."""
         task.ack()
 
     def nack(self, task: Task, delay: Duration | None = None) -> None:
-        """`task.nack(delay)`."""
+        """Call `task.nack(delay)`."""
         task.nack(delay)
 
     def task_done(self) -> None:
-        """Acknowledge what this thread got last, as users of `queue.Queue` do. ValueError if there is nothing."""
+        """Acknowledge the last item of this thread, as in `queue.Queue`. Raises ValueError if there is none."""
         task: Task | None = getattr(self._last, "task", None)
         if task is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
         task.ack()
-        self._last.task = None  # only now: if the disk is full it may be said again
+        self._last.task = None  # only now, so that it can be repeated if the disk is full
 
     def _settled(self, task: Task, outcome: Settled) -> None:
-        # Who waits counts itself first, and looks then: it sees what was settled, or is seen here.
+        # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
 
     def join(self, timeout: Duration | None = None) -> bool:
-        """Wait until nothing is ready, on loan, waiting for another attempt, or put with a delay; False: `timeout`
-        seconds have passed, or an immediate `shutdown` left items here. Of delayed items it knows those that were put
-        by this object; others count once due."""
+        """Wait until nothing is ready, leased, waiting for another attempt, or put with a delay.
+        Return False after `timeout` seconds, or if an immediate `shutdown` left items. Delayed items that were not put
+        by this object count only once due."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         with self._changed:
             self._waiting += 1
             try:
                 while self._is_coming() or self.qsize():
-                    if self._shut == "all":  # what is here nobody takes any more
+                    if self._shut == "all":  # the remaining items will not be taken
                         return False
                     left = _LOOK_S if end is None else end - time.monotonic()
                     if left <= 0:
@@ -436,12 +439,12 @@ class Queue:
                 self._waiting -= 1
         return True
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def qsize(self) -> int:
-        """Items that are ready, on loan, or waiting for another attempt; delayed ones count once due.
-        StoreClosedError."""
-        if self._broker.store.closed:  # who waits for room, or for the end, would wait for ever
+        """Return the number of items that are ready, leased, or waiting for another attempt.
+        Delayed items count once due. Raises StoreClosedError."""
+        if self._broker.store.closed:  # otherwise a thread that waits would wait for ever
             raise StoreClosedError(f"{self._broker.store.path} was closed; open it again")
         return sum(self._broker.lag(self.name).values())
 
@@ -452,25 +455,25 @@ class Queue:
         return True  # an empty queue is a queue
 
     def empty(self) -> bool:
-        """Whether everything is done."""
+        """Return True if everything is done."""
         return not self.qsize()
 
     def full(self) -> bool:
-        """Whether a `put` would wait."""
+        """Return True if a `put` would wait."""
         return bool(self._maxsize) and self.qsize() >= self._maxsize
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """What was rejected or failed too often: to list, replay and purge."""
+        """Items that were rejected or failed too often, to list, replay and purge."""
         return self._broker.dead_letters(self.name)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shutdown(self, immediate: bool = False) -> None:
-        """Refuse further puts; `get` goes on until nothing is ready, `immediate`: not even that. Whoever waits gets
-        QueueShutDown. The items stay stored; tasks on loan can still be settled. Fine in a signal handler; in a forked
-        child it does nothing."""
-        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+        """Refuse further puts. `get` continues until nothing is ready, or with `immediate` stops at once.
+        Waiting callers get QueueShutDown. The items stay stored, and leased tasks can still be settled. Allowed in a
+        signal handler. In a forked child it does nothing."""
+        if os.getpid() != self._pid:  # other threads of the parent may hold locks
             return
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"

@@ -1,10 +1,10 @@
-"""The one object that an application opens: a store directory with everything on it.
+"""Store object that an application opens: a store directory with everything in it.
 
     Store ── put, put_many, recall, queue, dead_letters, commit_offset ...  the broker (mode "rw")
       └───── read, iter, find, get, to_arrow, offsets, verify ...           the log (either mode)
 
-It keeps nothing of its own: what it adds to the two is that there is one of them to open and to close, and names that
-need no knowledge of rooms. `broker` and `log` are there for whoever wants all that they can.
+It unites the broker and the log: one object to open and to close, with names that need no knowledge of their parts. For
+everything that they can do, use `broker` and `log`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,15 @@ _log = logging.getLogger("mqstore")
 
 _LOOK_S = 0.02
 _EXIT_S = 5.0
-"""What handlers are given at the end of the process."""
+"""Time that handlers have at the end of the process."""
 
 _open: dict[Store, None] = {}
-"""Those opened for writing. Not weakly: the threads of its broker and its consumers go on when nobody holds a store any
-more, and somebody has to stop them and write what they have come to."""
+"""Stores that are open for writing. Strong references: at the end each is stopped and saved."""
 
 
 def _remember(store: Store) -> None:
     for each in list(_open):
-        if each.closed:  # by way of its broker or its log
+        if each.closed:  # by its broker or its log
             _open.pop(each, None)
     _open[store] = None
 
@@ -68,7 +67,7 @@ def _remember(store: Store) -> None:
 @atexit.register
 def _close_all() -> None:
     stores = [store for store in list(_open) if not store.closed]
-    until = time.monotonic() + _EXIT_S  # for all of them: who has several waits no longer
+    until = time.monotonic() + _EXIT_S  # shared by all stores
     for store in stores:
         store.halt()
     for store in stores:
@@ -94,7 +93,7 @@ class Store(Closing, Sending):
     """
 
     log: MessageStore | ReadOnlyMessageStore
-    """The message store: every record, unit and offset. Which of the two depends on the mode."""
+    """Message store: every record, unit and offset. Its class depends on the mode."""
 
     def __init__(
         self,
@@ -107,12 +106,12 @@ class Store(Closing, Sending):
         lock_timeout: Duration = 0,
         config: StoreConfig | None = None,
     ) -> None:
-        """As `mqstore.open`."""
+        """Open a store as `mqstore.open` does."""
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
         self._broker: Broker | None = None
-        # Both have their name before they open anything, so that they can be closed whatever a signal handler raises.
+        # Both are assigned before they open anything, so that they can be closed after any error of a signal handler.
         broker = Broker.__new__(Broker)
         if mode not in ("rw", "r"):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
@@ -144,7 +143,8 @@ class Store(Closing, Sending):
 
     @property
     def broker(self) -> Broker:
-        """Delivery, all of it: groups, offsets, pop, locks, filters, transactions. ReadOnlyStoreError in mode "r"."""
+        """All of delivery: groups, offsets, pop, locks, filters, transactions.
+        Raises ReadOnlyStoreError in mode "r"."""
         if self._broker is None:
             self._refuse()
         return self._broker
@@ -164,19 +164,19 @@ class Store(Closing, Sending):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this is a forked child of the process that opened it."""
+        """True if `close` was called, or this is a forked child of the process that opened it."""
         return self.log.closed
 
     @property
     def recovery(self) -> RecoveryReport:
-        """What opening found and did: how the store was closed, what was cut and rebuilt."""
+        """Report of the opening: how the store was closed, what was cut and rebuilt."""
         return self.log.recovery
 
     # -- topics -----------------------------------------------------------------------------------------------------
 
     def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
-        """Enter a topic with so many queues. One that is there stays as it is, which is logged if it has another
-        number of them; without `exist_ok` it is a ConfigError. InvalidMessageError for a bad name."""
+        """Create a topic. An existing topic is left unchanged, and a different number of queues is logged.
+        Raises ConfigError for an existing topic without `exist_ok`, InvalidMessageError for a bad name."""
         topic = self.broker.topics.create(name, queues=queues, exist_ok=exist_ok)
         if topic.write_queues != queues:
             _log.warning(
@@ -189,13 +189,14 @@ class Store(Closing, Sending):
             )
 
     def topics(self, *, system: bool = False) -> list[str]:
-        """Names of the topics, sorted; the engine's own only with `system`. In mode "r": of those with a message."""
+        """Return the topic names, sorted. System topics are included only if `system` is true.
+        In mode "r" only topics with a message are included."""
         if self._broker is not None:
             return self._broker.topics.names(system)
         return [name for name in self.log.topics() if system or not is_system_topic(name)]
 
     def queues(self, topic: str) -> list[QueueRef]:
-        """The queues of a topic. TopicNotFoundError."""
+        """Return the queues of a topic. Raises TopicNotFoundError."""
         if self._broker is None:
             return self.log.queues(topic)
         config = self._broker.topics.need(topic)
@@ -207,15 +208,15 @@ class Store(Closing, Sending):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """Append one message; a topic that is not known yet is entered with 4 queues (`auto_create_topics`).
+        """Append one message. An unknown topic is created with 4 queues (`auto_create_topics`).
 
             queue           `queue_id`, else by `message_group` (all of a group in one queue), else by turns
-            to be found     `tag`, `keys`, `properties`, `unique_key`, `flag`
-            later           `delay` (seconds), `deliver_at` (aware datetime, seconds since the epoch), `delay_level`
-            on disk         `durability="flush"`: when this returns
+            search          `tag`, `keys`, `properties`, `unique_key`, `flag`
+            delay           `delay` (seconds), `deliver_at` (aware datetime, seconds since the epoch), `delay_level`
+            durability      `durability="flush"`: on disk when this returns
 
-        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was written then),
-        FlushTimeoutError (stored, not known to be on disk), ReadOnlyStoreError.
+        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (then nothing is written),
+        FlushTimeoutError (stored, perhaps not on disk), and ReadOnlyStoreError.
         """
         return self.broker._parts.road.put(topic, body, queue_id=queue_id, **options)
 
@@ -229,13 +230,14 @@ class Store(Closing, Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        """Append many messages to one queue (None: whose turn it is), with one wait for the disk. Chunks of about
-        `max_message_size` bytes are stored whole or not at all. Errors as `put`. Other options are those of one
-        message, as an `OutgoingMessage` has them; a delay and a message group are for `Producer.send_many`."""
+        """Append many messages to one queue, with one wait for the disk. Raises what `put` raises.
+        With `queue_id` None queues take turns. Chunks of about `max_message_size` bytes are stored whole or not at all.
+        Other options are those of one message, as in `OutgoingMessage`. For a delay or message group use
+        `Producer.send_many`."""
         return self.broker.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def recall(self, recall_handle: str) -> bool:
-        """Cancel a message that was put with `delay` or `deliver_at`; whether it was still waiting."""
+        """Cancel a message that was put with `delay` or `deliver_at`. Return True if it was still waiting."""
         return self.broker.recall(recall_handle)
 
     # -- out --------------------------------------------------------------------------------------------------------
@@ -250,12 +252,12 @@ class Store(Closing, Sending):
         max_bytes: int | None = None,
         tags: str | None = "*",
     ) -> list[Message]:
-        """Messages of a queue from `offset` on, [] at the end; `tags` is an expression such as "paid || refunded".
+        """Return the messages of a queue from `offset` on, or [] at the end.
 
-        The list has at most `max_messages` messages: `iter` yields all. Messages that cannot be read are passed over;
-        the log names each file that they are lost from once, at level ERROR.
+        The list has at most `max_messages` messages, while `iter` yields all. `tags` is an expression such as "paid ||
+        refunded". Unreadable messages are skipped, and each damaged file is logged once at level ERROR.
 
-        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError.
+        Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), and FilterError.
         """
         try:
             return self.log.read(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
@@ -276,21 +278,20 @@ class Store(Closing, Sending):
         follow: bool = False,
         tags: str | None = "*",
     ) -> Iterator[Message]:
-        """Messages of one queue in order, or of all queues merged by store time. `follow`: waits for more, for ever.
-
-        Messages that cannot be read are passed over; the log names each file that they are lost from once, at level
-        ERROR.
+        """Yield the messages of one queue in order, or of all queues merged by store time.
+        With `follow` it waits for more, for ever. Unreadable messages are skipped, and each damaged file is logged once
+        at level ERROR.
         """
         while self._is_empty(topic, queue_id):
             if not follow:
                 return
             time.sleep(_LOOK_S)
             if start == "latest":
-                start = "earliest"  # whatever comes came after we began
+                start = "earliest"  # all later messages are new
         yield from self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
 
     def _is_empty(self, topic: str, queue_id: int | None) -> bool:
-        """Whether nothing was ever put to a queue, or to any queue of a topic, that is there."""
+        """Return True if an existing queue, or all queues of an existing topic, never had a message."""
         if self._broker is None or (config := self._broker.topics.get(topic)) is None:
             return False
         if queue_id is None:
@@ -309,13 +310,14 @@ class Store(Closing, Sending):
         tags: str | None = "*",
         on_corrupt: Literal["fail", "skip", "keep"] = "fail",
     ) -> Any:
-        """The messages of a queue, or of all queues of a topic one behind the other, as a `pyarrow.Table`: for pandas,
-        DuckDB, Polars, Parquet. Rows and columns are those of `spark.read.format("mqstore")` (`docs/spark-options.md`);
-        columns that are not asked for are not decoded.
+        """Return the messages of a queue, or of a topic queue by queue, as a `pyarrow.Table`.
+        It is for pandas, DuckDB, Polars, or Parquet. Rows and columns are those of `spark.read.format("mqstore")`
+        (`docs/spark-options.md`). Other columns than the requested ones are not decoded.
 
-        `start` and `stop` (exclusive): store times, or with `queue_id` offsets; None for all there is. `on_corrupt`:
-        "fail" raises CorruptStoreError at a damaged message, "skip" leaves it out, "keep" gives a row whose `error`
-        says what it is. Raises TopicNotFoundError, ConfigError, FilterError; ImportError without pyarrow.
+        `start` and `stop` (exclusive) are store times, or with `queue_id` offsets. None stands for no limit. At a
+        damaged message, `on_corrupt` "fail" raises CorruptStoreError, "skip" leaves the message out, and "keep" adds a
+        row whose `error` describes it. Raises TopicNotFoundError, ConfigError, and FilterError; without pyarrow
+        ImportError.
         """
         from mqstore.columnar.columns import table_of
 
@@ -334,7 +336,7 @@ class Store(Closing, Sending):
         stop: datetime | None = None,
         limit: int = 32,
     ) -> list[Message]:
-        """Messages that bear a key, or a unique key, stored between two times, the newest first."""
+        """Return the messages with a key, or a unique key, stored between two times, newest first."""
         return self.log.find(
             topic,
             key=key,
@@ -345,41 +347,41 @@ class Store(Closing, Sending):
         )
 
     def get(self, message_id: str) -> Message:
-        """The message with that id. LookupError when it is gone; InvalidMessageError for what is no id."""
+        """Return the message with that id. Raises LookupError if gone, InvalidMessageError for a bad id."""
         return self.log.get_by_id(message_id)
 
     # -- positions --------------------------------------------------------------------------------------------------
 
     def offsets(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """(offset of the first message, offset of the next one to come)."""
+        """Return (offset of the first message, offset of the next one to come)."""
         return (0, 0) if self._is_empty(topic, queue_id) else self.log.offsets(topic, queue_id)
 
     def offset_at(self, topic: str, queue_id: int, when: datetime) -> int:
-        """Offset of the first message stored at or after `when`; the end if there is none."""
+        """Return the offset of the first message stored at or after `when`, or the end if there is none."""
         return 0 if self._is_empty(topic, queue_id) else self.log.offset_at(topic, queue_id, when)
 
     def committed(self, group: str, queue: QueueRef) -> int | None:
-        """Where the group goes on in a queue; None: it never committed."""
+        """Return the group's committed offset in a queue, or None if there is none."""
         return self.broker.committed(group, *queue)
 
     def commit_offset(self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None) -> None:
-        """Note that the group has consumed everything below `offset`. "flush": on disk when this returns, else within
-        `commit_interval`. OffsetOutOfRangeError."""
+        """Note that the group has consumed everything below `offset`. Raises OffsetOutOfRangeError.
+        It is on disk when this returns with "flush", else within `commit_interval`."""
         self.broker.commit(group, *queue, offset, durability=durability)
 
     def lag(self, group: str) -> dict[QueueRef, int]:
-        """Messages of each queue that the group has not consumed. A queue in which it has not started is left out;
-        GroupNotFoundError for a group that was never there."""
+        """Return the number of unconsumed messages of the group in each queue that it has started.
+        Raises GroupNotFoundError for an unknown group."""
         return self.broker.lag(group)
 
-    # -- what works on it -------------------------------------------------------------------------------------------
+    # -- queues, producers, consumers -------------------------------------------------------------------------------
 
     def queue(self, name: str, **options: Unpack[QueueOptions]) -> Queue:
-        """A persistent queue with the verbs of `queue.Queue`; see `Queue`."""
+        """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
         return Queue(self.broker, name, **options)
 
     def producer(self, group: str = "default", **options: Unpack[ProducerOptions]) -> Producer:
-        """Sends messages, one or many, now or by a thread of its own, and in transactions. See `Producer`."""
+        """Return a producer of messages, one or many, now or later, or in transactions. See `Producer`."""
         producer = Producer(self.broker, group, **options)
         self._producers.add(producer)
         return producer
@@ -387,36 +389,37 @@ class Store(Closing, Sending):
     def simple_consumer(
         self, group: str, topics: Mapping[str, str] | None = None, **options: Unpack[SimpleConsumerOptions]
     ) -> SimpleConsumer:
-        """A consumer that takes messages when it wants some, each for a while; `topics`: name -> tags, "*" for all. See
-        `SimpleConsumer`."""
+        """Return a consumer that receives messages on request, each leased for a time. See `SimpleConsumer`.
+        `topics` maps names to tags, "*" for all."""
         consumer = SimpleConsumer(self.broker, group, topics, **options)
         self._consumers.add(consumer)
         return consumer
 
     def pull_consumer(self, group: str, **options: Unpack[PullConsumerOptions]) -> PullConsumer:
-        """A consumer that reads when it is polled, and keeps track of how far it has come. See `PullConsumer`."""
+        """Return a consumer that reads when it is polled, and keeps its offsets. See `PullConsumer`."""
         consumer = PullConsumer(self.broker, group, **options)
         self._consumers.add(consumer)
         return consumer
 
     def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> PushConsumer:
-        """A consumer that calls handlers on threads of its own, from `start` to `stop`. See `PushConsumer`."""
+        """Return a consumer that calls handlers on its own threads. See `PushConsumer`."""
         consumer = PushConsumer(self.broker, group, **options)
         self._consumers.add(consumer)
         return consumer
 
     def dead_letters(self, group: str) -> DeadLetters:
-        """What a group gave up: to list, replay and purge."""
+        """Return the dead letters of a group, to list, replay and purge."""
         return self.broker.dead_letters(group)
 
-    # -- the whole --------------------------------------------------------------------------------------------------
+    # -- the store --------------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """A snapshot of the log: puts, bytes, latencies, lags, errors. Of delivery: `store.broker.stats()`."""
+        """Return statistics of the log: puts, bytes, latencies, lags, errors.
+        For delivery call `store.broker.stats()`."""
         return self.log.stats()
 
     def verify(self) -> Iterator[Finding]:
-        """Check every record, unit and index entry; changes nothing (format#damage)."""
+        """Check every record, unit and index entry, without changes (format#damage)."""
         return self.log.verifier(CONFIG_CHECKS).findings()
 
     def snapshot(
@@ -426,13 +429,13 @@ class Store(Closing, Sending):
         link: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> SnapshotReport:
-        """Copy the store as it is now to the folder `target`, which must not exist or be empty, while it goes on being
-        used. The copy is a store that was closed cleanly, and has been read back: `findings` of the report says what is
-        wrong with it, nothing as a rule. What is lent comes again in it, as after a crash. `link`: closed segments get
-        a second name (hard links) in place of a copy. `progress(bytes done, bytes in all)`.
+        """Copy the store as it is now to the folder `target`, while it is in use.
+        The folder must be empty or not exist. The copy is a cleanly closed store, and was read back. `findings` of the
+        report lists its faults, normally none. Leased messages are redelivered in it, as after a crash. With `link`
+        closed segments get a second name (hard links) instead of a copy. It calls `progress(bytes done, bytes in all)`.
 
-        After an error nothing of it is left. Raises ConfigError for a target that is in the way, StoreLockedError when
-        another call is at it, StoreFullError, StoreIOError, StoreBusyError when topics change all the time.
+        After an error nothing of it is left. Raises ConfigError for an occupied target, StoreLockedError if another
+        call writes it, StoreFullError, StoreIOError, and StoreBusyError if topics change all the time.
 
         >>> import mqstore, tempfile
         >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(f"{folder}/mq") as store:
@@ -459,39 +462,39 @@ class Store(Closing, Sending):
         self.broker.store.flush()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Stop its consumers, then its producers; write every table, give the directory back. From the call on no
-        handler begins, and those that run have `timeout` seconds, all together; so have the producers then. Fine to
-        call twice. In a forked child it does nothing: all of it is the parent's."""
+        """Stop all consumers, then all producers, write every table, and release the directory.
+        From the call on no handler begins. Running handlers together have `timeout` seconds, and so have the producers
+        after them. Repeating it is harmless. In a forked child it does nothing, since everything is the parent's."""
         timeout_s = seconds(timeout, "timeout")
         until = time.monotonic() + timeout_s
         self.halt()
         self.close_halted(timeout_s, until)
 
     def halt(self) -> None:
-        """Let push consumers start no handler any more, as the first step of `close`.
+        """Have push consumers start no more handlers, as the first step of `close`.
 
-        It waits for none, so that a consumer that hangs does not leave the others running. An application calls
-        `close`.
+        It waits for none, so that a hanging consumer does not leave the others running. An application calls `close`.
         """
-        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+        if os.getpid() != self._pid:  # other threads of the parent may hold locks
             return
         self._end_all(consumer._halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
 
     def close_halted(self, timeout_s: float, until: float) -> None:
-        """Close after `halt`, and wait for handlers until `until` (`time.monotonic`). An application calls `close`."""
+        """Close after `halt`, and wait for handlers until `until` (`time.monotonic`).
+        An application calls `close`."""
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
-        # Those at nothing first: their progress is not to wait, unsaved, for a handler of another that hangs.
+        # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs.
         pushing.sort(key=lambda each: len(each._workers.busy()))
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):
-                self._end_all([partial(each.close, done=False)])  # nobody said of its last messages that they are done
+                self._end_all([partial(each.close, done=False)])  # its last messages may be unfinished
             elif isinstance(each, SimpleConsumer):
                 self._end_all([each.close])
-        until = time.monotonic() + timeout_s  # not what handlers have left: what was submitted is to be stored
+        until = time.monotonic() + timeout_s  # a new timeout: submitted messages must be stored
         self._end_all(partial(_in_time, producer.close, until) for producer in tuple(self._producers))
         if self._broker is not None:
             self._broker.close(timeout_s)
@@ -503,7 +506,7 @@ class Store(Closing, Sending):
         for end in ends:
             try:
                 end()
-            except Exception:  # a listener's, or a full disk: the store is closed all the same
+            except Exception:  # a listener's error, or a full disk: close the store anyway
                 _log.exception("%s: not all was well while closing", self.path)
 
     def __repr__(self) -> str:

@@ -1,13 +1,13 @@
-"""The same store for asyncio: every object of `mqstore` with coroutines.
+"""Asyncio version of mqstore: every object of `mqstore` with coroutines.
 
     mqstore.open            mqstore.aio.open           await it, or `async with`
     Store, Queue, Task      Store, Queue, Task
     Producer, Transaction   Producer, Transaction
     SimpleConsumer, ...     SimpleConsumer, Delivery, PullConsumer, PushConsumer, DeadLetters
 
-Names, arguments, results and errors are those of the sync classes, which have the documentation; each object has its
-twin as `sync`. What a coroutine returns (messages, receipts, statistics) is the same in both. The engine is called by
-one thread a store, and waits by callback: a thousand coroutines that wait need no thread (`bridge.py`).
+Names, arguments, results and errors are those of the synchronous classes, which have the documentation. Each object has
+its counterpart as `sync`. Coroutines return the same messages, receipts and statistics. One thread for each store calls
+the engine, which waits by callback. So a thousand waiting coroutines need no thread (`bridge.py`).
 
 >>> import asyncio, tempfile
 >>> async def main(folder):

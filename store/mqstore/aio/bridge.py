@@ -1,28 +1,28 @@
-"""Between a loop and the engine: one thread that calls, and one wake-up for all answers (clients#runtime).
+"""Bridge between a loop and the engine: one thread that calls, one wake-up for all answers.
 
     coroutine --- call, look ---> the line ---> the thread: one after the other ---> answers --+
         ^                           ^                                                          |
-        |                           +--- whatever a look waits for calls it back               |
-        +------------------------------ one turn of the loop for all that are there <----------+
+        |                           +--- the awaited event of a look calls it back             |
+        +------------------------------ one turn of the loop for all answers <-----------------+
 
-    a look:   look ---> something: the answer
+    a look:   look ---> found: the answer
                ^  |---> nothing: park at a callback door, hold no thread
                +--------called
 
-A coroutine may be cancelled at each of these stations, and nothing may be lost by it:
+A coroutine may be cancelled at each of these stations, and nothing may be lost (clients#runtime):
 
     in the line          it is not begun
-    being run            its result is undone (`undo`: messages are given back unseen)
+    running              its result is undone (`undo`: messages are released unseen)
     answered, not heard  the same
-    parked               it waits no longer; a turn that it was given is passed on to who else waits
+    parked               it stops waiting; a turn that it got is passed on to another receiver
 
-Several threads bring news (the line's own, the store's housekeeper, a producer's writer, workers of a push consumer).
-They share the list of answers, and only the first to find it empty wakes the loop. The line's thread does so when its
-line is empty, or what comes next may take long: a wake-up for each answer would make the two threads take turns, at ten
-times the cost of a look.
+Several threads bring news: the line's own, the store's housekeeper, a producer's writer, and workers of a push
+consumer. They share the list of answers, and only the first to find it empty wakes the loop. The line's thread does so
+when its line is empty, or the next call may take long. A wake-up for each answer would make the two threads take turns,
+at ten times the cost of a look.
 
-Knows neither messages nor queues. Anything that a thread would block for does not belong into the line: what stands
-behind it would wait as well. Exceptions are syncs of the disk that were asked for, and closing.
+The bridge knows neither messages nor queues. A call that blocks its thread does not belong into the line, since the
+calls behind it would wait too. Exceptions are requested syncs of the disk, and closing.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ __all__ = ["Bridge", "Parked", "uncancelled"]
 _log = logging.getLogger("mqstore")
 
 _BATCH = 32
-"""Looks whose answers may wait for each other: about a millisecond."""
+"""Number of looks whose answers may wait for each other: about a millisecond."""
 _ROW = 32
-"""Calls that are made on the loop before others have a turn: about two hundred microseconds."""
+"""Number of calls on the loop before others have a turn: about two hundred microseconds."""
 
 T = TypeVar("T")
 
 
 class Parked(Protocol):
-    """What a callback door returns."""
+    """Object that a callback door returns."""
 
     def cancel(self) -> None:
-        """Wait no longer; after the callback: pass the turn on. Harmless again."""
+        """Stop waiting. After the callback, pass the turn on. Repeating it is harmless."""
 
 
 class _Call(Generic[T]):
-    """A call of the engine, and who waits for it."""
+    """Call of the engine, and the future of its caller."""
 
     __slots__ = ("bridge", "future", "over", "result", "undo", "work")
 
     quick = False
-    """Whether it is done in some microseconds, so that who was answered before may wait for it."""
+    """True if it takes some microseconds, so that earlier answers may wait for it."""
 
     def __init__(self, bridge: Bridge, work: Callable[[], T | None], undo: Callable[[T], object] | None) -> None:
         self.bridge = bridge
@@ -72,12 +72,12 @@ class _Call(Generic[T]):
         self.undo = undo
         self.future: asyncio.Future[T | None] = bridge.loop.create_future()
         self.over = False
-        """Nobody waits any more."""
+        """True if the caller no longer waits."""
         self.result: T | None = None
-        """The thread's own."""
+        """Result of the call. Only the thread uses it."""
 
     def __call__(self) -> None:
-        """On the thread."""
+        """Make the call, on the thread."""
         if self.over:
             return
         try:
@@ -88,13 +88,13 @@ class _Call(Generic[T]):
             self.answer(result, None)
 
     def answer(self, result: T | None, error: BaseException | None) -> None:
-        """On the thread: what came of it."""
+        """Send the result or the error to the loop, on the thread."""
         self.result = result
         if not self.bridge.mail.tell(partial(self.hear, result, error), wakes=False):
             self._take_back()  # the loop has ended
 
     def hear(self, result: T | None, error: BaseException | None) -> None:
-        """On the loop."""
+        """Give the result or the error to the caller, on the loop."""
         if self.future.done():  # cancelled, or its time was over
             return
         if error is None:
@@ -104,35 +104,35 @@ class _Call(Generic[T]):
             self.future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     async def wait(self) -> T | None:
-        """On the loop: the result, or what was raised."""
+        """Return the result or raise the error, on the loop."""
         try:
             return await self.future
         except asyncio.CancelledError:
             self.forget()
             if self.future.done() and not self.future.cancelled():
-                self.future.exception()  # it was there, and cancelled before it was heard
+                self.future.exception()  # it was answered, and cancelled before the caller saw it
             raise
 
     def forget(self) -> None:
-        """On the loop: nobody will hear of it. Taken back before anything is done that is asked for from now on."""
+        """Forget the call, on the loop. Its result is undone before any later call is made."""
         self.over = True
         self.bridge.taking_back.add(self)
         self.bridge.submit(self._take_back)
 
     def _take_back(self) -> None:
-        """On the thread."""
+        """Undo the result of a forgotten call, on the thread."""
         result, self.result = self.result, None
         try:
             if self.undo is not None and result is not None:
                 self.undo(result)
-        except Exception as error:  # what was not given back comes again in its own time
+        except Exception as error:  # messages that were not released are redelivered later
             _log.warning("the result of a cancelled call could not be given back: %s", error)
         finally:
             self.bridge.taking_back.discard(self)
 
 
 class _Look(_Call[T]):
-    """A call that is made again whenever there may be more to find, until it finds something."""
+    """Call that is repeated whenever there may be more to find, until it finds something."""
 
     __slots__ = ("late", "looked", "park", "parked")
 
@@ -152,7 +152,7 @@ class _Look(_Call[T]):
         self.late = False
 
     def __call__(self) -> None:
-        if self.over:  # who forgot it passed its turn on
+        if self.over:  # `forget` has passed its turn on
             return
         try:
             result = self.work()
@@ -165,22 +165,22 @@ class _Look(_Call[T]):
                 return
         except BaseException as error:
             if self.parked is not None:
-                self.parked.cancel()  # the turn that it was given, if any, is another's
+                self.parked.cancel()  # its turn, if any, goes to another receiver
             self.answer(None, error)
         else:
             self.answer(result, None)
 
     def _park(self) -> None:
         self.parked = parked = self.park(self._again)
-        if self.over:  # meanwhile: who forgot it may have seen the one of before
+        if self.over:  # forgotten meanwhile, perhaps with the previous `parked`
             parked.cancel()
 
     def _again(self) -> None:
-        """The door's callback, on any thread."""
+        """Repeat the look. This is the door's callback, on any thread."""
         self.bridge.submit(self)
 
     def time_out(self) -> None:
-        """On the loop: it may have looked once, or does so and waits no more."""
+        """End the wait, on the loop. If it has not looked yet, it looks once and does not wait."""
         self.late = True
         if self.looked and not self.future.done():
             self.future.set_result(None)
@@ -193,19 +193,19 @@ class _Look(_Call[T]):
 
 
 class _Mail:
-    """What threads have for the loop. Fine to use from any."""
+    """Calls that threads send to the loop. Thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        """Of the two below. Nothing is done under it but to touch them: who brings news must not wait."""
+        """Guards the two below, and is held only to access them, so that senders do not wait."""
         self._news: list[Callable[[], object]] = []
         self._woken = False
-        """The loop is on its way to the news."""
+        """True if the loop is on its way to the news."""
 
     def tell(self, call: Callable[[], object], *, wakes: bool = True) -> bool:
-        """Have `call()` called by the loop, in the order of telling: soon, or (not `wakes`) after `wake`. False: the
-        loop has ended."""
+        """Have the loop call `call()`, in the order of these calls. Return False if the loop has ended.
+        If `wakes` is false, the call waits for `wake`."""
         if self._loop.is_closed():
             return False
         with self._lock:
@@ -213,7 +213,7 @@ class _Mail:
         return not wakes or self.wake()
 
     def wake(self) -> bool:
-        """Have the loop come for the news, if there are any; False: it has ended."""
+        """Have the loop fetch the news, if there is any. Return False if the loop has ended."""
         with self._lock:
             if self._woken or not self._news:
                 return True
@@ -231,12 +231,13 @@ class _Mail:
         for call in news:
             try:
                 call()
-            except Exception:  # a mistake of ours; the others are called
+            except Exception:  # a fault of ours: call the others
                 _log.exception("bringing news to an event loop failed")
 
 
 class Bridge:
-    """The thread of one aio store, and the way back to its loop. Made and used on that loop, unless it says otherwise.
+    """Thread of one aio store, and the way back to its loop. Made on that loop.
+    Other threads may only call the methods that say so.
 
     >>> async def main():
     ...     bridge = Bridge("demo")
@@ -254,22 +255,22 @@ class Bridge:
         self.closed = False
         self.mail = _Mail(self.loop)
         self.tell = self.mail.tell
-        """From any thread: have something called by the loop."""
+        """Has the loop call a function. Any thread may use it."""
         self._line: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._looks: set[_Look[Any]] = set()
         self.taking_back: set[_Call[Any]] = set()
-        """Forgotten calls whose results the thread has not given back yet."""
+        """Forgotten calls whose results the thread has not undone yet."""
         self._in_a_row = 0
         self._thread = threading.Thread(
             target=_run, args=(self._line, weakref.WeakMethod(self.mail.wake)), name=f"mqstore-aio {name}", daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, self._line.put, None)  # a store that nobody closed leaves no thread
+        self._end = weakref.finalize(self, self._line.put, None)  # an unclosed store leaves no thread behind
 
     # -- from the loop ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """RuntimeError on another loop than its own, StoreClosedError when it was closed."""
+        """Raise RuntimeError on another loop than its own, and StoreClosedError after `close`."""
         if asyncio.get_running_loop() is not self.loop:
             raise RuntimeError(
                 f"{self.name} was opened on another event loop; open the store again on this one, or use store.sync"
@@ -285,8 +286,8 @@ class Bridge:
             await asyncio.sleep(0)
 
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """What `work()` returns on the thread. Cancelled: it is not begun, or runs to its end, and then `undo(result)`
-        is called there."""
+        """Return what `work()` returns on the thread.
+        If cancelled, it is not begun, or runs to its end. Then `undo(result)` is called there."""
         self.check()
         call: _Call[T] = _Call(self, work, undo)
         self._line.put(call)
@@ -300,8 +301,9 @@ class Bridge:
         timeout_s: float | None,
         undo: Callable[[T], object] | None = None,
     ) -> T | None:
-        """What `work()` finds; while that is None, it is called again after each time that what `park` was given is
-        called. None after `timeout_s` seconds (None: never), but not before it has looked once. It must be quick."""
+        """Return what `work()` finds, and repeat it after each callback until it is not None.
+        `park` is given the callback. Return None after `timeout_s` seconds (None: never), but not before one look.
+        `work` must be quick."""
         self.check()
         look = _Look(self, work, undo, park)
         self._looks.add(look)
@@ -316,7 +318,8 @@ class Bridge:
                 timer.cancel()
 
     async def wait(self, future: Future[T]) -> T:
-        """The result of a future that another thread answers. Cancelled: it goes on, unless it can be cancelled."""
+        """Return the result of a future that another thread answers. If cancelled, the future is cancelled.
+        A future that cannot be cancelled continues."""
         if not future.done():
             call: _Call[T] = _Call(self, _nothing, None)
             future.add_done_callback(lambda done: _pass_answer(call))
@@ -328,14 +331,14 @@ class Bridge:
         return future.result()
 
     async def finish(self, work: Callable[[], T]) -> T:
-        """As `call`, to the end: who is cancelled meanwhile hears of it when `work` has returned."""
+        """Return what `work()` returns, as `call` does. A cancellation is raised after the end of `work`."""
         self.check()
         call: _Call[T] = _Call(self, work, None)
         self._line.put(call)
         return cast(T, await uncancelled(call.future))
 
     def close(self) -> None:
-        """Let the thread end when it has done what is in the line. Whoever is parked gets StoreClosedError."""
+        """End the thread after the work in its line. Parked callers get StoreClosedError."""
         if not self.closed:
             self.closed = True
             self._end()
@@ -346,12 +349,12 @@ class Bridge:
     # -- from any thread --------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have `work()` called by the thread. Never blocks."""
+        """Have the thread call `work()`. Never blocks."""
         self._line.put(work)
 
 
 async def uncancelled(future: asyncio.Future[T]) -> T:
-    """The result of `future`, however often the caller is cancelled meanwhile; then that is raised."""
+    """Return the result of `future`. A cancellation meanwhile is raised after the end."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -366,7 +369,7 @@ async def uncancelled(future: asyncio.Future[T]) -> T:
 
 
 def _run(line: SimpleQueue[Callable[[], object] | None], waker: weakref.WeakMethod[Callable[[], bool]]) -> None:
-    """The thread. Holds neither the bridge nor its mail: news that a loop never heard hold the bridge."""
+    """Run the thread. It refers to neither bridge nor mail, since unread news keep the bridge alive."""
 
     def wake() -> None:
         if (found := waker()) is not None:
@@ -386,7 +389,7 @@ def _run(line: SimpleQueue[Callable[[], object] | None], waker: weakref.WeakMeth
             held = 0
         try:
             work()
-        except Exception:  # a mistake of ours: calls answer for what they raise
+        except Exception:  # a fault of ours, since calls catch their errors
             _log.exception("a call for an event loop failed")
         held += 1
         del work  # it may hold messages, and those their segment

@@ -1,4 +1,4 @@
-"""`mqstore`'s dead letters with coroutines."""
+"""Dead letters with coroutines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeadLetters"]
 
 
 class DeadLetters(Twin[deadletters.DeadLetters]):
-    """Dead letters of a group: list, replay and purge them. Arguments and errors are those of the sync class.
+    """Dead letters of a group: list, replay and purge them, as with the synchronous class.
 
     >>> import asyncio, mqstore, mqstore.aio, tempfile
     >>> async def main(folder):
@@ -40,7 +40,7 @@ class DeadLetters(Twin[deadletters.DeadLetters]):
         return await self._call(lambda: self.sync.bounds)
 
     async def count(self) -> int:
-        """Return the number of letters; of the sync class that is `len`."""
+        """Return the number of letters, which is `len` in the synchronous class."""
         return await self._call(lambda: len(self.sync))
 
     def __aiter__(self) -> AsyncIterator[Message]:

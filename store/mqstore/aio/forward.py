@@ -1,14 +1,14 @@
 """Methods and properties of the aio classes that only forward to the synchronous object.
 
     topics = called(store.Store.topics)          coroutine: the method runs on the store's thread
-    put_many = in_order(store.Store.put_many)    coroutine: the same, and puts that follow are stored after it
-    snapshot = apart(store.Store.snapshot)       coroutine: the method runs on a thread of its own
+    put_many = in_order(store.Store.put_many)    coroutine: the same, and later puts are stored after it
+    snapshot = apart(store.Store.snapshot)       coroutine: the method runs on a separate thread
     verify = paged(store.Store.verify)           asynchronous iterator: the store's thread reads it page by page
     queue = made(store.Store.queue, Queue)       the twin, to be awaited or entered
     path = Value[Path](store.Store)              property
 
-Signature and docstring are those of the synchronous class, also for a type checker. An argument is thus added or
-documented in one place. A method that does more than forward is written out in its class.
+Signature and docstring are those of the synchronous class, also for a type checker. So an argument is added or
+documented in one place. A method that does more is written out in its class.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def called(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[A
 
 
 def in_order(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine method as `called` does; it stores messages in the order of the calls."""
+    """Return a coroutine method, as `called` does, that stores messages in the order of the calls."""
 
     @_as(method, "Stores messages in the order of the calls. If cancelled, it has not begun, or runs to its end.")
     async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
@@ -105,7 +105,7 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine
 
 
 def apart(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine method that calls `method`, which takes long, on a thread of its own."""
+    """Return a coroutine method that calls a slow `method` on a separate thread."""
 
     @_as(method, "Runs on a thread of its own, and calls back there. If cancelled, it runs to its end.")
     async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
@@ -120,7 +120,7 @@ def made(
 ) -> Forwarded[P, Made[M]]:
     """Return a method that makes a `twin` of what `method` makes, on the store's thread.
 
-    `undo` is for one that was made, and cancelled before anybody had it.
+    If the call is cancelled, `undo` is called with a twin that was made.
     """
 
     @_as(method, "To be awaited, or entered by `async with`, which closes it at its end.")
@@ -142,13 +142,13 @@ def paged(method: Callable[Concatenate[Any, P], Iterator[T]]) -> Forwarded[P, As
 
 
 def _bound(self: Any, method: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Callable[[], Any]:
-    """Return the call of `method` of the synchronous object, with copies of what its caller may change meanwhile."""
+    """Return a call of `method` with copies of arguments that its caller may change meanwhile."""
     copies = {name: owned(value) for name, value in options.items()}
     return partial(getattr(self.sync, method.__name__), *map(owned, args), **copies)
 
 
 def owned(value: Any) -> Any:
-    """Return an argument as it is now, whatever its caller does with it while the call waits or after it was cancelled.
+    """Return a copy of an argument, so that its caller may change it while the call waits.
 
     Iterables are read here, on the loop, since they belong to the caller.
     """

@@ -1,6 +1,6 @@
 """Base of `Task` and `Delivery`: a lease of the synchronous library whose verbs are coroutines.
 
-    ack, clean end of a block    on the loop, if that takes no wait for a lock or the disk; else on the store's thread
+    ack, clean end of a block    on the loop, if no lock and no disk has to be waited for; else on the store's thread
     nack, extend, reject,        on the store's thread
     end of a block that failed
 

@@ -1,9 +1,9 @@
-"""What comes into being on the store's thread, and what is walked through there: small tools of the aio classes.
+"""Helpers of the aio classes: objects made, and iterators read, on the store's thread.
 
 await store.queue("jobs")              Made: the object
 async with store.queue("jobs") as q    Made: the object, entered; left at the end of the block
 async for ... in                       Each: one call for each step
-                                       Pages: one call for each page of what a sync iterator gives
+                                       Pages: one call for each page of a synchronous iterator
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ M = TypeVar("M", bound=_Entered)
 
 
 class Made(AbstractAsyncContextManager[M], Generic[M]):
-    """An object to be: `await` it, or enter it by `async with`. Nothing happens before."""
+    """Object still to be made: `await` it, or enter it by `async with`. Nothing happens before."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, M]]) -> None:
         self._make = make
@@ -55,7 +55,7 @@ class Made(AbstractAsyncContextManager[M], Generic[M]):
 
 
 class Each(AsyncIterator[T]):
-    """What `step` gives, until it gives None. It holds nothing: whoever leaves the loop leaves nothing behind."""
+    """Results of `step`, until it returns None. A loop may be left at any time, since it holds nothing."""
 
     def __init__(self, step: Callable[[], Awaitable[T | None]]) -> None:
         self._step = step
@@ -68,14 +68,14 @@ class Each(AsyncIterator[T]):
 
 
 class Pages(AsyncIterator[T]):
-    """A sync iterator, advanced by the store's thread, a page at a time. A step that is cancelled skips nothing."""
+    """Synchronous iterator that the store's thread reads page by page. A cancelled step skips nothing."""
 
     def __init__(self, bridge: Bridge, begin: Callable[[], Iterator[T]]) -> None:
         self._bridge = bridge
         self._begin = begin
         self._items: Iterator[T] | None = None
         self._undone: list[T] = []
-        """Read for a step that was cancelled. Like `_items` the thread's own."""
+        """Items read for a step that was cancelled. Only the thread uses it and `_items`."""
         self._failed: Exception | None = None
         self._page: deque[T] = deque()
 

@@ -1,11 +1,11 @@
-"""`mqstore.Producer` with coroutines (clients#submit).
+"""Producer with coroutines (clients#submit).
 
-    send      on the loop, as a put, when it wants no sync and nothing is on its way before it; else as `submit`
+    send      on the loop, as a put, if it needs no sync and nothing is on its way before it; else as `submit`
     submit    the same; else checked here, and stored by the producer's writer, in the order of the calls
     rest      on the store's thread
 
-The bound on what is submitted and not stored is kept here: who is beyond it waits on the loop, in line. The sync
-producer beneath has none, for it would hold up the loop.
+The limit on submitted messages that are not stored is kept here: callers beyond it wait on the loop, in line. The
+synchronous producer beneath has none, since it would block the loop.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["Producer", "Transaction"]
 
 
 class Producer(Closable[producer.Producer]):
-    """`mqstore.Producer` with coroutines, made by `Store.producer`. Interceptors, selector and checker are plain
-    functions; they are called on the loop and on other threads.
+    """Producer with coroutines, made by `Store.producer`.
+    Interceptors, selector and checker are plain functions, called on the loop and on other threads.
 
     >>> import mqstore.aio, tempfile
     >>> async def main(folder):
@@ -62,7 +62,7 @@ class Producer(Closable[producer.Producer]):
         max_inflight_bytes: int = 100 << 20,
         **options: Any,
     ) -> None:
-        """On the store's thread. Options as `ProducerOptions`."""
+        """Make the producer, on the store's thread. Options are those of `ProducerOptions`."""
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
             check_whole(name, value, 1)
         # The bound is kept here, so the synchronous producer has none.
@@ -74,12 +74,12 @@ class Producer(Closable[producer.Producer]):
         self._max = max_inflight
         self._max_bytes = max_inflight_bytes
         self._held: dict[asyncio.Future[SendReceipt], int] = {}
-        """What is submitted and not stored, oldest first, with its size."""
+        """Submitted messages that are not stored, oldest first, with their sizes."""
         self._held_bytes = 0
         self._line = asyncio.Lock()
-        """Of those who wait for room."""
+        """Line of the callers that wait for room."""
         self._room: asyncio.Future[None] | None = None
-        """Of the first of them."""
+        """Future of the first of them."""
         self._closing = False
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -93,7 +93,8 @@ class Producer(Closable[producer.Producer]):
         selector: Selector | None = None,
         **options: Unpack[SendOptions],
     ) -> SendReceipt:
-        """As `mqstore.Producer.send`, in the order of the calls. Cancelled: stored whole, or not at all."""
+        """Store a message as `mqstore.Producer.send` does, in the order of the calls.
+        If cancelled, it is stored whole or not at all."""
         if not self._goes_here(topic, body, options):
             return await (await self.submit(topic, body, queue_id=queue_id, selector=selector, **options))
         self._check()
@@ -102,7 +103,7 @@ class Producer(Closable[producer.Producer]):
         return receipt
 
     def _goes_here(self, topic: str, body: Body, options: SendOptions) -> bool:
-        """Whether it is stored on the loop: no sync is wanted, and nothing stands before it."""
+        """Return True if it is stored on the loop: it needs no sync, and nothing is before it."""
         durability = options.get("durability")
         flushes = self._flushes if durability is None else durability == "flush"
         return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
@@ -119,14 +120,15 @@ class Producer(Closable[producer.Producer]):
         selector: Selector | None = None,
         **options: Unpack[SendOptions],
     ) -> asyncio.Future[SendReceipt]:
-        """As `mqstore.Producer.submit`: waits for room, hands the message over, and returns the future of its receipt.
-        A future that is cancelled in time is not stored. What wants no sync is mostly stored on return."""
+        """Wait for room, hand the message over, and return the future of its receipt.
+        It works as `mqstore.Producer.submit`. A message whose future is cancelled in time is not stored. A message that
+        needs no sync is usually stored on return."""
         self._check()
         if self._goes_here(topic, body, options):
             stored: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
             try:
                 stored.set_result(self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options))
-            except (SendError, StoreIOError) as error:  # what the engine says comes with the future
+            except (SendError, StoreIOError) as error:  # errors of the engine come with the future
                 stored.set_exception(error)
             await self._bridge.breathe()
             return stored
@@ -155,7 +157,7 @@ class Producer(Closable[producer.Producer]):
             future.add_done_callback(lambda done: self._bridge.tell(partial(self._answer, mine, done)))
             return future
 
-        self._held[mine] = size  # before: the answer may be there when it is handed in
+        self._held[mine] = size  # before the call, since the answer may come at once
         self._held_bytes += size
         try:
             if self._puts.here(topic, size):
@@ -181,14 +183,14 @@ class Producer(Closable[producer.Producer]):
         else:
             mine.set_result(done.result())
 
-    # -- how many may be on their way -------------------------------------------------------------------------------
+    # -- limit on unstored messages ---------------------------------------------------------------------------------
 
     def _has_room(self, size: int) -> bool:
         held = len(self._held)
         return not held or (held < self._max and self._held_bytes + size <= self._max_bytes)
 
     async def _wait_for_room(self) -> None:
-        if self._lingers:  # nothing does any more
+        if self._lingers:  # a flush ends all lingering
             await self.flush()
             return
         self._room = self._bridge.loop.create_future()
@@ -207,7 +209,8 @@ class Producer(Closable[producer.Producer]):
     # -- transactions -----------------------------------------------------------------------------------------------
 
     def transaction(self) -> Transaction:
-        """As `mqstore.Producer.transaction`, for `async with`. A block that is cancelled is rolled back."""
+        """Return a transaction for `async with`, as `mqstore.Producer.transaction` does.
+        A cancelled block is rolled back."""
         self._check()
         return Transaction(self._bridge, self.sync.transaction)
 
@@ -217,7 +220,7 @@ class Producer(Closable[producer.Producer]):
     run_once = called(producer.Producer.run_once)
 
     async def close(self, timeout: Duration = 30) -> None:
-        """As `mqstore.Producer.close`. Who is cancelled meanwhile hears of it when it is closed."""
+        """Close as `mqstore.Producer.close`. A cancellation is raised once it is closed."""
         timeout_s = seconds(timeout, "timeout")
         self._closing = True
         if not self._bridge.closed:
@@ -225,7 +228,7 @@ class Producer(Closable[producer.Producer]):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or its store was."""
+        """True if it was closed, or its store was."""
         return self._closing or self.sync.closed
 
     def _check(self) -> None:
@@ -238,8 +241,8 @@ class Producer(Closable[producer.Producer]):
 
 
 class Transaction:
-    """`mqstore`'s transaction with coroutines: messages that become visible when its `async with` block ends well. The
-    end is not cancelled: it comes to one, and is raised then.
+    """Transaction with coroutines: messages become visible when its `async with` block ends well.
+    The end of the block is not cancelled. A cancellation is raised after it.
 
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):
@@ -259,11 +262,11 @@ class Transaction:
 
     @property
     def receipts(self) -> list[SendReceipt | None]:
-        """After the commit: where each message went."""
+        """Receipts of the messages after the commit, in order."""
         return [] if self._sync is None else self._sync.receipts
 
     async def send(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]) -> str:
-        """As of the sync transaction: the unique key by which the checker will know it."""
+        """Store a message in the transaction. Return the unique key by which the checker will know it."""
         if self._sync is None:
             raise TransactionStateError("a transaction sends inside its `async with` block", None)
         return await self._bridge.call(partial(self._sync.send, topic, owned(body), queue_id=queue_id, **options))

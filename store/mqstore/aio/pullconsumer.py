@@ -1,8 +1,8 @@
-"""`mqstore.PullConsumer` with coroutines (clients#pull-consumer).
+"""Pull consumer with coroutines (clients#pull-consumer).
 
-A poll says that the caller is done with what polls before it returned. By default the sync consumer knows its
-caller by the thread. Here every call is made by the store's thread, and the caller is a task of the loop: what one task
-polled, another that closes or unsubscribes does not declare done.
+A poll means that the caller is done with the messages of earlier polls. By default the synchronous consumer knows its
+caller by the thread. Here the store's thread makes all calls, and the caller is a task of the loop. So the messages
+that one task polled are not taken for done if another task closes or unsubscribes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class PullConsumer(Closable[pullconsumer.PullConsumer]):
-    """`mqstore.PullConsumer` with coroutines, made by `Store.pull_consumer`. A `poll` that is cancelled, at any moment,
-    has returned nothing: the next one begins at the same message. `on_assign`, `on_revoke` and interceptors are plain
-    functions, called on the store's thread.
+    """Pull consumer with coroutines, made by `Store.pull_consumer`.
+    A `poll` that is cancelled, at any moment, has returned nothing, and the next one begins at the same message.
+    `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
 
     >>> import mqstore.aio, tempfile
     >>> async def main(folder):
@@ -51,15 +51,15 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
     """
 
     def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
-        """On the store's thread. Arguments as `mqstore.Store.pull_consumer`."""
+        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
         super().__init__(bridge, sync := store.pull_consumer(*args, **options))
         self.group = sync.group
         self.client_id = sync.client_id
         self._caller: object = None
-        """The task whose call the store's thread makes, while it does so."""
+        """Task whose call the store's thread is making."""
         sync.caller = lambda: self._caller or threading.current_thread()
 
-    # -- what is read -----------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     subscribe = called(pullconsumer.PullConsumer.subscribe)
     unsubscribe = called(pullconsumer.PullConsumer.unsubscribe)
@@ -68,14 +68,14 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     async def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
-        """As `mqstore.PullConsumer.poll`. Cancelled, it has returned nothing."""
+        """Return messages as `mqstore.PullConsumer.poll` does. If cancelled, it has returned nothing."""
         if self.sync.closed:
             raise StoreClosedError(f"this consumer of group {self.group!r} was closed; make another one")
         return await self._poll(limit(timeout), lambda: self.sync.poll(0, max_messages))
 
     def __aiter__(self) -> AsyncIterator[Message]:
-        """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
-        caller is done with the last."""
+        """Yield messages one at a time, waiting for ever, until the consumer is closed.
+        A request for the next message means that the caller is done with the last."""
         return Each(self._next)
 
     async def _next(self) -> Message | None:
@@ -100,15 +100,15 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
         return found or []
 
     def _unread(self, messages: list[Message]) -> None:
-        """On the thread: have what was polled for somebody who was cancelled polled again."""
+        """Have the messages of a cancelled poll polled again, on the thread."""
         firsts: dict[QueueRef, int] = {}
         for message in messages:
             firsts.setdefault(message.queue, message.offset)
         for queue, offset in firsts.items():
             try:
-                if self.sync.position(queue) > offset:  # else somebody else has gone elsewhere since
+                if self.sync.position(queue) > offset:  # otherwise another caller has moved it since
                     self.sync.seek(queue, offset)
-            except MQStoreError:  # it is another's now, who goes on from what is committed
+            except MQStoreError:  # another member has it, and continues at the committed offset
                 pass
 
     # -- positions --------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
     closed = Value[bool](pullconsumer.PullConsumer)
 
     async def close(self, *, done: bool = True) -> None:
-        """As `mqstore.PullConsumer.close`: of the last poll only what the same task of the loop polled is taken for
-        done. Who is cancelled meanwhile hears of it when it is closed."""
+        """Close as `mqstore.PullConsumer.close`. A cancellation is raised once it is closed.
+        The messages of the last poll are taken for done only if the same task of the loop polled them."""
         if not self._bridge.closed:
             await self._bridge.finish(self._as_caller(partial(self.sync.close, done=done)))
 

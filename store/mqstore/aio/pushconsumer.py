@@ -1,13 +1,13 @@
-"""`mqstore.PushConsumer` with handlers that are coroutines (clients#concurrent, clients#orderly).
+"""Push consumer with handlers that are coroutines (clients#concurrent, clients#orderly).
 
     a job of the sync consumer ---> the loop: a task for this call of the handler
-             goes on when it ends <---          returns, raises: the outcome, as of any handler
-                                                cancelled by `stop`: nothing is settled, the messages come again
+             continues at its end <---         returns, raises: the outcome, as of any handler
+                                               cancelled by `stop`: nothing is settled, the messages are redelivered
 
-What a handler's end means, retries, order, time-outs, flow control: all of that is the sync consumer's, so it is the
-same. A call that runs holds one of its `workers` and no thread: a few threads begin and settle for all of them, with
-one wake-up of the loop for all handlers that begin together. Only where an interceptor has `around_consume`, which is a
-plain function around the call, there is a thread for each that runs, and it waits.
+The synchronous consumer decides about results of handlers, retries, order, timeouts and flow control, so these are the
+same. A running call holds one of its `workers` and no thread. A few threads begin and settle all calls, with one
+wake-up of the loop for all handlers that begin together. An interceptor with `around_consume`, which is a plain
+function around the call, changes that: then each running call has a thread, which waits.
 
     running ---- stop ----> nothing new is started ---- all have ended ----------------------------> stopped
                                         +-- `timeout` is over: tasks cancelled --- they have ended --+
@@ -40,19 +40,19 @@ __all__ = ["Handler", "PushConsumer", "cancelled"]
 _log = logging.getLogger("mqstore")
 
 Handler = Callable[..., Any]
-"""Takes what a sync handler takes. Called on the loop; an awaitable that it returns is awaited."""
+"""Function that takes what a synchronous handler takes. Called on the loop, its result awaited."""
 H = TypeVar("H", bound=Handler)
 
 _GRACE_S = 5.0
-"""For handlers that were cancelled to end."""
+"""Time for cancelled handlers to end."""
 _THREADS = 4
-"""For what happens around handlers, hooks among it, unless there are fewer workers."""
+"""Number of threads for hooks and other work around handlers, if there are that many workers."""
 
 _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar("mqstore.aio worker", default=None)
 
 
 def cancelled() -> bool:
-    """As `mqstore.cancelled`, inside a handler that is a coroutine.
+    """Return what `mqstore.cancelled` returns, inside a handler that is a coroutine.
 
     >>> cancelled()
     False
@@ -62,7 +62,7 @@ def cancelled() -> bool:
 
 
 class _Abandoned(BaseException):
-    """In a job: its handler was cancelled, or there is no loop any more. No outcome: nothing is settled."""
+    """Error in a job whose handler was cancelled or whose loop has ended. Nothing is settled."""
 
 
 class _Run(workers.Awaited):
@@ -80,10 +80,10 @@ class _Run(workers.Awaited):
         self.worker = workers.current()
         self.task: asyncio.Task[None] | None = None
         self._done: list[Callable[[BaseException | None], object]] = []
-        """Who is to be told of the end: one, once."""
+        """Function to call at the end, once. Empty after the call."""
 
     async def __call__(self) -> None:
-        """On the loop."""
+        """Call the handler, on the loop."""
         _worker.set(self.worker)
         result = self.handler(*self.arguments)
         if inspect.isawaitable(result):
@@ -95,10 +95,10 @@ class _Run(workers.Awaited):
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         self._done.append(done)
         if not self._bridge.tell(partial(self._begin, self)):
-            self.look()  # the loop has ended, and perhaps heard of it before
+            self.look()  # the loop has ended, perhaps after it took the call
 
     def wait(self) -> None:
-        """Begin, and block until it has ended; raises what it raised."""
+        """Begin, and block until it has ended. Raises what it raised."""
         ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self.start(ended.put)
         while True:
@@ -112,16 +112,16 @@ class _Run(workers.Awaited):
             return
 
     def look(self) -> None:
-        """Nobody says when a loop is closed, and with it what waited to be begun, or to go on."""
+        """End the call if the loop was closed. Nothing else reports that, and waiting calls are lost."""
         if self._bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
-            # A task that its loop never began is nobody's mistake: Python is not to complain of it.
+            # A task that its loop never began is no fault, so Python must not warn.
             coroutine = self.task and self.task.get_coro()
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()
                 self.task._log_destroy_pending = False  # type: ignore[union-attr]
 
     def end(self, error: BaseException | None) -> bool:
-        """It has ended, or never will; False: that was said before."""
+        """Report the end of the call. Return False if that was done before."""
         try:
             done = self._done.pop()
         except IndexError:
@@ -130,7 +130,7 @@ class _Run(workers.Awaited):
         return True
 
     def stack(self) -> str:
-        """Where the coroutine is: what it awaits, and that in turn; if it holds the loop up, what its thread does."""
+        """Return the stack of the coroutine and of what it awaits. If it blocks the loop, its thread's stack."""
         if self.task is not None and self.task.done():
             return "  (its end)\n"
         awaited: Any = self.task and self.task.get_coro()
@@ -146,7 +146,7 @@ class _Run(workers.Awaited):
 
 
 def _stack_with(frame: FrameType | None) -> list[str]:
-    """The stack of the thread that is in `frame` now; empty if none is any more."""
+    """Return the stack of the thread that is in `frame` now, or [] if there is none."""
     for last in sys._current_frames().values():
         each: FrameType | None = last
         while each is not None:
@@ -157,8 +157,8 @@ def _stack_with(frame: FrameType | None) -> list[str]:
 
 
 class PushConsumer(Closable[pushconsumer.PushConsumer]):
-    """`mqstore.PushConsumer` whose handlers are coroutines, run as tasks of the loop, at most `workers` at a time; made
-    by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
+    """Push consumer with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
+    Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
 
     >>> import mqstore.aio, tempfile
     >>> async def main(folder):
@@ -185,15 +185,15 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         self._started = False
         self._stopping = False
         self._cancelling = False
-        """From now on handlers are cancelled: their messages come again."""
+        """True once handlers are cancelled. Their messages are redelivered."""
         self._cut = False
-        """One was."""
+        """True if a handler was cancelled."""
         self._stopped: asyncio.Future[bool] | None = None
         self._wish_to_stop = asyncio.Event()
         self._waits = sync.run_on_loop(_THREADS, self._exited)
-        """On its thread, for each handler to end."""
+        """True if a thread waits for each handler."""
 
-    # -- what is handled --------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     @overload
     def subscribe(self, topic: str, handler: H, *, tags: str = "*", sql: str | None = None) -> H: ...
@@ -204,7 +204,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     ) -> Callable[[H], H]: ...
 
     def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
-        """As `mqstore.PushConsumer.subscribe`; without a handler a decorator, so it is no coroutine."""
+        """Subscribe as `mqstore.PushConsumer.subscribe`. It may return a decorator, and is no coroutine."""
         if handler is None:
             return partial(self._subscribe_here, topic, tags=tags, sql=sql)
         return self._subscribe_here(topic, handler, tags=tags, sql=sql)
@@ -216,14 +216,14 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         return handler
 
     def unsubscribe(self, topic: str) -> None:
-        """As `mqstore.PushConsumer.unsubscribe`."""
+        """Unsubscribe as `mqstore.PushConsumer.unsubscribe`."""
         self._bridge.check()
         self.sync.unsubscribe(topic)
 
     # -- handlers ---------------------------------------------------------------------------------------------------
 
     def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | None:
-        """What the sync consumer calls, on one of its threads."""
+        """Handle messages for the synchronous consumer, on one of its threads."""
         run = _Run(self._bridge, self._begin, handler, arguments)
         if not self._waits:
             return run
@@ -245,11 +245,11 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
             run.end(task.exception())
         elif self._stopping or self._bridge.closed:
             run.end(_Abandoned("cancelled"))
-        else:  # by itself, or by who has found its task: it did not get done
+        else:  # by itself, or by other code with its task: the handler has failed
             run.end(RuntimeError("the handler was cancelled"))
 
     def _exited(self, error: BaseException) -> bool:
-        """Stop after an error that ended a worker's job, which is not settled. False: there is no loop any more."""
+        """Stop after an error that ended a worker's job, which is not settled. Return False without a loop."""
         if isinstance(error, _Abandoned):
             return self._stopping
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
@@ -258,7 +258,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     # -- running ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> PushConsumer:
-        """As `mqstore.PushConsumer.start`."""
+        """Start as `mqstore.PushConsumer.start`."""
         await self._bridge.finish(self._start)
         return self
 
@@ -267,15 +267,17 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         self._started = True
 
     async def run_once(self) -> int | None:
-        """As `mqstore.PushConsumer.run_once`; it lasts until the handlers that it began have ended, side by side."""
+        """Run once, as `mqstore.PushConsumer.run_once`, until the handlers that it began have ended.
+        They run side by side."""
         self._bridge.check()
-        # Not by the store's thread: it waits for handlers, and they may wait for the store's.
+        # Not on the store's thread: this waits for handlers, which may wait for the store's thread.
         return await self._bridge.loop.run_in_executor(None, self.sync.run_once)
 
     async def stop(self, timeout: Duration = 30) -> bool:
-        """Start no handler any more, wait up to `timeout` seconds for those that run, then cancel them: their messages
-        come again. True: all have ended by themselves, progress is on disk. Again is harmless. From a handler it does
-        not wait. Who is cancelled meanwhile hears of it when it has stopped."""
+        """Start no more handlers, wait up to `timeout` seconds for running ones, then cancel the rest.
+        Messages of cancelled handlers are redelivered. Return True if all have ended by themselves and offsets are on
+        disk. Repeating it is harmless. When called by a handler it does not wait. A cancellation is raised once it has
+        stopped."""
         if not self._bridge.closed:
             self._bridge.check()
         stopped = self._begin_to_stop(seconds(timeout, "timeout"))
@@ -287,14 +289,14 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
             loop = self._bridge.loop
             self._stopped = loop.create_future()
             loop.call_later(min(timeout_s, threading.TIMEOUT_MAX / 2), self._cancel)
-            # A thread of its own: it waits for handlers, and they may wait for the store's.
+            # A separate thread: it waits for handlers, which may wait for the store's thread.
             threading.Thread(
                 target=self._stop, args=(timeout_s + _GRACE_S,), name=f"mqstore-{self.group}-stop", daemon=True
             ).start()
         return self._stopped
 
     def _cancel(self) -> None:
-        """The time is over."""
+        """Cancel the running handlers, because the time is over."""
         self._cancelling = True
         for run in self._running:
             if run.task is not None:
@@ -302,7 +304,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
                 run.task.cancel()
 
     def _stop(self, timeout_s: float) -> None:
-        """On a thread of its own."""
+        """Stop the synchronous consumer, on a separate thread."""
         ended = False
         try:
             ended = self.sync.stop(timeout_s)
@@ -317,27 +319,27 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
             self._stopped.set_result(ended and not self._cut)
 
     async def run(self, stop_timeout: Duration = 30) -> bool:
-        """Start, wait for SIGINT or SIGTERM (on the main thread; else for a `stop` from elsewhere), stop; what `stop`
-        says. A second signal does what it did before."""
+        """Start, wait for SIGINT or SIGTERM, and stop. Return what `stop` returns.
+        Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
         ended = False
         try:
             with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
                 await self.start()
                 await self._wish_to_stop.wait()
         finally:
-            if self._started:  # else it did not start, and may be started again
+            if self._started:  # otherwise it may be started again
                 ended = await self.stop(stop_timeout)
         return ended
 
     def is_mine(self) -> bool:
-        """Whether a handler of this consumer is what runs."""
+        """Return True if called by a handler of this consumer."""
         current = asyncio.current_task()
         return current is not None and any(run.task is current for run in self._running)
 
     async def __aenter__(self) -> PushConsumer:
         try:
             await self._bridge.finish(self.sync.__enter__)
-        except asyncio.CancelledError:  # nobody leaves a block that was not entered
+        except asyncio.CancelledError:  # there is no exit from a block that was not entered
             await self.stop()
             raise
         return self
@@ -345,7 +347,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     async def _leave(self, error: BaseException | None) -> None:
         await self.stop()
 
-    # -- by hand ----------------------------------------------------------------------------------------------------
+    # -- manual control ---------------------------------------------------------------------------------------------
 
     pause = called(pushconsumer.PushConsumer.pause)
     resume = called(pushconsumer.PushConsumer.resume)

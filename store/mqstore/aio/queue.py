@@ -1,12 +1,12 @@
-"""`mqstore.Queue` with coroutines (clients#queue).
+"""Persistent queue with coroutines (clients#queue).
 
-    put      on the loop: a few microseconds. On the store's thread: large items, and where there is a `maxsize`
-    get      on the loop, if the item was read ahead and no lock is held. Else it looks on the store's thread, and
+    put      on the loop: a few microseconds. On the store's thread: large items, and queues with `maxsize`
+    get      on the loop, if the item was prefetched and no lock is held. Else it looks on the store's thread, and
              waits at the queue's callback door
-    settle   as `loan.py` says
+    settle   see `loan.py`
 
-Who waits for room stands in line, and only the first looks: when an item is settled, and every 0.25 s, since others may
-settle items as well, and time does.
+Callers that wait for room stand in line, and only the first looks. It looks when an item is settled, and every 0.25 s,
+since other consumers and time settle items too.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ _LOOK_S = 0.25
 
 
 def limit(timeout: Duration | None) -> float | None:
-    """Seconds to wait at most; None: for ever. ConfigError for what is no time."""
+    """Return the longest wait in seconds, or None for ever. Raises ConfigError for a bad time."""
     wait_s = None if timeout is None else seconds(timeout, "timeout")
     return None if wait_s == math.inf else wait_s
 
 
 def release(loans: Iterable[Loan]) -> None:
-    """Give back what a cancelled call took, as a cancelled block does: at once, and the attempt is not counted."""
+    """Release what a cancelled call took, as a cancelled block does. The attempt does not count."""
     cancelled = asyncio.CancelledError()
     for loan in loans:
         loan.__exit__(type(cancelled), cancelled, None)
 
 
 class Task(AsyncLoan[queue.Task]):
-    """`mqstore.Task` with coroutines: an item on loan. `async with task:` acknowledges it at a clean end, gives it back
-    when there is an exception; when it is cancelled unseen: at once, the attempt not counted.
+    """Leased item with coroutines.
+    `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
+    released at once, and the attempt does not count.
 
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):
@@ -78,7 +79,7 @@ class Task(AsyncLoan[queue.Task]):
 
 
 class _Told(queue.Queue):
-    """The sync queue, which says when something was settled, and leaves the storing to who stores."""
+    """Synchronous queue that reports settlements, and leaves the disk to the caller."""
 
     on_settled: Callable[[], object] | None = None
 
@@ -89,7 +90,7 @@ class _Told(queue.Queue):
 
     @property
     def left(self) -> bool:
-        """Whether nobody takes any more what is there."""
+        """True if the remaining items will not be taken any more."""
         return self._shut == "all"
 
     def check_open(self) -> None:
@@ -97,7 +98,7 @@ class _Told(queue.Queue):
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
     def get_at_once(self, loan_s: float | None) -> queue.Task | None:
-        """`get` of an item that was read ahead, if no lock is held; None says nothing about what is there."""
+        """Get a prefetched item if no lock is held, else None, even if there are items."""
         if self._shut or len(self._topics()) > 1:
             return None
         loan_s = self._loan_s if loan_s is None else loan_s
@@ -106,7 +107,7 @@ class _Told(queue.Queue):
         return queue.Task(self._lender, found[0], expires_at, self._codec) if found else None
 
     def append(self, body: bytes, delay: Duration | None) -> Future[SendReceipt]:
-        """`put(block=False)` of what is encoded, with a future for the disk."""
+        """Put an encoded item without waiting for room. Return a future for the disk."""
         self.check_open()
         options: SendOptions = {} if delay is None else {"delay": delay}
         with self._changed:
@@ -126,8 +127,9 @@ class _Told(queue.Queue):
 
 
 class Queue(Closable[_Told]):
-    """`mqstore.Queue` with coroutines, made by `Store.queue`. An `await queue.get()` that is cancelled, at any moment,
-    has taken nothing; a `put` has stored the item or has not.
+    """Persistent queue with coroutines, made by `Store.queue`.
+    An `await queue.get()` that is cancelled, at any moment, has taken nothing. A cancelled `put` has stored the item or
+    has not.
 
     >>> import mqstore, mqstore.aio, tempfile
     >>> async def main(folder):
@@ -145,7 +147,7 @@ class Queue(Closable[_Told]):
     def __init__(
         self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Unpack[queue.QueueOptions]
     ) -> None:
-        """On the store's thread."""
+        """Make the queue, on the store's thread."""
         sync = _Told(store.broker, name, **options)
         sync.on_settled = self._settled
         super().__init__(bridge, sync)
@@ -155,9 +157,9 @@ class Queue(Closable[_Told]):
         self._codec = BYTES if codec is None else codec
         self._bounded = bool(options.get("maxsize"))
         self._line = asyncio.Lock()
-        """Of those who wait for room."""
+        """Line of the callers that wait for room."""
         self._waiting: set[asyncio.Future[None]] = set()
-        """Who hears when something is settled."""
+        """Futures that are set when something is settled."""
         self._last: WeakKeyDictionary[asyncio.Task[Any], Task] = WeakKeyDictionary()
 
     # -- in ---------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Queue(Closable[_Told]):
     async def put(
         self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
     ) -> None:
-        """As `mqstore.Queue.put`. Items are stored in the order in which `put` was called."""
+        """Put as `mqstore.Queue.put`. Items are stored in the order of the calls."""
         body = self._codec.encode(item)
         if not self._bounded:
             self.sync.check_open()
@@ -190,7 +192,7 @@ class Queue(Closable[_Told]):
             raise QueueFull(f"queue {self.name!r} has had no room for {timeout_s:g} s") from None
         try:
             while True:
-                # Before the look: what is settled after it is heard.
+                # Before the look, so that later settlements are noticed.
                 news = self._listen()
                 try:
                     return await self._bridge.call(append)
@@ -205,12 +207,12 @@ class Queue(Closable[_Told]):
             self._line.release()
 
     async def put_nowait(self, item: Any) -> None:
-        """As `mqstore.Queue.put_nowait`."""
+        """Put as `mqstore.Queue.put_nowait`."""
         await self.put(item, block=False)
 
     async def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
-        """As `mqstore.Queue.put_many`."""
-        given = list(items)  # whatever it is, it is the caller's, and walked through here
+        """Put as `mqstore.Queue.put_many`."""
+        given = list(items)  # the iterable is the caller's, so it is read here
         await self._puts.in_order(partial(self.sync.put_many, given, delay=delay))
 
     # -- out --------------------------------------------------------------------------------------------------------
@@ -218,12 +220,12 @@ class Queue(Closable[_Told]):
     async def get(
         self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None
     ) -> Task:
-        """As `mqstore.Queue.get`. Cancelled, it has taken nothing, and who else waits is called."""
+        """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called."""
         left_s = limit(timeout) if block else 0
         loan_s = None if visibility is None else loan_seconds(visibility)
         self._bridge.check()
-        await self._bridge.breathe()  # before: a caller that is cancelled here has taken nothing
-        if not self._bridge.taking_back:  # what is given back goes first
+        await self._bridge.breathe()  # before the get: a caller that is cancelled here has taken nothing
+        if not self._bridge.taking_back:  # released items go first
             task = self.sync.get_at_once(loan_s)
             if task is not None:
                 return self._taken([task])[0]
@@ -240,11 +242,11 @@ class Queue(Closable[_Told]):
         return self._taken(found)[0]
 
     async def get_nowait(self) -> Task:
-        """As `mqstore.Queue.get_nowait`."""
+        """Get as `mqstore.Queue.get_nowait`."""
         return await self.get(block=False)
 
     async def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
-        """As `mqstore.Queue.get_many`."""
+        """Get as `mqstore.Queue.get_many`."""
         found = await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
         return self._taken(found or [])
 
@@ -261,7 +263,7 @@ class Queue(Closable[_Told]):
         return tasks
 
     def __aiter__(self) -> AsyncIterator[Task]:
-        """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""
+        """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
         return Each(self._next)
 
     async def _next(self) -> Task | None:
@@ -273,15 +275,15 @@ class Queue(Closable[_Told]):
     # -- done -------------------------------------------------------------------------------------------------------
 
     async def ack(self, task: Task) -> None:
-        """`await task.ack()`."""
+        """Call `await task.ack()`."""
         await task.ack()
 
     async def nack(self, task: Task, delay: Duration | None = None) -> None:
-        """`await task.nack(delay)`."""
+        """Call `await task.nack(delay)`."""
         await task.nack(delay)
 
     async def task_done(self) -> None:
-        """Acknowledge what this task of the loop got last. ValueError if there is nothing."""
+        """Acknowledge the last item of this task of the loop. Raises ValueError if there is none."""
         current = asyncio.current_task()
         task = None if current is None else self._last.get(current)
         if current is None or task is None:
@@ -290,7 +292,7 @@ class Queue(Closable[_Told]):
         del self._last[current]
 
     async def join(self, timeout: Duration | None = None) -> bool:
-        """As `mqstore.Queue.join`."""
+        """Wait as `mqstore.Queue.join`."""
         left_s = limit(timeout)
         end = None if left_s is None else time.monotonic() + left_s
         while True:
@@ -306,14 +308,14 @@ class Queue(Closable[_Told]):
                 self._waiting.discard(news)
 
     def _listen(self) -> asyncio.Future[None]:
-        """Done when something is settled, or the queue is shut."""
+        """Return a future that is done when something is settled, or the queue is shut."""
         self._bridge.check()
         news = self._bridge.loop.create_future()
         self._waiting.add(news)
         return news
 
     def _settled(self) -> None:
-        """From any thread."""
+        """Wake waiting callers. Any thread may call it."""
         if self._waiting:
             self._bridge.tell(self._ring)
 
@@ -323,7 +325,7 @@ class Queue(Closable[_Told]):
             if not news.done():
                 news.set_result(None)
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     qsize = called(queue.Queue.qsize)
     empty = called(queue.Queue.empty)
@@ -331,13 +333,13 @@ class Queue(Closable[_Told]):
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """What was rejected or failed too often."""
+        """Items that were rejected or failed too often."""
         return DeadLetters(self._bridge, self.sync.dead_letters)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def shutdown(self, immediate: bool = False) -> None:
-        """As `mqstore.Queue.shutdown`. Who is cancelled meanwhile hears of it when it is shut."""
+        """Shut down as `mqstore.Queue.shutdown`. A cancellation is raised once it is shut."""
         if self._bridge.closed:
             self.sync.shutdown(immediate)
         else:

@@ -1,4 +1,4 @@
-"""`mqstore.SimpleConsumer` with coroutines (clients#simple)."""
+"""Simple consumer with coroutines (clients#simple)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ __all__ = ["Delivery", "SimpleConsumer"]
 
 
 class Delivery(Loan[delivery.Delivery]):
-    """`mqstore.Delivery` with coroutines: `async with delivery as message:` acknowledges it at a clean end, gives it
-    back at an exception, does as `Retry` and `Reject` say; when it is cancelled it is given back unseen.
+    """Delivery with coroutines.
+    `async with delivery as message:` acknowledges it at a clean end, gives it back after an exception, and obeys
+    `Retry` and `Reject`. If cancelled, it is released unseen.
 
     >>> import asyncio, mqstore, tempfile
     >>> async def main(folder):
@@ -47,8 +48,9 @@ class Delivery(Loan[delivery.Delivery]):
 
 
 class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
-    """`mqstore.SimpleConsumer` with coroutines, made by `Store.simple_consumer`. A `receive` that is cancelled, at any
-    moment, has received nothing. Interceptors are called on the loop and on the store's thread.
+    """Simple consumer with coroutines, made by `Store.simple_consumer`.
+    A `receive` that is cancelled, at any moment, has received nothing. Interceptors are called on the loop and on the
+    store's thread.
 
     >>> import asyncio, mqstore.aio, tempfile
     >>> async def main(folder):
@@ -65,7 +67,7 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
     """
 
     def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
-        """On the store's thread. Arguments as `mqstore.Store.simple_consumer`."""
+        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.simple_consumer`."""
         super().__init__(bridge, sync := store.simple_consumer(*args, **options))
         self.group = sync.group
         self.ordered = sync.ordered
@@ -81,7 +83,8 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
     async def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None
     ) -> list[Delivery]:
-        """As `mqstore.SimpleConsumer.receive`. Cancelled, it has received nothing, and who else waits is called."""
+        """Receive as `mqstore.SimpleConsumer.receive`.
+        If cancelled, it has received nothing, and another receiver is called."""
         wait_s = limit(wait)
         receive = partial(self.sync.receive, max_messages, wait=0, visibility=visibility)
         return self._made(await self._look(receive, wait_s))
@@ -110,7 +113,7 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
         return [Delivery(self._bridge, each) for each in found or ()]
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Deliveries one at a time, waiting for ever, until the consumer is closed."""
+        """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
         return Each(self._next)
 
     async def _next(self) -> Delivery | None:

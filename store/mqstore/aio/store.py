@@ -1,10 +1,10 @@
-"""`mqstore.Store` with coroutines.
+"""Store with coroutines.
 
     put                        on the loop (`puts.py`)
     reads, tables, the rest    on the store's thread (`bridge.py`), iterators a page at a time
-    close                      push consumers end their handlers first; then all of it on the thread, to its end
+    close                      push consumers end their handlers first; then on the thread, to its end
 
-It belongs to the loop it was opened on. Other stores, on other directories, may belong to others.
+A store belongs to the loop on which it was opened. Other stores, in other directories, may belong to other loops.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from mqstore.options import Duration, seconds
 __all__ = ["Store", "open"]
 
 _LOOK_S = 0.02
-"""How often a follower of a store that another process writes looks."""
+"""Time between the looks of a follower, if another process writes the store."""
 _NEW_QUEUES_S = 1.0
-"""How often a follower looks for new queues, and for what is not told."""
+"""Time between the looks of a follower for new queues, and for unreported news."""
 
 
 @takes(store.Store)
 def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]:  # noqa: A001
-    """Open a store as `mqstore.open`: `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`,
-    which has to be closed then."""
+    """Open a store as `mqstore.open` does.
+    Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
 
     async def begin() -> Store:
         bridge = Bridge(f"store {str(path)!r}")
@@ -73,8 +73,9 @@ def _close(made: Closable[Any]) -> None:
 
 
 class Store(Closable[store.Store]):
-    """`mqstore.Store` with coroutines: the same names, arguments, results and errors. Opened by `mqstore.aio.open`.
-    `async with` closes it. Not for another loop than the one it was opened on (RuntimeError); `sync` is for any thread.
+    """Store with coroutines: the same names, arguments, results and errors as `mqstore.Store`.
+    Opened by `mqstore.aio.open`. `async with` closes it. Calls from another loop than its own raise RuntimeError.
+    Any thread may use `sync`.
 
     >>> import mqstore.aio, tempfile
     >>> async def main(folder):
@@ -99,7 +100,7 @@ class Store(Closable[store.Store]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this is a forked child of the process that opened it."""
+        """True if `close` was called, or this is a forked child of the process that opened it."""
         return self._bridge.closed or self.sync.closed
 
     # -- topics -----------------------------------------------------------------------------------------------------
@@ -113,8 +114,9 @@ class Store(Closable[store.Store]):
     async def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """As `mqstore.Store.put`; messages are stored in the order of the calls. With durability "flush" all that wait
-        share a sync, and the loop goes on. Cancelled: stored whole, or not at all."""
+        """Put as `mqstore.Store.put`. Messages are stored in the order of the calls.
+        With durability "flush" all waiting puts share a sync, and the loop continues. If cancelled, the message is
+        stored whole or not at all."""
         return await self._puts.put(topic, body, queue_id, options)
 
     put_many = in_order(store.Store.put_many)
@@ -134,7 +136,7 @@ class Store(Closable[store.Store]):
         follow: bool = False,
         tags: str | None = "*",
     ) -> AsyncIterator[Message]:
-        """As `mqstore.Store.iter`, for `async for`. Who follows waits without a thread, for ever."""
+        """Iterate with `async for`, as `mqstore.Store.iter`. With `follow` it waits without a thread."""
         if follow:
             if queue_id is None and (isinstance(start, int) or stop is not None):
                 raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
@@ -153,7 +155,7 @@ class Store(Closable[store.Store]):
     commit_offset = called(store.Store.commit_offset)
     lag = called(store.Store.lag)
 
-    # -- what works on it -------------------------------------------------------------------------------------------
+    # -- queues, producers, consumers -------------------------------------------------------------------------------
 
     queue = made(store.Store.queue, Queue)
     producer = made(store.Store.producer, Producer, _close)
@@ -161,7 +163,8 @@ class Store(Closable[store.Store]):
     pull_consumer = made(store.Store.pull_consumer, PullConsumer, _close)
 
     def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> Made[PushConsumer]:
-        """As `mqstore.Store.push_consumer`, with handlers that are coroutines; to be awaited, or entered."""
+        """Return a push consumer with coroutines as handlers, to be awaited or entered.
+        Options are those of `mqstore.Store.push_consumer`."""
 
         def made() -> PushConsumer:
             consumer = PushConsumer(self._bridge, self.sync.push_consumer(group, **options))
@@ -171,10 +174,10 @@ class Store(Closable[store.Store]):
         return Made(partial(self._bridge.call, made, lambda made: made.sync.stop(0)))
 
     def dead_letters(self, group: str) -> DeadLetters:
-        """As `mqstore.Store.dead_letters`."""
+        """Return dead letters as `mqstore.Store.dead_letters`."""
         return DeadLetters(self._bridge, self.sync.dead_letters(group))
 
-    # -- the whole --------------------------------------------------------------------------------------------------
+    # -- the store --------------------------------------------------------------------------------------------------
 
     stats = called(store.Store.stats)
     verify = paged(store.Store.verify)
@@ -182,9 +185,10 @@ class Store(Closable[store.Store]):
     snapshot = apart(store.Store.snapshot)
 
     async def close(self, timeout: Duration = 30) -> None:
-        """As `mqstore.Store.close`: handlers of push consumers end, or are cancelled after `timeout` seconds, all else
-        is closed, and whoever waits gets StoreClosedError. Who is cancelled meanwhile hears of it when it is closed.
-        From a handler it does not wait, since it would for that handler."""
+        """Close as `mqstore.Store.close`. A cancellation is raised once it is closed.
+        Handlers of push consumers end, or are cancelled after `timeout` seconds. Then all else is closed, and waiting
+        callers get StoreClosedError. It does not wait when called by a handler, since it would wait for that
+        handler."""
         timeout_s = seconds(timeout, "timeout")
         if self._end is None:
             self._bridge.check()
@@ -196,7 +200,7 @@ class Store(Closable[store.Store]):
         until = time.monotonic() + timeout_s
         try:
             await asyncio.gather(
-                self._bridge.finish(self.sync.halt),  # those that were made by way of `sync`, too
+                self._bridge.finish(self.sync.halt),  # consumers made by `sync` too
                 *(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)),
             )
         finally:
@@ -211,7 +215,7 @@ class Store(Closable[store.Store]):
 
 @dataclass(eq=False)
 class _Follower(AsyncIterator[Message]):
-    """Messages of one queue, or of all of a topic, and those to come. A step that is cancelled skips nothing."""
+    """Present and future messages of one queue, or all of a topic. A cancelled step skips nothing."""
 
     bridge: Bridge
     sync: store.Store
@@ -223,7 +227,7 @@ class _Follower(AsyncIterator[Message]):
     positions: dict[int, int] | None = None
     """Next offset to read by queue id. Only the store's thread uses it."""
     round: Pages[Message] | None = None
-    """Messages that were there when the last look found some."""
+    """Messages found by the last look."""
 
     async def __anext__(self) -> Message:
         while True:
@@ -258,7 +262,7 @@ class _Follower(AsyncIterator[Message]):
         return high if self.start == "latest" else low
 
     def read(self) -> Iterator[Message]:
-        """Iterate over what is there now, merged by the time of storing, and move the positions behind it."""
+        """Iterate over the present messages, merged by store time, and move the positions behind them."""
         assert self.positions is not None
         scans = []
         for queue_id, begin in self.positions.items():
@@ -270,7 +274,7 @@ class _Follower(AsyncIterator[Message]):
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
 
     def park(self, again: Callable[[], object]) -> Ready:
-        """Have `again` called once, when there may be something to read."""
+        """Call `again` once, when there may be something to read."""
         ready = Ready(again, threading.Lock(), set())
         if self.sync.mode == "rw":
             for queue_id, offset in (self.positions or {}).items():

@@ -1,4 +1,4 @@
-"""Producers and consumers: what applications touch of delivery, and what runs their code.
+"""Producers and consumers: the part of delivery that applications use, and that runs their code.
 
-Knows the broker by its door alone (`mqstore.broker.broker.Broker`), and nothing of files and records.
+This room knows the broker only by `mqstore.broker.broker.Broker`, and nothing of files and records.
 """

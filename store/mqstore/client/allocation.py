@@ -1,13 +1,13 @@
-"""Which queues of a topic each member of a group has (clients#strategies). Pure: names in, queues out.
+"""Strategies that divide a topic's queues among the members of a group (clients#strategies).
 
     name                strategy                                                        8 queues, 3 members
     "avg"               contiguous shares, the first members have one more              0-2    3-5    6-7
     "circle"            one after the other, in turns                                   0,3,6  1,4,7  2,5
-    fixed_queues(...)   these, whoever else there is (RocketMQ's CONFIG)
+    fixed_queues(...)   these, regardless of other members (RocketMQ's CONFIG)
 
-Every member calls its strategy with the same sorted queues and the same sorted members, so that their shares fit
-together with nobody talking to anybody. RocketMQ's consistent hash and its strategies for machine rooms are not built:
-all members live in one process. Who wants another share-out writes a function of the same form.
+Every member calls its strategy with the same sorted queues and members, so their shares fit together without messages
+between members. Strategies are pure functions. RocketMQ's consistent hash and its strategies for machine rooms are not
+built, because all members live in one process. For another division, write a function of the same form.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ __all__ = [
 ]
 
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
-"""(my client id, the queues of one topic, the members) -> my queues. Queues and members are sorted, without repeats and
-not empty. A client that is no member has none. Each queue must be given to exactly one member."""
+"""Function `(my client id, the queues of one topic, the members) -> my queues`.
+Queues and members are sorted, unique and not empty. A client that is no member has no queues. Each queue must go to
+exactly one member."""
 
 
 def avg(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> Sequence[QueueRef]:
-    """Contiguous shares whose sizes differ by one at most, the larger ones first.
+    """Return contiguous shares whose sizes differ by at most one, the larger ones first.
 
     >>> [queue.queue_id for queue in avg("b", [QueueRef("t", i) for i in range(8)], ["a", "b", "c"])]
     [3, 4, 5]
@@ -49,7 +50,7 @@ def avg(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> S
 
 
 def circle(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> Sequence[QueueRef]:
-    """Every so-manieth queue: neighbours go to different members.
+    """Return every n-th queue of n members, so that neighbours go to different members.
 
     >>> [queue.queue_id for queue in circle("b", [QueueRef("t", i) for i in range(8)], ["a", "b", "c"])]
     [1, 4, 7]
@@ -58,9 +59,9 @@ def circle(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -
 
 
 def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
-    """For `strategy=`: this member has `queues`, as far as there are such, whoever else is there. Nobody checks that
-    the members' lists fit together: of two who list a queue one gets its lock, and a queue that nobody lists is not
-    consumed. ConfigError for what is no queue.
+    """Return a `strategy=` that gives this member those of `queues` that exist.
+    Other members are ignored, and nobody checks that the members' lists fit together. If two list a queue, one gets its
+    lock. A queue in no list is not consumed. Raises ConfigError for an entry that is no queue.
 
     >>> fixed_queues([("t", 1)])("a", [QueueRef("t", 0), QueueRef("t", 1)], ["a", "b"])
     [QueueRef(topic='t', queue_id=1)]
@@ -81,7 +82,8 @@ STRATEGIES: dict[str, Strategy] = {"avg": avg, "circle": circle}
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return the name by which members of a group agree on a strategy: all that `fixed_queues` makes have one.
+    """Return the name by which members of a group agree on a strategy.
+    All strategies that `fixed_queues` makes have the same name.
 
     >>> name_of(avg), name_of(fixed_queues([("t", 0)]))
     ('avg', 'mqstore.client.allocation.fixed_queues.<locals>.<lambda>')
@@ -92,7 +94,7 @@ def name_of(strategy: Strategy) -> str:
 
 
 def strategy_named(strategy: object) -> Strategy:
-    """The strategy of that name, or the given function. ConfigError for a name that none has."""
+    """Return the strategy of that name, or the function itself. Raises ConfigError for an unknown name."""
     if callable(strategy):
         return cast(Strategy, strategy)
     found = STRATEGIES.get(strategy) if isinstance(strategy, str) else None

@@ -1,18 +1,17 @@
-"""The queues of a push consumer: which it has, and what is pulled from them (clients#rebalance, clients#pull).
+"""Queues of a push consumer, and the pulls of their messages (clients#rebalance, clients#pull).
 
     rebalance (timer thread)                       pull (any worker)
     share - owned  ---> lock ---> begin ---> pull ----> FOUND              cached, dispatched; pull again, or wait
     owned - share  ---> closing ---> gone               NO_MATCHED         on at once
                                                         NO_NEW_MSG         wait for a message, 15 s at most
-                                                        OFFSET_ILLEGAL     dropped, begun anew at the right offset
+                                                        OFFSET_ILLEGAL     dropped, begun again at the right offset
                                                         full, paused       until there is room, until it is resumed
 
-Of every queue there is exactly one pull: being made, submitted, waiting for messages, for room, for `resume`, or for a
-timer. Whoever takes one of these away puts the next in its place.
+Each queue has exactly one pull: being made, submitted, or waiting for messages, for room, for `resume` or for a timer.
+Code that takes away one of these puts the next in its place.
 
-A queue that is to go is closed first: nothing of it is started any more, and what runs still counts. Once nothing runs
-it is dropped and its lock given back: no queue is given up under a running handler. As long as one runs the lock does
-not run out, either (`enter`).
+A queue that is to leave is closed first. Then no handler of it starts, but running handlers still count. When the last
+one has ended, the queue is dropped and its lock released. The lock does not expire while a handler runs (`enter`).
 
 The file is long because rebalance and pull change the same state of a queue under one lock.
 """
@@ -55,29 +54,29 @@ _log = logging.getLogger("mqstore")
 REBALANCE_MS = 20_000
 UNBALANCED_MS = 1_000
 COMMIT_MS = 10
-"""Between two commits of a queue that is being worked on."""
+"""Time between two commits of a queue that is being worked on."""
 LOCK_FAILED_MS = 500
 RENEW_MS = 20_000
 SAVE_MS = 5_000
 PULL_FAILED_MS = 1_000
 HOLD_S = 15.0
-"""The longest wait for messages: whatever goes wrong with a wake-up is over then."""
+"""Longest wait for messages. It ends every fault of a wake-up."""
 PULL_IDLE_MS = 120_000
 
 
 class Service(Protocol):
-    """What is done with the messages of a queue."""
+    """Handling of the messages of a queue."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
-        """Messages were pulled and cached. Called by the worker that pulled, after the next pull is on its way. `idle`:
-        no worker is at the queue, and the service is to see to it."""
+        """Handle messages that were pulled and cached, on the worker that pulled them.
+        The next pull is on its way. If `idle`, no worker is at the queue, and the service must see to it."""
 
     def close(self) -> None:
-        """Settle what is done: what still runs counts for nothing."""
+        """Settle what is done. Running handlers no longer count."""
 
 
 class Assignment:
-    """The queues that one member has, from `start` to `close`."""
+    """Queues that one member has, from `start` to `close`."""
 
     def __init__(
         self,
@@ -92,8 +91,8 @@ class Assignment:
         limits: Limits,
         retries: str | None,
     ) -> None:
-        """`retries`: the topic of the group's retries; None: it has none, and its progress is this client's own. The
-        retries of pop are read as well: the group may have popped before."""
+        """`retries` is the topic of the group's retries, or None for a client with its own offsets.
+        With `retries`, the retry topics of pop are read too, since the group may have popped before."""
         self.group = group
         self.membership = membership
         self.progress = progress
@@ -106,26 +105,26 @@ class Assignment:
         self._limits = limits
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
-        """What is consumed."""
+        """Names of the topics that are consumed."""
         self._lock = threading.Lock()
         self._queues: dict[QueueRef, ProcessQueue] = {}
         self._leaving: dict[QueueRef, ProcessQueue] = {}
-        """Closed, with handlers that run."""
+        """Closed queues whose handlers still run."""
         self._waits: dict[ProcessQueue, Waiter] = {}
-        """The waiter of each queue that waits for messages."""
+        """Waiters of the queues that wait for messages."""
         self._paused = False
         self._paused_queues: set[QueueRef] = set()
         self._halted = self._closed = False
         self._stirred = False
         self._full_times = 0
 
-    # -- life -------------------------------------------------------------------------------------------------------
+    # -- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Join the group and take what is ours. Before the workers are started."""
+        """Join the group and take our share. Call it before the workers start."""
         self._join(subscriptions)
         self.progress.reload()
-        if self._paused:  # nothing is taken yet, but what comes from now on is found
+        if self._paused:  # nothing is taken yet, but later messages are found
             for share in self.membership.share().values():
                 for ref in share:
                     self.progress.begin(ref)
@@ -136,7 +135,7 @@ class Assignment:
             self._workers.later(SAVE_MS, partial(self._every, SAVE_MS, self.progress.save))
 
     def _every(self, period_ms: int, work: Callable[[], object]) -> None:
-        """Timer thread: do this now and every `period_ms`. What it raises is told, and stops nothing."""
+        """Do `work` now and every `period_ms`, on the timer thread. Errors are reported, and stop nothing."""
         if self._halted:
             return
         try:
@@ -148,9 +147,9 @@ class Assignment:
         self._workers.later(period_ms, partial(self._every, period_ms, work))
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Other topics, or other filters: what is cached is not filtered again (clients#broadcasting)."""
+        """Change topics or filters. Cached messages are not filtered again (clients#broadcasting)."""
         self._join(subscriptions)
-        for queue in self._owned(()):  # those that wait do so by the filters of before
+        for queue in self._owned(()):  # queues that wait still use the old filters
             with queue.settling:
                 waiter = self._waits.pop(queue, None)
             if waiter is not None and self._broker.remove_waiter(waiter):
@@ -169,15 +168,15 @@ class Assignment:
         return None if subscription is None else subscription.wanted.filter
 
     def _pop_retries(self) -> Iterable[str]:
-        """Names of the topics in which the group has what it failed at as long as it popped. Whether one of them is
-        another group's may change, so they are no part of what members agree on."""
+        """Yield the retry topics that the group has from popping.
+        Members need not agree on them, since the owner of such a topic may change."""
         if self._retries is None:
             return
         for topic in self._handling.subscriptions:
             yield from self._broker.pop_retry_topics(self.group, topic)
 
     def stir(self) -> None:
-        """Something has changed: look at the shares soon. From any thread."""
+        """Rebalance soon, since something has changed. Any thread may call it."""
         with self._lock:
             if self._stirred or self._halted:
                 return
@@ -185,7 +184,7 @@ class Assignment:
         self._workers.later(0, self._look)
 
     def halt(self) -> None:
-        """Start no handler and no pull any more."""
+        """Start no more handlers and no more pulls."""
         with self._lock:
             self._halted = True
             queues = [*self._queues.values(), *self._leaving.values()]
@@ -193,8 +192,8 @@ class Assignment:
             self._close(queue)
 
     def close(self) -> None:
-        """After `halt`: what still runs counts for nothing; progress is on disk, the seat and the locks are given up.
-        Not the lock of a queue whose handler runs: that is given when it ends."""
+        """Save the offsets, leave the group and release the locks. Call it after `halt`.
+        Running handlers no longer count. The lock of a queue with a running handler is released when that ends."""
         self._service.close()
         with self._lock:
             queues = [*self._queues.values(), *self._leaving.values()]
@@ -212,10 +211,10 @@ class Assignment:
             self.membership.leave()
             self._tell_revoked(queues)
 
-    # -- whose queues -----------------------------------------------------------------------------------------------
+    # -- rebalance --------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Timer thread: rebalance; if that fails, again in a second."""
+        """Rebalance on the timer thread. If that fails, try again in a second."""
         try:
             self._rebalance()
         except StoreClosedError:
@@ -223,7 +222,7 @@ class Assignment:
         except Exception as error:
             self._handling.report(error, "dividing the queues failed, again in a second")
             if isinstance(error, GroupInUseError | SubscriptionConflictError):
-                self._lose(self._owned(()))  # we were given up, and are not let in again: they are others' now
+                self._lose(self._owned(()))  # the group has dropped us and refuses us: others have the queues now
             self._workers.later(UNBALANCED_MS, self.stir)
 
     def _rebalance(self) -> None:
@@ -256,7 +255,7 @@ class Assignment:
             self._workers.later(LOCK_FAILED_MS if taken != wanted else UNBALANCED_MS, self.stir)
 
     def _begin(self, ref: QueueRef, offset: int | None = None, *, announce: bool = True) -> bool:
-        """Own a queue whose lock we hold, for `_set_out`; False: it is given back, and tried again later."""
+        """Own a queue whose lock we hold, for `_set_out`. Return False if it is released, to be tried later."""
         try:
             begin = self.progress.begin(ref) if offset is None else offset
         except MQStoreError as error:
@@ -277,7 +276,7 @@ class Assignment:
         return True
 
     def _set_out(self, begun: Collection[QueueRef]) -> None:
-        """Divide the limits of the topics, then pull what was begun."""
+        """Divide the limits of the topics, then pull the queues that were begun."""
         self._divide()
         with self._lock:
             queues = [self._queues[ref] for ref in sorted(begun) if ref in self._queues]
@@ -289,8 +288,9 @@ class Assignment:
             self._submit_pull(queue)
 
     def _announce(self, queues: Sequence[ProcessQueue], worker: Worker) -> None:
-        """Tell `on_assign`, by a worker: the timer thread renews locks, and a hook may take its time. Then pull."""
-        ours = [queue for queue in queues if self.enter(queue)]  # one that is to go was never here
+        """Call `on_assign` on a worker, then pull.
+        The timer thread must renew locks, and a hook may take its time."""
+        ours = [queue for queue in queues if self.enter(queue)]  # a closing queue is not announced
         for queue in ours:
             queue.unannounced = False
         try:
@@ -302,8 +302,8 @@ class Assignment:
                 self.leave(queue)
 
     def _divide(self) -> None:
-        """Timer thread: divide the limits of each topic by the number of its queues here. A queue that has room
-        now is pulled."""
+        """Divide the limits of each topic by the number of its queues here, on the timer thread.
+        Queues that now have room are pulled."""
         queues = self._owned(())
         number = Counter(queue.queue.topic for queue in queues)
         for queue in queues:
@@ -328,7 +328,7 @@ class Assignment:
             self._broker.remove_waiter(waiter)
 
     def _gone(self, queue: ProcessQueue) -> None:
-        """Timer thread: a queue that was closed is another's from here on, unless it is at work."""
+        """Release a closed queue on the timer thread, unless a worker is at it."""
         with queue.settling:
             if queue.running:  # `leave` comes back here
                 return
@@ -349,17 +349,17 @@ class Assignment:
             self._hooks.tell(self._hooks.on_revoke, told)
 
     def _ended(self, queue: ProcessQueue) -> None:
-        """Timer thread: nothing of a closed queue runs any more."""
+        """Release or restart a closed queue, on the timer thread, after its last handler."""
         self._gone(queue)
         self._restart(queue)
 
     def _renew(self) -> None:
-        """Timer thread: keep the locks."""
+        """Renew the locks, on the timer thread."""
         lost = self.membership.renew()
         self._lose([queue for queue in self._owned(()) if queue.queue in lost])
 
     def _lose(self, queues: Sequence[ProcessQueue]) -> None:
-        """These are another's already: what runs counts for nothing, our commits would take his back."""
+        """Drop queues that another member already has. Our commits would set its offsets back."""
         for queue in queues:
             _log.warning("group %s lost the lock of %s/%d", self.group, *queue.queue)
             with queue.settling:
@@ -367,7 +367,7 @@ class Assignment:
             self._revoke(queue)
 
     def _sweep(self) -> None:
-        """Every 20 s: what no event has told of."""
+        """Look every 20 s for changes that no event has reported."""
         now_ms = self._clock.monotonic_ms()
         for queue in self._owned(()):
             if queue.throttled:
@@ -380,8 +380,8 @@ class Assignment:
         self._look()
 
     def _ask_for_reset(self, queue: ProcessQueue) -> None:
-        """A queue that is full, perhaps of what is stuck, does not pull, and so hears of no reset: that may be what is
-        to get it going again."""
+        """Read once from a full queue to see if the group was reset.
+        A full queue does not pull, so it would not notice. A reset may be meant to free it from stuck messages."""
         if self.progress.committed(queue.queue) == queue.committed or self._retries is None:
             return
         offset = queue.next_offset
@@ -392,7 +392,7 @@ class Assignment:
     # -- pulling ----------------------------------------------------------------------------------------------------
 
     def _submit_pull(self, queue: ProcessQueue) -> None:
-        """From any thread, even one in the middle of a dispatch: it must not wait for anything."""
+        """Have a worker pull. Any thread may call it, even during a dispatch, so it must not wait."""
         queue.submitted = True
         self._workers.submit(partial(self._pull, queue))
 
@@ -403,7 +403,7 @@ class Assignment:
         queue.submitted = False
         with queue.settling:
             if self._paused or queue.paused:
-                queue.parked = True  # whoever resumes it sees this, or we would have seen that
+                queue.parked = True  # `resume` sees this, or we would have seen its change
                 return
         messages_max, bytes_max = queue.room()
         if not messages_max:
@@ -435,7 +435,7 @@ class Assignment:
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
-            self.stir()  # it was deleted or altered: the share says so
+            self.stir()  # the topic was deleted or altered: rebalance
         self._handling.log.say(
             logging.ERROR, "cannot be read, again in a second", at=queue.queue, error=error, traceback=True
         )
@@ -444,8 +444,8 @@ class Assignment:
     def _take_in(
         self, queue: ProcessQueue, offset: int, result: ReadResult, took_ms: float
     ) -> tuple[Sequence[Message], bool]:
-        """Do what follows from a pull, the next one last: if anything before it fails, that is where it is put. What
-        is to be handled, and whether nobody is at the queue."""
+        """Act on the result of a pull. Return the messages to handle, and True if no worker is at the queue.
+        The next pull is scheduled last. After an error the caller schedules it."""
         status, next_offset = result.status, result.next_offset
         if status == "FOUND":
             self._handling.pulled(queue.queue.topic, len(result.messages), took_ms)
@@ -470,15 +470,15 @@ class Assignment:
         return (), False
 
     def _step_over(self, queue: ProcessQueue) -> None:
-        """A stretch of which nothing is for us still moves the position, once nothing before it waits."""
+        """Move the position past messages that are not for us, unless messages are cached."""
         with queue.settling:
             if not queue.dropped and not len(queue):
                 self._commit(queue, queue.position())
 
     def _wait(self, queue: ProcessQueue) -> None:
-        """Pull again when there is a message."""
+        """Pull again when a message has come."""
         ref = queue.queue
-        # Under the lock: it may be called, and another parked by who pulls then, before this one is noted.
+        # Under the lock: the callback may run, and the next pull park another waiter, before this one is stored.
         with queue.settling:
             if queue.closing:
                 return
@@ -492,11 +492,12 @@ class Assignment:
                 )
             except StoreClosedError:
                 return
-            except Exception as error:  # too many wait, say
+            except Exception as error:  # for example, too many waiters
                 self._pull_failed(queue, error)
 
     def _moved(self, queue: ProcessQueue, offset: int, result: ReadResult) -> None:
-        """What we asked for does not exist, or the group was reset: drop what we have, and begin anew."""
+        """Drop the cached messages and begin again at another offset.
+        The requested offset does not exist, or the group was reset."""
         new = result.next_offset
         if result.status != "OFFSET_RESET":
             say = _log.error if offset > result.max_offset else _log.warning
@@ -505,13 +506,14 @@ class Assignment:
         self._begin_anew(queue, new)
 
     def _begin_anew(self, queue: ProcessQueue, offset: int, *, asked: bool = False) -> bool:
-        """Whether it will be; not if it is given up, or is begun anew already: elsewhere, only if that is `asked`."""
+        """Begin a queue again at `offset`. Return False if it is being given up or already begun again.
+        In the second case `asked` replaces the offset, and this returns True."""
         with queue.settling:
             if queue.dropped and not (asked and queue.restart_at is not None):
                 return False
-            is_first = queue.restart_at is None  # else a restart is on its way, and finds the new offset
+            is_first = queue.restart_at is None  # otherwise a restart is scheduled, and finds the new offset
             queue.restart_at = offset
-            queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
+            queue.closing = queue.dropped = True  # late handlers must not change the new position
             self._commit(queue, offset)
         self._close(queue)
         if is_first:
@@ -519,14 +521,14 @@ class Assignment:
         return True
 
     def begin_again(self, queue: ProcessQueue) -> None:
-        """Pull again all that is not settled: somebody has lost hold of what he had of it."""
+        """Pull again all messages that are not settled, because a caller has lost some."""
         self._begin_anew(queue, queue.position())
 
     def _restart(self, queue: ProcessQueue) -> None:
         with queue.settling, self._lock:
             if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
                 return
-            if queue.running:  # in vain, but not twice at a time: `leave` comes back here
+            if queue.running:  # their results are void, but must not overlap the next: `leave` calls this again
                 return
             del self._queues[queue.queue]
             offset, queue.restart_at = queue.restart_at, None
@@ -539,9 +541,9 @@ class Assignment:
     # -- for the services -------------------------------------------------------------------------------------------
 
     def enter(self, queue: ProcessQueue, first: int = 0) -> bool:
-        """A worker begins to work on messages of a queue that were pulled from offset `first` on; False: it must not.
-        Of one that is to go it may, as long as later ones were begun: they hand over as if none had overtaken. The lock
-        of the queue holds until the last worker has left."""
+        """Note that a worker begins messages that were pulled at offset `first`. Return False if it must not.
+        With a closing queue it may, as long as later messages were begun, so that the next owner need not repeat those.
+        The lock of the queue holds until the last worker has left."""
         with queue.settling:
             if (queue.closing or self._halted) and (queue.dropped or first >= queue.begun):
                 return False
@@ -553,7 +555,7 @@ class Assignment:
             return True
 
     def leave(self, queue: ProcessQueue) -> None:
-        """It does so no longer."""
+        """Note that a worker has left the queue."""
         with queue.settling:
             queue.running -= 1
             self._commit_rest(queue)
@@ -566,7 +568,7 @@ class Assignment:
             self._workers.later(0, partial(self._ended, queue))
 
     def settle(self, queue: ProcessQueue, messages: Sequence[Message]) -> bool:
-        """Settle messages, and commit what that makes the position. Return False if they count for nothing any more."""
+        """Settle messages and commit the resulting position. Return False if they no longer count."""
         with queue.settling:
             if queue.dropped:
                 return False
@@ -578,12 +580,12 @@ class Assignment:
         return True
 
     def refill(self, queue: ProcessQueue) -> None:
-        """Pull again if that had to wait for room and there is enough now."""
+        """Pull again if a pull had to wait for room and there is enough now."""
         if queue.throttled and queue.begins_to_have_room():
             self._submit_pull(queue)
 
     def _settled_to(self, queue: ProcessQueue, offset: int, now_ms: int) -> None:
-        """Commit a position, or have `leave` do so: an ordered queue has a new one with each message."""
+        """Commit a position, or leave it to `leave`: an ordered queue has a new one with each message."""
         queue.settled_to = offset
         if now_ms - queue.last_commit_ms >= COMMIT_MS:
             self._commit(queue, offset)
@@ -600,26 +602,27 @@ class Assignment:
         try:
             self.progress.commit(queue.queue, offset)
             queue.committed = offset
-        except MQStoreError as error:  # closing, or the topic has gone: the messages come again, as they may
+        except MQStoreError as error:  # closing, or the topic was deleted: the messages may be redelivered
             what = f"offset {offset} is not committed"
             self._handling.log.say(logging.WARNING, what, at=queue.queue, error=error, like="commit")
 
-    # -- by hand ----------------------------------------------------------------------------------------------------
+    # -- manual control ---------------------------------------------------------------------------------------------
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
-        """Pull nothing from these queues, which stay ours; none: from any. What is cached is still handled."""
-        with self._lock:  # a queue that is being begun has seen this, or is seen here
+        """Stop pulling from these queues, or from all if none is named. They stay ours.
+        Cached messages are still handled."""
+        with self._lock:  # a queue that begins now has seen this, or is found below
             self._paused = self._paused or not queues
             self._paused_queues.update(as_queue(ref) for ref in queues)
         for queue in self._owned(queues):
             queue.paused = True
 
     def pause_as(self, other: Assignment) -> None:
-        """Before `start`: pause what was paused in `other`."""
+        """Pause what is paused in `other`. Call it before `start`."""
         self._paused, self._paused_queues = other._paused, set(other._paused_queues)
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
-        """Go on with these; none: with all."""
+        """Pull from these queues again, or from all if none is named."""
         with self._lock:
             self._paused = self._paused and bool(queues)
             self._paused_queues.difference_update([as_queue(ref) for ref in queues] or list(self._paused_queues))
@@ -639,22 +642,22 @@ class Assignment:
             return [self._queues[ref] for ref in refs if ref in self._queues]
 
     def owned(self) -> frozenset[QueueRef]:
-        """The queues that are ours now."""
+        """Return the queues that are ours now."""
         with self._lock:
             return frozenset(self._queues)
 
     def seek(self, ref: QueueRef, to: int | Start) -> None:
-        """Drop what is cached of a queue and go on elsewhere. ConfigError for a queue that is not ours,
-        OffsetOutOfRangeError for an offset that it does not have."""
+        """Drop the cached messages of a queue and continue at another offset.
+        Raises ConfigError for a queue that is not ours, OffsetOutOfRangeError for an offset that it does not have."""
         owned = self._owned([ref])
         if not owned:
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is not assigned to this consumer now")
         offset = place(self._broker, ref, to)
         if not self._begin_anew(owned[0], offset, asked=True):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is just being given up; nothing has changed")
-        self.progress.save()  # no crash is to undo what was asked for
+        self.progress.save()  # a crash must not undo the seek
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
-        """What is cached of each queue, and the committed offset."""
+        """Return what is cached of each queue, with its committed offset."""
         now_ms = self._clock.monotonic_ms()
         return [(queue.info(now_ms), self.progress.committed(queue.queue)) for queue in self._owned(())]

@@ -1,15 +1,15 @@
-"""Messages that came together, and the workers that hand them to handlers (clients#concurrent, clients#orderly).
+"""Messages that came together, and the workers that hand them to handlers.
 
     chunk: items ---- the next batch ---> handler ---> done      settled together: at the end, or after 10 ms
                                             |
                                             +--------> failed    at once: the owner of the chunk decides
 
-Without order several workers may be at one chunk. Others are asked to it if handlers took long of late: waking a thread
-for what is done in less is a loss. A guess that was wrong is mended at the next tick (overdue.py). In order one worker
-is at a chunk, and the owner says after a failure whether it goes on.
+Without order several workers may be at one chunk. Others are invited if handlers were slow lately, since waking a
+thread for less work than that is a loss. The next tick corrects a wrong guess (overdue.py). In order one worker is at a
+chunk, and after a failure the owner decides if it continues (clients#concurrent, clients#orderly).
 
-Knows neither queues nor receipts. These are the owner's, of which a push consumer has one: for mode "queue"
-`ConcurrentService` or `OrderlyService`, for mode "pop" `PopEngine`.
+A chunk knows neither queues nor receipts. Its owner does: for mode "queue" `ConcurrentService` or `OrderlyService`, for
+mode "pop" `PopEngine`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from mqstore.log.message import Message
 __all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
 
 SETTLE_S = 0.01
-"""The longest time that a message which is done waits to be settled together with more."""
+"""Longest time that a handled message waits to be settled together with others."""
 WORTH_MS = 1.0
-"""Handling that takes so long is worth another thread."""
+"""Handling that takes this long is worth another thread."""
 NOBODY_AGAIN_MS = 1_000
-"""Pause before the next look for a subscriber of messages that have none. By then their queue has left, as a rule."""
+"""Pause before looking again for a subscriber of messages that have none.
+By then their queue has usually left."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Chunk")
 
 
 class Home(Protocol):
-    """The place that the messages of a chunk come from: a queue, or a consumer by pop."""
+    """Source of the messages of a chunk: a queue, or a consumer in mode "pop"."""
 
     closing: bool
-    """No message is begun any more."""
+    """True if no more messages are begun."""
     dropped: bool
-    """The result of a handler that still runs does not count."""
+    """True if the results of handlers that still run do not count."""
 
 
 class Chunk:
@@ -60,17 +61,17 @@ class Chunk:
     def __init__(self, home: Home, topic: str, messages: Iterable[Message], *, apart: bool = False) -> None:
         self.home = home
         self.topic = topic
-        """Topic that the messages lie in. They may have been sent to others."""
+        """Topic in which the messages are stored. They may have been sent to others."""
         self.items = deque(messages)
         self.done: deque[tuple[Sequence[Message], float]] = deque()
-        """Messages that were handled well in one call and are not settled, and the milliseconds that the call took."""
+        """Messages that one call handled and that are not settled, and the milliseconds of the call."""
         self.apart = apart
-        """Each call is settled by itself. The messages may be of several topics."""
+        """If true, each call is settled alone. The messages may have several topics."""
         self.invited = 0
-        """Number of workers that were asked to the chunk and have not come yet."""
+        """Number of workers that were invited to the chunk and have not arrived."""
 
     def may_end(self) -> bool:
-        """Return True if messages are still begun, though the home is closing."""
+        """Return True if messages are still begun although the home is closing."""
         return False
 
     def take_rest(self) -> list[Message]:
@@ -78,7 +79,7 @@ class Chunk:
         return next_of(self.items, len(self.items))
 
     def take_done(self) -> tuple[list[Message], float]:
-        """Take the messages that are to be settled, and the milliseconds that their handlers took."""
+        """Take the messages to settle, and the milliseconds that their handlers took."""
         messages: list[Message] = []
         took_ms = 0.0
         for batch, each_ms in next_of(self.done, len(self.done)):
@@ -88,26 +89,26 @@ class Chunk:
 
 
 class ChunkOwner(Protocol[C]):
-    """Decides what becomes of messages."""
+    """Decides about handled, failed and unwanted messages."""
 
     def run(self, chunk: C, worker: Worker) -> Flow[None]:
         """Have the worker handle the rest of a chunk by `ChunkRunner.work`."""
 
     def part(self, chunk: C, messages: Sequence[Message]) -> C:
-        """Return a chunk with `messages`, which were taken from the given one."""
+        """Return a chunk with `messages`, which were taken from `chunk`."""
 
     def settle(self, chunk: C) -> bool:
         """Settle what is done of a chunk. Return False if its worker is to stop."""
 
     def failed(self, chunk: C, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
-        """Deal with messages that a handler failed at, `each_ms` milliseconds each. Return False if the worker is to
-        stop."""
+        """Deal with messages that a handler failed at, `each_ms` milliseconds each.
+        Return False if the worker is to stop."""
 
     def unwanted(self, chunk: C, messages: Sequence[Message]) -> bool:
-        """Deal with messages to whose topic nobody subscribes. Return False if the worker is to stop."""
+        """Deal with messages of a topic without subscription. Return False if the worker is to stop."""
 
     def broke(self, chunk: C, error: Exception) -> None:
-        """Deal with the rest of a chunk after an error that was not a handler's."""
+        """Deal with the rest of a chunk after an error outside of handlers."""
 
 
 class ChunkRunner(Generic[C]):
@@ -127,7 +128,8 @@ class ChunkRunner(Generic[C]):
         held_up: Callable[[Worker], object] = lambda worker: None,
         overdue: Callable[[C, Sequence[Message]], object] = lambda chunk, messages: None,
     ) -> None:
-        """`timeout_ms`, `then`, `overdue`: as of `Overdue`. `held_up` is told of a worker whose handler takes long."""
+        """`timeout_ms`, `then` and `overdue` are those of `Overdue`.
+        `held_up` is called with a worker whose handler takes long."""
         self._owner = owner
         self._workers = workers
         self._handling = handling
@@ -141,7 +143,7 @@ class ChunkRunner(Generic[C]):
         """Guards the numbers of invited workers."""
         self._others = len(workers.all) - 1
         self.pace_ms = WORTH_MS
-        """How long a handler takes of late. The first call may take long."""
+        """Recent average duration of a handler call. The first call may be slow."""
 
     # -- workers at a chunk -----------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class ChunkRunner(Generic[C]):
         return self._owner.run(chunk, worker)
 
     def _ask(self, chunk: C, number: int) -> None:
-        """Have up to `number` workers on their way to a chunk; those that are asked already count."""
+        """Invite workers until up to `number` are on their way to a chunk."""
         with self._lock:
             number = min(number, self._others) - chunk.invited
             chunk.invited += max(0, number)
@@ -170,12 +172,13 @@ class ChunkRunner(Generic[C]):
         return self._owner.run(chunk, worker)
 
     def close(self) -> None:
-        """Settle what is done of the chunks that workers are at, whose handlers may hang."""
+        """Settle what is done of the chunks that workers are at. Their handlers may hang."""
         for chunk in self._overdue.at_work():
             self._owner.settle(chunk)
 
     def _held_up(self, worker: Worker, chunk: C) -> None:
-        """Timer thread: a handler takes long. Settle what is done, and let others have the rest of the chunk."""
+        """Settle what is done and share the rest of a chunk with other workers, on the timer thread.
+        Called when a handler takes long."""
         if chunk.items or chunk.done:
             self._owner.settle(chunk)
             if not self._ordered:
@@ -185,7 +188,7 @@ class ChunkRunner(Generic[C]):
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def work(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Hand the messages of a chunk to handlers, batch after batch, until there is a reason to stop."""
+        """Hand the messages of a chunk to handlers, batch by batch, until there is a reason to stop."""
         self._overdue.begin(worker, chunk, lambda: chunk.home.closing)
         try:
             try:
@@ -224,11 +227,11 @@ class ChunkRunner(Generic[C]):
             try:
                 ended = handling.call(worker, subscription, batch)
                 failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
-            except BaseException:  # Ctrl-C, say: nothing is settled, and the owner gives back what was not begun
+            except BaseException:  # Ctrl-C or similar: nothing is settled, and the owner releases the rest
                 items.extendleft(reversed(batch))
                 raise
             if alone:
-                worker.rest()  # before the next suspected message, which may end the process, begins elsewhere
+                worker.rest()  # before another worker begins the next suspected message, which may end the process
                 handling.has_handled(chunk, batch)
             self.pace_ms += (took_ms - self.pace_ms) / 16
             if home.dropped or (worker.lapsed == worker.calls and not ordered):
@@ -244,7 +247,7 @@ class ChunkRunner(Generic[C]):
                     return
 
     def _of_one_call(self, chunk: C, batch: list[Message], watches: bool) -> list[Message]:
-        """Return the first messages of a batch that one call may have. The others go back to the front of the chunk."""
+        """Return the first messages of a batch that one call may have. Put the others back in front."""
         number = len(batch)
         if chunk.apart:
             number = len(list(takewhile(batch[0].topic.__eq__, [message.topic for message in batch])))
@@ -265,7 +268,7 @@ class ChunkRunner(Generic[C]):
 
 
 def next_of(items: deque[T], number: int) -> list[T]:
-    """Take up to `number` from the front. Others may take from it at the same time."""
+    """Take up to `number` items from the front. Other threads may take items at the same time."""
     taken: list[T] = []
     try:
         while len(taken) < number:  # cheaper than a range, as long as one is taken at a time

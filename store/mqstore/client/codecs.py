@@ -1,10 +1,11 @@
-"""What an application calls an item, and the bytes that are stored for it.
+"""Codecs that turn an application's items into stored bytes and back.
 
     BYTES    bytes, bytearray, memoryview    as they are
     TEXT     str                             UTF-8
     JSON     what JSON knows                 UTF-8, no spaces
 
-No pickle: who can write to the directory could run code in every reader. Who wants it gives a codec of four lines.
+There is no pickle: anyone who can write to the directory could run code in every reader. An application that accepts
+that can pass a codec of four lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["BYTES", "JSON", "TEXT", "Codec"]
 
 
 class Codec(Protocol):
-    """Turns items to bytes and back.
+    """Codec that turns items into bytes and back.
 
     >>> class Numbers:
     ...     def encode(self, item):
@@ -35,10 +36,10 @@ class Codec(Protocol):
     """
 
     def encode(self, item: Any) -> bytes:
-        """The bytes to store; InvalidMessageError (or any ValueError, TypeError) for an item that has none."""
+        """Return the bytes to store. Raises InvalidMessageError, ValueError or TypeError for a bad item."""
 
     def decode(self, body: bytes) -> Any:
-        """The item again; ValueError for bytes that are none."""
+        """Return the item of these bytes. Raises ValueError if they hold none."""
 
 
 class _Bytes:

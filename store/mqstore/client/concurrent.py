@@ -1,11 +1,11 @@
-"""Messages handled by many workers at once, in no order (clients#concurrent, clients#overdue).
+"""Service that has many workers handle messages, in no order (clients#concurrent, clients#overdue).
 
     pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
                                  done      settled together (chunks.py)
                                  failed    sent back, and settled; if that fails, again here after 5 s
                                  hung      after `consume_timeout` sent back and settled; its end counts for nothing
 
-A chunk is what one pull brought.
+A chunk holds the messages of one pull.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class _Chunk(Chunk):
         self.queue = queue
         self.first = messages[0].offset
         self.until: float | None = None
-        """When to leave it undone, once its queue is to go."""
+        """Time at which to leave the chunk undone, once its queue is to leave."""
 
     def may_end(self) -> bool:
         """Return True for a short time if a later chunk of the queue was begun.
 
-        The position would stay before this chunk otherwise, and the next owner of the queue would handle the later
-        messages again. The time is short because `stop` waits: a slow handler must not be given all messages."""
+        Otherwise the position would stay before this chunk, and the next owner of the queue would repeat the later
+        messages. The time is short because `stop` waits: a slow handler must not get all messages."""
         if self.queue.dropped or self.first >= self.queue.begun:
             return False
         now = time.perf_counter()
@@ -61,7 +61,7 @@ class _Chunk(Chunk):
 
 
 class ConcurrentService:
-    """What a push consumer does with messages unless it is ordered."""
+    """Handling of messages by a push consumer that is not ordered."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ConcurrentService:
         yield from self._runner.begin(_Chunk(queue, messages), worker)
 
     def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
-        """As handlers are to see them: with the attempts that ended with a process. Without those that have had their
-        last, which become dead letters."""
+        """Return the messages with the attempts that ended with a process counted in.
+        Messages that have had their last attempt are left out and become dead letters."""
         limit = self._broker.groups.need(self._group).max_attempts
         live = []
         for message in messages:
@@ -135,19 +135,19 @@ class ConcurrentService:
             self.assignment.leave(chunk.queue)
 
     def part(self, chunk: _Chunk, messages: Sequence[Message]) -> _Chunk:
-        """Return a chunk with `messages`, which were taken from the given one."""
+        """Return a chunk with `messages`, which were taken from `chunk`."""
         return _Chunk(chunk.queue, messages)
 
     def settle(self, chunk: _Chunk) -> bool:
-        """Settle what is done of a chunk. The worker goes on, whatever has become of the queue."""
+        """Settle what is done of a chunk. Return True: the worker continues in any case."""
         done, took_ms = chunk.take_done()
         if done and self.assignment.settle(chunk.queue, done):
             self._handling.settled(done, "ack", took_ms)
         return True
 
     def unwanted(self, chunk: _Chunk, messages: Sequence[Message]) -> bool:
-        """Nobody subscribes to the topic of these messages. A retry has failed once more. Other messages stay what they
-        are: their queue is about to go."""
+        """Deal with messages of a topic without subscription. A retry counts as failed again.
+        Other messages wait, since their queue is about to leave."""
         if chunk.queue.retries:
             return self.failed(chunk, messages, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
         chunk.items.extendleft(reversed(messages))
@@ -155,7 +155,8 @@ class ConcurrentService:
         return False
 
     def broke(self, chunk: _Chunk, error: Exception) -> None:
-        """Begin the queue again: memory has run out, say, and what was in hand would lie here for ever."""
+        """Begin the queue again after an error outside of handlers, such as a full memory.
+        The messages that the worker had would never be handled otherwise."""
         what = "what is to be done around handlers failed; the queue is begun again"
         self._handling.report(error, what, chunk.queue.queue)
         self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, chunk.queue))
@@ -163,7 +164,7 @@ class ConcurrentService:
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._runner.submit, chunk))
 
-    # -- what failed ------------------------------------------------------------------------------------------------
+    # -- failed messages --------------------------------------------------------------------------------------------
 
     def failed(self, chunk: _Chunk, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
         """Send the messages back, or pass over them."""
@@ -177,14 +178,14 @@ class ConcurrentService:
         return True
 
     def _send_back(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> None:
-        if not queue.contains(message):  # its time was up, and it was sent back then
+        if not queue.contains(message):  # it has timed out, and was sent back then
             return
         try:
             outcome = self._go_back(message, failure)
         except StoreClosedError:
             return
         except Exception as error:
-            # It stays here, and holds the position: what cannot be sent back is not let go of.
+            # The message stays here and holds the position, so that it is not lost.
             self._handling.report(error, "it failed and cannot be sent back, here again in 5 s", message)
             self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
             return
@@ -196,12 +197,12 @@ class ConcurrentService:
         if failure.delay_s is not None:
             try:
                 return self._file(message, failure.reason, delay=failure.delay_s)
-            except ConfigError as error:  # longer than the store delays anything, say: that will not change
+            except ConfigError as error:  # perhaps above the longest delay of the store, now and later
                 self._handling.report(error, "it comes again as the retry policy says", message)
         return self._file(message, failure.reason)
 
     def _file(self, message: Message, reason: str, **delay: Any) -> Settled:
-        """Have the broker put a message into the retry topic, or to the dead letters; which it was."""
+        """Have the broker put a message into the retry topic or the dead letters. Return which."""
         receipt = self._broker.send_back(
             self._group, message.physical_offset, attempts=message.attempt, reason=reason, **delay
         )
@@ -211,10 +212,10 @@ class ConcurrentService:
         self._handling.settled([message], outcome, took_ms)
         self.assignment.settle(queue, [message])
 
-    # -- what takes long --------------------------------------------------------------------------------------------
+    # -- timeouts ---------------------------------------------------------------------------------------------------
 
     def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
-        """A handler has had these for too long: they go back, whatever comes of it."""
+        """Send back messages that a handler has had for too long. Its result no longer counts."""
         for message in messages:
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
@@ -224,8 +225,8 @@ class ConcurrentService:
     def _give_up(
         self, queue: ProcessQueue, message: Message, reason: str, took_ms: float, delay_level: int = 0
     ) -> None:
-        """Send back what no handler here is to have again: its handler hangs, or its last attempt ended with a process.
-        So this is tried until it is done."""
+        """Send back a message that no handler here may have again, and repeat that until it succeeds.
+        Its handler hangs, or its last attempt ended with a process."""
         if queue.dropped or not queue.contains(message):
             return
         try:

@@ -16,28 +16,28 @@ __all__ = ["ConsumerStats", "QueueStats", "TopicStats", "topic_stats"]
 
 @dataclass(frozen=True, slots=True)
 class TopicStats:
-    """What a consumer has done with a topic since it was started (delivery#statistics)."""
+    """Statistics of one topic since the consumer was started (delivery#statistics)."""
 
     ok: int
     """Messages that were handled."""
     failed: int
     """Attempts that failed, timed out, or were rejected."""
     ok_per_s: float | None
-    """Rates are of the last minute, 0.0 when nothing happened in it. In the first 10 s they are None, for they are not
-    known yet. Averages of a minute in which nothing happened are of the last hour, or else since the start."""
+    """Rates are of the last minute, and 0.0 if nothing happened. In the first 10 s they are None.
+    Averages of a minute in which nothing happened are of the last hour, or else since the start."""
     failed_per_s: float | None
     handler_ms: float | None
-    """Spent on a message; None before one was handled."""
+    """Average per message, or None before the first one."""
     pulled: int
-    """Messages that came, handled or not."""
+    """Messages that were received, handled or not."""
     pulled_per_s: float | None
     pull_ms: float | None
-    """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
+    """Average per read that found messages. In mode "pop" one read covers several queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """One queue that is assigned to a consumer."""
+    """Statistics of a queue that is assigned to a consumer."""
 
     cached: QueueInfo
     committed: int | None
@@ -45,13 +45,13 @@ class QueueStats:
 
     @property
     def lag(self) -> int | None:
-        """Messages that are not settled, or not even pulled; None while nothing is committed, when it is not known."""
+        """Number of messages that are not settled, pulled or not. None if no offset is committed."""
         return None if self.committed is None else self.max_offset - self.committed
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStats:
-    """A snapshot of one consumer.
+    """Snapshot of one consumer.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -71,12 +71,12 @@ class ConsumerStats:
     running: int
     """Workers in a handler now."""
     suspended: Mapping[QueueRef, Suspended]
-    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
-    group, in either mode; of a broadcasting consumer its own."""
+    """Queues held up by a failed message, from its first failure until it is settled.
+    They are those of the whole ordered group, in either mode. A broadcasting consumer has its own."""
 
 
 def topic_stats(counted: StatisticsSnapshot) -> dict[str, TopicStats]:
-    """What was counted of each topic, by name."""
+    """Return the statistics of each topic, by name."""
     return {topic: _of(counted, topic) for topic in sorted({topic for _, topic in counted.totals})}
 
 
@@ -99,8 +99,8 @@ def _of(counted: StatisticsSnapshot, topic: str) -> TopicStats:
 
 
 def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
-    """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
-    to know how long its handlers take, not that they did nothing (delivery#statistics)."""
+    """Return the average of the shortest window in which something was added.
+    For an idle consumer the last known duration is more useful than none (delivery#statistics)."""
     windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
     for window in windows:
         found = window.get((name, topic))

@@ -1,19 +1,19 @@
-"""A message on loan, as the application holds it (clients#renewal).
+"""Leased message, as the application holds it (clients#renewal).
 
     verb                 by `with`, at its end            then
-    ack                  a clean one                      done
-    nack(delay)          Retry(delay); it goes no farther comes again after `delay`, None: as the retry policy says.
-                                                          Of more than 12 h the verb is ConfigError, Retry is 12 h
-    nack()               another Exception, which passes  comes again, as the retry policy says
-    reject(reason)       Reject(reason); no farther       a dead letter
-    (release)            Ctrl-C, SystemExit, which pass   comes again at once, as if nobody had had it
-    extend(visibility)                                    on loan for so long from now
-    none                                                  comes again when the loan is over
+    ack                  a clean end                      done
+    nack(delay)          Retry(delay), not re-raised      redelivered after `delay`, or by the retry policy for None.
+                                                          Above 12 h the verb raises ConfigError, Retry uses 12 h
+    nack()               another Exception, re-raised     redelivered by the retry policy
+    reject(reason)       Reject(reason), not re-raised    a dead letter
+    (release)            Ctrl-C, SystemExit, re-raised    redelivered at once, as if nobody had received it
+    extend(visibility)                                    leased for that time from now
+    none                                                  redelivered when the lease expires
 
-Settled once, it stays so: the same verb again does nothing, another one is ReceiptExpiredError. Within a process a verb
-can fail for a while only because the disk is full (StoreFullError). Then nothing has changed, and the caller, who is
-there, decides: the same verb again once there is room, or nothing, and the message comes again. No verb waits or
-retries by itself.
+The first verb settles a message. To repeat it does nothing, and another one raises ReceiptExpiredError. Within a
+process a verb can fail for a while only because the disk is full (StoreFullError). Then nothing has changed. The caller
+can repeat the verb once there is room, or do nothing, and the message is redelivered. No verb waits or retries by
+itself.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds"]
 _log = logging.getLogger("mqstore")
 
 _LONGEST_S = 12 * 3600
-"""Of a loan, and before what failed comes again."""
+"""Longest lease, and longest delay before a failed message is redelivered."""
 
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
 class Lender:
-    """What loans know of where they come from."""
+    """State that the leases of a consumer share."""
 
     __slots__ = ("broker", "group", "log", "monotonic_ms", "told")
 
     def __init__(
         self, broker: Broker, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
     ) -> None:
-        """`told` hears of each loan that was settled. Whose `log` it is closes it."""
+        """`told` is called for each lease that was settled. The owner of `log` closes it."""
         self.broker = broker
         self.group = group
         self.log = log
@@ -62,7 +62,7 @@ class Lender:
 
 
 class Loan:
-    """A delivery, and what may be done with it. Any thread may; who settles it first has settled it."""
+    """Delivery with the verbs that settle it. Thread-safe: the first verb settles it."""
 
     __slots__ = ("_delivery", "_lender", "_message", "_verb", "expires_at")
 
@@ -72,12 +72,13 @@ class Loan:
         self._message: Message | None = None
         self._verb: Verb | None = None
         self.expires_at = expires_at
-        """When it is given to others unless it is settled, on the scale of `time.monotonic` (of the store's clock)."""
+        """Time at which an unsettled message is redelivered to others, on the scale of `time.monotonic`.
+        It is measured by the store's clock."""
 
     @property
     def message(self) -> Message:
-        """The message under the topic it was sent to, with its `attempt`. Its `queue` is where it lies: of one that
-        comes again that may be the group's retry topic."""
+        """Message under the topic it was sent to, with its `attempt`.
+        Its `queue` is where it is stored, which can be the group's retry topic."""
         message = self._message
         if message is None:
             message = self._message = as_delivered(self._delivery)
@@ -85,16 +86,17 @@ class Loan:
 
     @property
     def attempt(self) -> int:
-        """Which delivery of its message this is, from 1."""
+        """Number of this delivery of its message, from 1."""
         return self._delivery.attempt
 
     @property
     def settled(self) -> bool:
-        """Whether it was acknowledged, given back or rejected by way of this object."""
+        """True if it was acknowledged, released or rejected by this object."""
         return self._verb is not None
 
     def ack(self) -> None:
-        """Done. Again is harmless; ReceiptExpiredError when the message was given to others already."""
+        """Acknowledge the message. Repeating it is harmless.
+        Raises ReceiptExpiredError if the message has been delivered to others already."""
         if self._verb is None:
             lender, delivery = self._lender, self._delivery
             lender.broker.ack(lender.group, delivery.topic, [delivery.receipt])
@@ -105,7 +107,8 @@ class Loan:
             self._refuse()
 
     def ack_at_once(self) -> bool:
-        """Acknowledge, if that takes no wait for a lock or the disk. Return False if nothing was done: call `ack`."""
+        """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
+        The caller then calls `ack`."""
         lender, delivery = self._lender, self._delivery
         if self._verb is not None:
             return False
@@ -115,8 +118,9 @@ class Loan:
         return True
 
     def nack(self, delay: Duration | None = None) -> None:
-        """Failed: it comes again in `delay` seconds (at most 12 h), None: as the retry policy says; after the last
-        attempt it is a dead letter. ReceiptExpiredError as `ack`, ConfigError for the delay."""
+        """Give a failed message back. It is redelivered in `delay` seconds, at most 12 h.
+        With None the retry policy decides. After its last attempt the message is a dead letter. Raises
+        ReceiptExpiredError as `ack` does, and ConfigError for a bad delay."""
         if self._is_new("nack"):
             if delay is not None:
                 _bounded("delay", delay)
@@ -125,18 +129,18 @@ class Loan:
             self._note("nack", "dlq" if receipt is None else "retry")
 
     def extend(self, visibility: Duration) -> None:
-        """Keep it for `visibility` seconds (at most 12 h) from now, be that longer or shorter. ReceiptExpiredError as
-        `ack`, and when it was settled; ConfigError for the seconds."""
+        """Make the lease end `visibility` seconds from now, at most 12 h, sooner or later than before.
+        Raises ReceiptExpiredError as `ack` does and after settling, and ConfigError for bad seconds."""
         if self._verb is not None:
             self._refuse()
         lender, delivery = self._lender, self._delivery
         expires_at = lender.monotonic_ms() / 1000 + _bounded("visibility", visibility)
-        # Renewed, not changed: the receipt stays good, so an `ack` of another thread that comes just now counts.
+        # Renew without a new receipt, so that a simultaneous `ack` of another thread counts.
         lender.broker.renew(lender.group, delivery.topic, delivery.receipt, visibility)
         self.expires_at = expires_at
 
     def reject(self, reason: str = "") -> None:
-        """Straight to the dead letters, with the reason. ReceiptExpiredError as `ack`."""
+        """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does."""
         if self._is_new("reject"):
             lender, delivery = self._lender, self._delivery
             lender.broker.dead_letter(lender.group, delivery.topic, delivery.receipt, reason or "rejected")
@@ -168,24 +172,24 @@ class Loan:
             if self._verb is None:
                 self.ack()
             return False
-        # What was asked for is done, or its failure raised.
+        # Retry and Reject are carried out, or their failure is raised.
         if isinstance(error, Retry):
             lender = self._lender
-            # Here and not in `nack`, whose caller is there to be told that he asks for too much.
+            # Shorten here and not in `nack`, whose caller can handle the error.
             self.nack(shortened(retry_delay(error), _LONGEST_S, lender.log, self.message))
             return True
         if isinstance(error, Reject):
             self.reject(error.reason)
             return True
         try:
-            if not isinstance(error, Exception):  # Ctrl-C and the like: that is no failure of the message
+            if not isinstance(error, Exception):  # Ctrl-C or similar is no failure of the message
                 self._release()
             elif self._verb is None:
                 lender = self._lender
                 self._note(
                     "nack", fail(lender.broker, lender.group, self._delivery, f"{type(error).__name__}: {error}")
                 )
-        except MQStoreError as late:  # the caller is to see what happened first
+        except MQStoreError as late:  # the caller must see the first error
             _log.warning("%r could not be given back: %s", self, late)
         return False
 
@@ -196,8 +200,9 @@ class Loan:
 
 
 class Delivery(Loan):
-    """A message that `SimpleConsumer.receive` gave. `with delivery as message:` acknowledges it at a clean end, gives
-    it back at an exception, and does as `Retry` and `Reject` say, which go no farther.
+    """Message that `SimpleConsumer.receive` returned.
+    `with delivery as message:` acknowledges it at a clean end, and gives it back after an exception. `Retry` and
+    `Reject` are obeyed and not raised again.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -216,11 +221,11 @@ class Delivery(Loan):
     def __init__(self, lender: Lender, delivery: pop.Delivery, received_at: float, expires_at: float) -> None:
         super().__init__(lender, delivery, expires_at)
         self.received_at = received_at
-        """When it was received, on the scale of `expires_at`."""
+        """Time of receipt, on the scale of `expires_at`."""
 
     @property
     def receipt(self) -> str:
-        """What settles it, by `Broker.ack` and so on: for whoever carries it elsewhere."""
+        """Receipt handle for `Broker.ack` and similar methods, to settle the message from elsewhere."""
         return self._delivery.receipt
 
     def __enter__(self) -> Message:
@@ -228,8 +233,8 @@ class Delivery(Loan):
 
 
 def as_delivered(delivery: pop.Delivery) -> Message:
-    """The message as a handler is to see it: one from a retry topic under the topic it was sent to, one delivered in
-    order with the attempts that were counted for it."""
+    """Return the message as a handler sees it, with its attempts.
+    A message from a retry topic is shown under the topic it was sent to."""
     message, _, _, topic, _, redeliveries = delivery
     if is_retry_topic(topic):
         topic = message.stored_property(RETRY_TOPIC) or topic
@@ -237,7 +242,7 @@ def as_delivered(delivery: pop.Delivery) -> Message:
 
 
 def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:
-    """Give a delivery back as failed, or, if that was the last attempt, to the dead letters with the reason."""
+    """Give back a failed delivery, or dead-letter it with the reason after its last attempt."""
     limit = broker.groups.need(group).max_attempts
     if limit is not None and delivery.attempt >= limit:
         broker.dead_letter(group, delivery.topic, delivery.receipt, reason)
@@ -247,7 +252,7 @@ def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay:
 
 
 def loan_seconds(visibility: Duration) -> float:
-    """How long a loan is to be; ConfigError unless that lies in 0.1 s to 12 h."""
+    """Return a lease's duration in seconds. Raises ConfigError unless it is 0.1 s to 12 h."""
     value = visibility if type(visibility) is int else seconds(visibility, "visibility")
     if not 0.1 <= value <= _LONGEST_S:
         raise ConfigError(f"visibility is {visibility!r}; give 0.1 seconds to 12 hours")
@@ -255,7 +260,8 @@ def loan_seconds(visibility: Duration) -> float:
 
 
 def _bounded(name: str, given: Duration) -> float:
-    """Seconds from now. The broker refuses them too, in milliseconds and not by the name that the caller knows."""
+    """Return `given` in seconds. Raises ConfigError, by the name that the caller knows, above 12 h.
+    The broker would refuse it too, but in milliseconds and by another name."""
     value = seconds(given, name)
     if value > _LONGEST_S:
         raise ConfigError(f"{name} is {given!r}; give 12 hours at most, 43200")

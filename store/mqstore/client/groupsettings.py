@@ -1,4 +1,4 @@
-"""Settings that a consumer shares with its group: order, where it begins, the retry policy (clients#group).
+"""Settings that a consumer shares with its group: order, start, retry policy (clients#group).
 
 given to the consumer     the group is not there yet    the group is there
 ordered    None           False                         as the group has it
@@ -27,7 +27,8 @@ __all__ = ["check_order", "enter_group", "order_of"]
 
 
 def order_of(broker: Broker, group: str, ordered: bool | None) -> bool:
-    """Return whether a consumer of `group` consumes in order. None: as the group does, False for a new group."""
+    """Return True if a consumer of `group` consumes in order.
+    With None it follows the group. A new group has no order."""
     if ordered is not None:
         return ordered
     known = broker.groups.get(group)
@@ -35,7 +36,7 @@ def order_of(broker: Broker, group: str, ordered: bool | None) -> bool:
 
 
 def check_order(known: GroupConfig, ordered: bool) -> None:
-    """Raise ConfigError if the group consumes in another order, and say what to do."""
+    """Raise ConfigError, with advice, if the group consumes in another order."""
     if known.orderly != ordered:
         raise ConfigError(
             f"group {known.name!r} was made to consume {'in order' if known.orderly else 'without order'}: give "
@@ -47,7 +48,7 @@ def check_order(known: GroupConfig, ordered: bool) -> None:
 def enter_group(
     broker: Broker, group: str, *, ordered: bool = False, start: Start | None = None, retry: RetryPolicy | None = None
 ) -> GroupConfig:
-    """Return the group, which is created with these settings if it is not there. Errors as `GroupTable.create`."""
+    """Return the group, created with these settings if it is new. Raises what `GroupTable.create` raises."""
     settings: dict[str, Any] = {"orderly": ordered}
     if retry is not None:
         settings["retry_policy"] = retry

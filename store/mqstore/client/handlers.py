@@ -1,4 +1,4 @@
-"""Telling handlers that would not run from those that do (clients#handler-end).
+"""Checks for handlers that would not run when they are called (clients#handler-end).
 
                              before it is called       what comes back of a call
     coroutine function       refused, but by aio       a coroutine: aio awaits it, elsewhere it has not run
@@ -8,7 +8,7 @@
     what returns one of them is not to be seen         likewise
     anything else            taken                     not looked at
 
-Who calls such a function has an object in hand and nothing done: a message that was acknowledged for that is lost.
+A caller of such a function gets an object, and no work is done. A message acknowledged for that would be lost.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["check_handler", "check_has_run", "check_plain"]
 
 
 def check_handler(handler: object, *, coroutines: bool = False) -> None:
-    """Refuse a handler that cannot be called, or would do nothing if it were. `coroutines`: they are awaited.
-    ConfigError."""
+    """Raise ConfigError for a handler that cannot be called, or would do nothing if called.
+    If `coroutines`, coroutine functions are awaited, and so allowed."""
     if not callable(handler):
         raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
     if not coroutines and _is(handler, _makes_coroutines):
@@ -40,7 +40,7 @@ def check_handler(handler: object, *, coroutines: bool = False) -> None:
         )
     try:
         signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # of some builtins Python does not know it
+    except (TypeError, ValueError):  # Python does not know it for some builtins
         return
     try:
         signature.bind(None)
@@ -52,13 +52,13 @@ def check_handler(handler: object, *, coroutines: bool = False) -> None:
 
 
 def check_plain(what: str, function: Callable[..., object]) -> None:
-    """ConfigError for a coroutine function where nobody awaits, in aio neither: it would never run."""
+    """Raise ConfigError for a coroutine function where it is never awaited, which holds for aio too."""
     if _is(function, _makes_coroutines) or _is(function, inspect.isasyncgenfunction):
         raise ConfigError(f"{what} is called as it is, so it must be a plain function, not {function!r:.100}")
 
 
 def _is(handler: Callable[..., object], test: Callable[[Any], bool]) -> bool:
-    """Of a function, a method, or an object that is called by a method of its class; partials of these, too."""
+    """Return True if `test` holds for a function, a method, a callable object, or a partial of these."""
     while isinstance(handler, partial):
         handler = handler.func
     return test(handler) or test(getattr(type(handler), "__call__", None))  # noqa: B004  (of its class, not its own)
@@ -67,12 +67,12 @@ def _is(handler: Callable[..., object], test: Callable[[Any], bool]) -> bool:
 def _makes_coroutines(function: Any) -> bool:
     if inspect.iscoroutinefunction(function):
         return True
-    code = getattr(function, "__code__", None)  # a generator function under `types.coroutine` makes what is awaited
+    code = getattr(function, "__code__", None)  # a generator function under `types.coroutine` returns an awaitable
     return bool(getattr(code, "co_flags", 0) & inspect.CO_ITERABLE_COROUTINE)
 
 
 def check_has_run(result: object) -> None:
-    """TypeError if what a handler returned is work that was not begun."""
+    """Raise TypeError if a handler has returned work that was not begun."""
     if result is None:
         return
     if inspect.isawaitable(result):
@@ -86,6 +86,6 @@ def check_has_run(result: object) -> None:
         return
     shown = f"{result!r:.100}"
     if isinstance(result, Coroutine | Generator):
-        with suppress(Exception):  # of one that runs elsewhere, or will not end
-            result.close()  # or Python warns of it, at some other place
+        with suppress(Exception):  # it may run elsewhere, or not end
+            result.close()  # otherwise Python warns later, elsewhere
     raise TypeError(f"the handler returned {what} that nobody runs, {shown}: its message was not handled. {advice}")

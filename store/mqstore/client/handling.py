@@ -1,4 +1,4 @@
-"""Calling a handler, and what its end means (clients#handler-end).
+"""Calls of a handler, and the meaning of its end (clients#handler-end).
 
     returns                    None                     done
     returns what did not run   Failure("retry")         again, as for an exception (handlers.py)
@@ -8,7 +8,7 @@
     another Exception          Failure("retry")         again; logged with its traceback, and told to `on_error`
     SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
 
-Knows neither queues nor receipts: what becomes of a failure is the business of who called.
+This module knows neither queues nor receipts. The caller deals with a failure.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ __all__ = [
 CONSUME_OK: Final = "CONSUME_OK"
 CONSUME_FAILED: Final = "CONSUME_FAILED"
 CONSUME_US: Final = "CONSUME_US"
-"""Microseconds in handlers; the times it was added to are messages."""
+"""Microseconds in handlers. The number of additions is the number of messages."""
 PULL: Final = "PULL"
 PULL_US: Final = "PULL_US"
 """Microseconds in pulls that found messages."""
 
 OnError = Callable[[BaseException, Message | None], object]
 Ended = tuple["Failure | None", float]
-"""How a call failed, None if it did not, and how many milliseconds it took."""
+"""Failure of a call, or None for success, and its duration in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """What a consumer wants of a topic, and who gets it."""
+    """Handler of a topic, and the filter of its messages."""
 
     handler: Callable[..., object]
     wanted: Wanted
@@ -67,17 +67,17 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A handler did not get done with these messages."""
+    """Failure of a handler for these messages."""
 
     kind: Literal["retry", "reject"]
     reason: str
     delay_s: float | None = None
     failed: tuple[Message, ...] | None = None
-    """Of a batch; None: all."""
+    """Failed messages of a batch, or None for all."""
 
 
 class Handling:
-    """A consumer's handlers, with everything that is to happen around each call."""
+    """Handlers of a consumer, with the work that surrounds each call."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class Handling:
         on_error: OnError | None = None,
         suspects: Suspects | None = None,
     ) -> None:
-        """`batch`: handlers take sequences of messages, else one. `ordered`: a handler that timed out counts when it
-        ends. `one_queue`: the messages of a call are of one queue, ascending. `suspects`: what is handled one at a
-        time."""
+        """With `batch` handlers take sequences of messages, else one message.
+        With `ordered` a handler that timed out counts when it ends. With `one_queue` the messages of a call are of one
+        queue, ascending. Messages in `suspects` are handled one at a time."""
         self.group = group
         self.hooks = interceptors
         self._around, self._after = interceptors.around_consume, interceptors.after_consume
         self.log = interceptors.log
-        """For all that is said of messages."""
+        """Log for all that is said of messages."""
         self.statistics = Statistics(clock)
-        """By topic: the counters below."""
+        """Counters below, by topic."""
         self.subscriptions: Mapping[str, Subscription] = {}
         """Subscriptions by topic. The table is replaced, never changed."""
         self._batch = batch
@@ -108,66 +108,67 @@ class Handling:
         self._note = note_run if one_queue else note
         self._on_error = on_error
         self._suspects = Suspects() if suspects is None else suspects
-        """Messages of which one is in a handler at a time."""
+        """Messages of which only one at a time may be in a handler."""
         self._is_closed = False
 
     def watches(self) -> bool:
-        """Whether messages of the group are suspected of having ended the process."""
+        """Return True if messages of the group are suspected of having ended the process."""
         return self.group in self._suspects.left
 
     def is_suspect(self, message: Message) -> bool:
-        """Whether this one is."""
+        """Return True if this message is suspected."""
         return self._suspects.holds(self.group, Address(*message.queue, message.offset))
 
     def together(self, messages: Sequence[Message]) -> int:
-        """How many of the first of these one call may have: a suspected one is alone."""
+        """Return how many of the first messages one call may have. A suspected message is alone."""
         return next((i for i, message in enumerate(messages) if self.is_suspect(message)), len(messages)) or 1
 
     def in_turn(self, key: object, turn: Callable[[], object]) -> None:
-        """Call `turn()` once `key` may have a suspected message handled: now, or later. `has_handled` or `leave` must
-        follow."""
+        """Call `turn()`, now or later, once `key` may have a suspected message handled.
+        `has_handled` or `leave` must follow."""
         self._suspects.come(key, self, turn)
-        if self._is_closed:  # a worker that was about to come when the consumer stopped: nobody would end its turn
+        if self._is_closed:  # a late worker of a stopped consumer: its turn would never end
             self.desert()
 
     def is_in_turn(self, key: object) -> bool:
-        """Whether it may, and has not."""
+        """Return True if it is the turn of `key`, and it has not used it."""
         return self._suspects.is_in(key)
 
     def has_handled(self, key: object, messages: Sequence[Message]) -> None:
-        """These have been through a handler, in the turn of `key`, or never will be."""
+        """Note that these messages have been through a handler in the turn of `key`, or never will be."""
         self._suspects.clear(self.group, [Address(*message.queue, message.offset) for message in messages])
         self._suspects.leave(key)
 
     def leave(self, key: object) -> None:
-        """If it is the turn of `key`, it does not use it."""
+        """End the turn of `key` without use, if it has one."""
         self._suspects.leave(key)
 
     def desert(self) -> None:
-        """Give up all turns: no other consumer waits for a suspected message of this one."""
+        """Give up all turns, so that no other consumer waits for a suspected message of this one."""
         self._suspects.desert(self)
 
     def close(self) -> None:
-        """Give up all turns, those too that a worker asks for from now on."""
+        """Give up all turns, including those that workers ask for later."""
         self._is_closed = True
         self.desert()
 
     def call(self, worker: Worker, subscription: Subscription, messages: Sequence[Message]) -> Ended | Flow[Ended]:
-        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler
-        that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
+        """Call the handler with `messages` on this thread, and return how the call ended.
+        `messages` is one message unless handlers take batches. If the handler returned an `Awaited`, return the flow
+        that waits for it. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
-        argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
+        argument = tuple(messages) if self._batch else messages[0]  # the handler must not change our list
         if self._batch:
             worker.begin(messages)
             self._note(worker.cells, messages)
-        else:  # the same of one message, without calls: it may come every two microseconds
+        else:  # the same inline for one message, which may come every two microseconds
             worker.calls += 1
             worker.messages = messages
             worker.cells[0] = messages[0].physical_offset
         begin = time.perf_counter()
         try:
             if self._around:
-                # Looked at inside, so that hooks see it fail.
+                # The result is checked inside, so that hooks see a failure.
                 self.hooks.consuming(lambda: check_has_run(handler(argument)), messages)
             elif (result := handler(argument)) is not None:
                 if isinstance(result, Awaited):
@@ -212,7 +213,8 @@ class Handling:
         took_ms: float,
         error: Exception | None,
     ) -> None:
-        """Tell `after_consume` how a call ended. One that timed out has been told of, and counts only in order."""
+        """Report the end of a call to `after_consume`.
+        A call that timed out has been reported already, and counts only in order."""
         if worker.lapsed == worker.calls and not self._ordered:
             return
         outcome: Literal["success", "retry", "reject", "exception"] = "exception"
@@ -236,7 +238,7 @@ class Handling:
         self.hooks.tell(self.hooks.on_timeout, message, stack)
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
-        # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.
+        # The exception may be of a user's class and lack attributes. Its messages have failed in any case.
         if isinstance(error, Retry):
             return Failure("retry", text_of(error), retry_delay(error))
         if isinstance(error, Reject):
@@ -255,14 +257,14 @@ class Handling:
         return Failure("retry", f"{type(error).__name__}: {text_of(error)}")
 
     def not_the_end(self, first: Message) -> Failure:
-        """A BatchFailure left out what stands behind one that failed. In order that cannot be done, so nothing of what
-        it says is relied on."""
+        """Fail a whole batch because its BatchFailure left out messages behind a failed one.
+        In order that cannot be done, so nothing of it is relied on."""
         why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
         self.report(ValueError(why), "it comes again", first)
         return Failure("retry", why)
 
     def report(self, error: BaseException, what: str, at: Message | QueueRef | None = None) -> None:
-        """Something that no caller can be told of: `what` went wrong where, to the log and to `on_error`."""
+        """Report an error that reaches no caller to the log and to `on_error`."""
         self.log.say(logging.ERROR, what, at=at, error=error)
         self._tell(error, at if isinstance(at, Message) else None)
 
@@ -289,7 +291,7 @@ class Handling:
 
 
 def _of(error: Exception, name: str) -> Any:
-    """What an exception bears; None if it lacks that, or fails when asked."""
+    """Return an attribute of an exception, or None if it is missing or fails."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -297,7 +299,7 @@ def _of(error: Exception, name: str) -> Any:
 
 
 def _among(messages: Sequence[Message], named: object) -> tuple[Message, ...] | None:
-    """Those of `messages` that are named, each once, in their order; None if something else is named."""
+    """Return the named messages, each once and in order, or None if something else is named."""
     try:
         names = {(message.queue, message.offset) for message in named}  # type: ignore[attr-defined]
     except Exception:

@@ -1,10 +1,10 @@
-"""Code of the user's that is called around every step of every message (clients#interceptors).
+"""Interceptors: user code called around every step of every message (clients#interceptors).
 
     before_send --> stored --> after_send     on_receive --> around_consume(handler) --> after_consume --> on_settle
 
-Hooks run in the order in which the interceptors were given. What one raises is logged, not for every message
-(limitedlog.py), and stops nothing, except in `before_send`, which may so forbid a message to be sent, and in
-`around_consume`, where what the handler raised passes. A hook that nobody overrides costs nothing.
+Hooks run in the order in which the interceptors were given. An error in a hook is logged, though not for every message
+(limitedlog.py), and stops nothing. Two hooks differ. `before_send` can forbid a message by raising, and
+`around_consume` passes the handler's error on. A hook that nobody overrides costs nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mqstore.log.outgoing import OutgoingMessage
 __all__ = ["Consumed", "Interceptor", "Interceptors", "Settled"]
 
 Settled = Literal["ack", "retry", "dlq"]
-"""What became of a message: done, to come again, given up."""
+"""Outcome of a message: done, to be redelivered, or dead-lettered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """End of one call of a handler of a push consumer.
+    """End of one call of a push consumer's handler.
 
     >>> consumed = Consumed("billing", "orders", (), "exception", 0.25, ValueError("no such order"))
     >>> consumed.group, consumed.topic, consumed.outcome
@@ -39,19 +39,19 @@ class Consumed:
 
     group: str
     topic: str
-    """Topic that the messages were sent to, also when they came from a retry topic."""
+    """Topic that the messages were sent to, even if they came from a retry topic."""
     messages: tuple[Message, ...]
     outcome: Literal["success", "retry", "reject", "exception", "timeout"]
     """"success": it returned. "retry": it raised `Retry` or `BatchFailure`. "reject": it
     raised `Reject`. "exception": it raised anything else. "timeout": it has not ended within `consume_timeout`."""
     seconds: float
-    """Time in the handler; in one that timed out, until then."""
+    """Time in the handler, up to the timeout if it timed out."""
     error: BaseException | None
-    """What it raised."""
+    """Exception that the handler raised."""
 
 
 class Interceptor:
-    """Override what you need.
+    """Base class of interceptors. Override the hooks that you need.
 
     >>> class Timed(Interceptor):
     ...     def on_settle(self, message, outcome, seconds):
@@ -59,45 +59,47 @@ class Interceptor:
     """
 
     def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
-        """What is sent in place of `message`, or it itself. What this raises, the sender gets: nothing is sent."""
+        """Return the message to send: `message` or another one. If this raises, the sender gets the error.
+        Then nothing is sent."""
         return message
 
     def after_send(self, message: OutgoingMessage, receipt: SendReceipt | None, error: BaseException | None) -> None:
-        """A message was stored (`receipt`), or was not (`error`)."""
+        """React to a message that was stored (`receipt`) or was not (`error`)."""
 
     def on_receive(self, messages: list[Message]) -> list[Message]:
-        """Which of the messages that came are to be handled; those left out count as done."""
+        """Return the received messages that are to be handled. Messages left out count as done."""
         return messages
 
     def around_consume(self, call: Callable[[], None], messages: Sequence[Message]) -> None:
-        """Call the handler, which is `call`, and do what is to be done before and after."""
+        """Call the handler, which is `call`, and do your work before and after."""
         call()
 
     def after_consume(self, consumed: Consumed) -> None:
-        """A handler of a push consumer has ended, or has timed out. Of one that timed out without order the end is not
-        told, for it does not count."""
+        """React to the end or the timeout of a push consumer's handler.
+        Without order the end of a handler that timed out is not reported, since it does not count."""
 
     def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
-        """A message is dealt with; its handler took so long."""
+        """React to a settled message. Its handler took `seconds`."""
 
     def on_assign(self, queues: frozenset[QueueRef]) -> None:
-        """These queues are consumed here from now on. No message of them is handed out before this returns. It runs on
-        a worker: the locks of the queues are renewed meanwhile. `seek` may be called."""
+        """React to queues that are consumed here from now on. Their messages wait until this returns.
+        It runs on a worker, and the locks of the queues are renewed meanwhile. `seek` may be called."""
 
     def on_revoke(self, queues: frozenset[QueueRef]) -> None:
-        """These queues are consumed here no longer."""
+        """React to queues that are no longer consumed here."""
 
     def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
-        """Offset `old` does not exist (any more): it goes on at `new`. Between them lies what the group has lost, if
-        `new` is behind `old`. Where queues belong to nobody (`SimpleConsumer`, mode "pop") one member of the group is
-        told of each loss, when it next looks for messages, and of no `Broker.reset`."""
+        """React to a jump of the group from offset `old`, which does not exist, to `new`.
+        If `new` is higher than `old`, the group has lost the messages between them. In mode "pop" and for a
+        `SimpleConsumer` queues have no owner. Then one member of the group is called for each loss when it next looks
+        for messages, and none for a `Broker.reset`."""
 
     def on_timeout(self, message: Message, stack: str) -> None:
-        """A handler has had a message for longer than `consume_timeout`; where it is now."""
+        """React to a handler that exceeded `consume_timeout`. `stack` shows where it is now."""
 
 
 class Interceptors:
-    """The hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
+    """Hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
 
     >>> chain = Interceptors([Interceptor()])
     >>> chain.on_settle
@@ -116,7 +118,7 @@ class Interceptors:
     on_timeout: tuple[Callable[[Message, str], None], ...]
 
     def __init__(self, interceptors: Sequence[Interceptor] = (), log: LimitedLog | None = None) -> None:
-        """`log`: that of whose interceptors they are."""
+        """`log` is the log of the consumer or producer that has the interceptors."""
         if not isinstance(interceptors, Sequence):
             raise ConfigError(f"interceptors is a list of them, not {interceptors!r:.80}")
         for each in interceptors:
@@ -130,7 +132,7 @@ class Interceptors:
         self.log = LimitedLog() if log is None else log
 
     def tell(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
-        """Call each of `hooks`; an exception of one is logged."""
+        """Call each of `hooks`. Exceptions are logged."""
         for hook in hooks:
             try:
                 hook(*arguments)
@@ -142,18 +144,19 @@ class Interceptors:
         self.log.say(logging.ERROR, f"an interceptor's {name} failed", at=at, error=error, traceback=True)
 
     def loss_teller(self) -> Callable[[QueueRef, int, int], None] | None:
-        """What tells `on_offset_reset`; None where nobody listens, and the news is left to other members."""
+        """Return a function that calls `on_offset_reset`, or None without hooks.
+        With None the news is left to other members."""
         return partial(self.tell, self.on_offset_reset) if self.on_offset_reset else None
 
     def sending(self, message: OutgoingMessage) -> OutgoingMessage:
-        """What is to be sent in place of `message`. Raises what a hook raises."""
+        """Return the message to send in place of `message`. Raises what a hook raises."""
         for hook in self.before_send:
             message = hook(message)
         return message
 
     def receiving(self, messages: list[Message]) -> list[Message]:
-        """Which of `messages` are to be handled, in their order, whatever order a hook gives them back in: a position
-        is the lowest of what is not done. A hook that fails leaves them all."""
+        """Return the messages that are to be handled, in their order. A hook that fails leaves them all.
+        A hook's own order is ignored, because a position is the lowest unfinished offset."""
         for hook in self.on_receive:
             try:
                 kept = {(message.queue, message.offset) for message in hook(list(messages))}
@@ -166,8 +169,8 @@ class Interceptors:
     def consuming(self, call: Callable[[], object], messages: Sequence[Message]) -> None:
         """Call the handler inside every `around_consume`, the first one outermost.
 
-        Raises what the handler raised, whatever the hooks do with it. A hook that fails by itself is logged, and one
-        that never called the handler does not keep it from being called.
+        Raises what the handler raised, whatever the hooks do with it. An error of a hook itself is logged. A handler
+        that no hook has called is called anyway.
         """
         called = False
         raised: BaseException | None = None

@@ -1,12 +1,12 @@
-"""Lines in the log that may come by the thousand (clients#runtime).
+"""Log lines that may come by the thousand, and are held back (clients#runtime).
 
     group billing: orders/3, offset 17: the handler failed, attempt 2: KeyError: 'id' (41 more like this were held back)
     whose          where                what                           the error      how many since the last one
 
-Of lines that are alike the first is logged, then one every 10 s, and how many were held back is told: by the next one,
-by `tell_held` of who looks after it now and then, at the end by `close`. Alike is what says the same of the same topic,
-with an error of the same type that was raised at the same line of code: a mistake that does no harm must not hide
-another one that does.
+Among similar lines the first is logged, then one every 10 s. The next one reports the number of lines held back. So do
+`tell_held`, which the owner calls now and then, and `close` at the end. Lines are similar if they say the same of
+the same topic, with an error of the same type from the same line of code. So a harmless mistake does not hide a harmful
+one.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _log = logging.getLogger("mqstore")
 
 EVERY_MS: Final = 10_000
 _KINDS_MAX: Final = 1_000
-"""Kinds of lines that are kept count of. Nobody has so many, unless code is made as it goes."""
+"""Maximum number of kinds that are counted. More occur only if code is generated."""
 
 
 class _Kind:
-    """Lines that are alike."""
+    """Kind of similar lines."""
 
     __slots__ = ("every_ms", "held", "level", "line", "said_ms")
 
     def __init__(self, level: int, line: str, said_ms: int, every_ms: float) -> None:
         self.level = level
         self.line = line
-        """The last that was logged."""
+        """Last line that was logged."""
         self.said_ms = said_ms
         self.every_ms = every_ms
         self.held = 0
 
 
 class LimitedLog:
-    """The lines of one consumer or producer. Thread-safe.
+    """Log of one consumer or producer. Thread-safe.
 
     >>> import logging, sys
     >>> from mqstore.clock import SimulatedClock
@@ -85,14 +85,14 @@ class LimitedLog:
         times: int = 1,
         once: bool = False,
     ) -> None:
-        """Log `what`, unless a line like it was of late.
+        """Log `what`, unless a similar line was logged recently.
 
-        at          where: a Message, a QueueRef, several of these, a topic
-        like        what makes lines alike, beside topic and error; None: `what`
-        traceback   with that of `error`
-        stack       where a thread is, to stand below the line
-        times       so many that happened, of which this line tells
-        once        never again, but how many there were is told at the end
+        at          place: a Message, a QueueRef, several of these, a topic
+        like        what makes lines similar, beside topic and error; None: `what`
+        traceback   True to log the traceback of `error`
+        stack       stack of a thread, to stand below the line
+        times       number of events that this line reports
+        once        True to log it only once, and report the number of others at the end
         """
         topic, where = _where(at)
         key = (what if like is None else like, topic, type(error), None if error is None else _raised_at(error))
@@ -116,14 +116,14 @@ class LimitedLog:
         _log.log(level, "%s%s%s%s", self._prefix, line, held, below, exc_info=error if traceback else None)
 
     def tell_held(self) -> None:
-        """Say how many lines were held back of what is not going on any more. To be called now and then."""
+        """Report the held-back lines of kinds that no longer occur. To be called now and then."""
         now_ms = self._clock.monotonic_ms()
         with self._lock:
             over = [key for key, kind in self._kinds.items() if now_ms - kind.said_ms >= kind.every_ms]
         self._tell(over)
 
     def close(self) -> None:
-        """The same of everything. What comes later is logged again."""
+        """Report the held-back lines of all kinds. Later lines are logged again."""
         with self._lock:
             keys = list(self._kinds)
         self._tell(keys)
@@ -136,7 +136,7 @@ class LimitedLog:
 
 
 def _where(at: object) -> tuple[str, str]:
-    """The topic, and how the place is shown."""
+    """Return the topic, and the place as text."""
     if isinstance(at, Message):
         topic, queue = at.topic, at.queue
         retried = "" if queue.topic == topic else f" (of {topic})"
@@ -152,7 +152,7 @@ def _where(at: object) -> tuple[str, str]:
 
 
 def _raised_at(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the innermost frame."""
+    """Return the file and line of the innermost frame."""
     trace: TracebackType | None = error.__traceback__
     if trace is None:
         return None
@@ -162,7 +162,7 @@ def _raised_at(error: BaseException) -> tuple[str, int] | None:
 
 
 def text_of(what: object) -> str:
-    """As text; of an exception that cannot even say what it is: its name."""
+    """Return `what` as text, or the type's name for an exception that cannot be shown."""
     try:
         return str(what)
     except Exception:

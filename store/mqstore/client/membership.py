@@ -1,23 +1,23 @@
-"""One client's seat in a group: its registration, its share of the queues, its locks on them (clients#group).
+"""Membership of a client in a group: registration, share of the queues, locks (clients#group).
 
     join ──► share ──► take ──► read, commit ──► give ──► leave
                ▲         │refused                  │
                └─────────┴────── on_change ◄───────┘  of another member
 
-Every member of a clustering group, ordered or not, takes the engine lock of a queue before it looks where the group
-goes on there, and gives it back after it has committed. So a queue that changes hands goes on exactly where it was
-left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease. While a
-handler is at work on a queue (`begin_work`) its lock does not run out.
+Every member of a clustering group, ordered or not, locks a queue in the engine before it reads the committed offset. It
+unlocks the queue after it has committed. So a queue that changes hands continues exactly where it stopped. Nothing is
+lost, and nothing is repeated unless the owner died or was silent for longer than the lease. While a handler is at work
+on a queue (`begin_work`) its lock does not expire.
 
     on_change is called when      the group's members or subscriptions changed
                                   a subscribed topic, or a retry topic, came, was altered or went
                                   a queue that `take` was refused is free again
 
-Within a process nobody dies alone, but somebody may hang, or forget that he has a consumer. So a seat is a lease, too:
-`share` and `renew` keep it, and whoever finds one of a clustering group that has run out unregisters its client, so
-that the others get its queues. Who comes back takes his seat again, and finds out by `renew` what he has lost.
+Within a process a member does not die alone, but it may hang or be forgotten. So a seat is a lease, too, renewed by
+`share` and `renew`. A member that finds an expired seat in a clustering group unregisters its client, so that the
+others get its queues. A client that returns takes its seat again, and learns by `renew` which queues it has lost.
 
-Knows no offsets and reads nothing: who holds a queue, and when to look at the shares again, is the consumer's matter.
+This module knows no offsets and reads nothing. The consumer decides who holds a queue, and when to rebalance.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")
 
 
 def client_id_of(client_id: object) -> str:
-    """Return the name by which a group knows a client, which names a folder, too. None: a new one. ConfigError says
-    what the rule is."""
+    """Return a client id for a group, which also names a folder. None makes a new one.
+    Raises ConfigError, with the rule, for a bad id."""
     if client_id is None:
         return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id) or client_id in (".", ".."):
@@ -59,8 +59,8 @@ def client_id_of(client_id: object) -> str:
 
 
 class Membership:
-    """A member of `group`, from `join` to `leave`. Thread-safe, except that its owner calls `join`, `take`, `give`,
-    `renew` and `leave` one at a time.
+    """Member of `group`, from `join` to `leave`. Thread-safe with one exception.
+    The owner must call `join`, `take`, `give`, `renew` and `leave` one at a time.
 
     >>> import mqstore, tempfile
     >>> from mqstore.client.allocation import avg
@@ -85,8 +85,7 @@ class Membership:
         *,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """`on_change` is called from any thread, and must be quick: it notes that there is something to look at.
-        `retry`: the policy that the group is to have."""
+        """`on_change` reports changes, from any thread, and must be quick. `retry` is the group's new policy."""
         self.group = group
         self.client_id = client_id
         self._broker = broker
@@ -98,30 +97,30 @@ class Membership:
         self._joined = False
         self._subscriptions: Subscriptions = {}
         self._seats = f"@{group}"
-        """Leases on seats have groups and queues of their own in the table of locks, with names that no others have."""
+        """Group of the leases on seats in the table of locks. No other group has this name."""
         self._seat = QueueRef(client_id, 0)
         self._held: set[QueueRef] = set()
         self._wanted: set[QueueRef] = set()
-        """Refused by `take`, and still in the share."""
+        """Queues that `take` was refused, and that are still in the share."""
         self._complaints: set[str] = set()
-        """What was logged, and is not logged again until it is over."""
+        """Topics whose problem was logged. It is not logged again until it is over."""
 
     @property
     def held(self) -> frozenset[QueueRef]:
-        """The queues that were taken, not given back, and not found lost by `renew`."""
+        """Queues that were taken and not given back. Queues that `renew` found lost are not included."""
         with self._lock:
             return frozenset(self._held)
 
     # -- the seat ---------------------------------------------------------------------------------------------------
 
     def join(self, subscriptions: Subscriptions) -> None:
-        """Become a member, or one with other subscriptions. Locks are kept.
+        """Become a member, or change the subscriptions. Locks are kept.
 
-        Raises, and nothing has changed: GroupInUseError when the group is consumed in another mode or by another
-        strategy, has another retry policy than the one asked for beside other members, or another consumer of this
-        store goes by this client id; SubscriptionConflictError when the other members subscribe otherwise.
+        Raises GroupInUseError or SubscriptionConflictError, and then nothing has changed. GroupInUseError: the other
+        members have another mode, strategy or retry policy, or another consumer of this store uses the client id.
+        SubscriptionConflictError: the other members subscribe otherwise.
         """
-        self._clear_seats()  # whoever hangs is not to be agreed with
+        self._clear_seats()  # members that hang need not agree
         changed = self._register(subscriptions)
         for listeners, listener in self._listening():
             if listener not in listeners:
@@ -131,7 +130,7 @@ class Membership:
             self._subscriptions = dict(subscriptions)
         self._sit()
         if first or changed:
-            self._on_change()  # what happened before we listened
+            self._on_change()  # for changes before we listened
 
     def _register(self, subscriptions: Subscriptions) -> bool:
         return self._broker.members.register(
@@ -139,12 +138,12 @@ class Membership:
         )
 
     def _is_taken(self) -> bool:
-        """Return True if another consumer has registered by this client id."""
+        """Return True if another consumer has registered with this client id."""
         member = self._broker.members.get(self.client_id, self.group)
         return member is not None and member.owner is not self
 
     def _listening(self) -> list[tuple[list[Any], Callable[..., None]]]:
-        """Lists of listeners, and which one stands in each while this is a member."""
+        """Return the lists of listeners, each with the listener that a member has there."""
         return [
             (self._broker.members.on_change, self._members_changed),
             (self._broker.topics.on_change, self._topic_changed),
@@ -152,23 +151,23 @@ class Membership:
         ]
 
     def leave(self) -> None:
-        """Give every lock back, except of queues at work, and be a member no longer. What was read must be committed
-        before. Again is harmless. Who ends work then gives the lock himself."""
+        """Leave the group and release every lock, except of queues at work. Repeating it is harmless.
+        Offsets must be committed before. The end of work releases the remaining locks."""
         with self._lock:
             self._joined = False
         for listeners, listener in self._listening():
             if listener in listeners:
                 listeners.remove(listener)
-        # Locks first: those whose share grows by our leaving find them free.
+        # Locks first, so that members whose share grows find them free.
         with self._lock:
             queues, self._held, self._wanted = self._held, set(), set()
-        if not self._is_taken():  # else the locks are of another consumer with our client id, which has let us hang
+        if not self._is_taken():  # otherwise another consumer with our client id has the locks
             self._broker.locks.unlock_batch(self.group, queues, self.client_id)
             self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
         self._broker.members.unregister(self.client_id, self.group, owner=self)
 
     def _sit(self) -> None:
-        """Keep the seat; take it again if it was taken away. Raises as `join`."""
+        """Renew the seat, or take it again if it was lost. Raises what `join` raises."""
         if self._mode.broadcasting or not self._joined:
             return
         member = self._broker.members.get(self.client_id, self.group)
@@ -177,7 +176,7 @@ class Membership:
         self._broker.locks.try_lock(self._seats, self._seat, self.client_id)
 
     def _clear_seats(self) -> None:
-        """Unregister members whose leases on their seats have run out."""
+        """Unregister members whose leases on their seats have expired."""
         if self._mode.broadcasting:
             return
         for lock in self._broker.locks.snapshot():
@@ -192,12 +191,12 @@ class Membership:
     # -- the share --------------------------------------------------------------------------------------------------
 
     def share(self, topics: Iterable[str] | None = None) -> dict[str, frozenset[QueueRef]]:
-        """Of each of `topics` (None: those subscribed to) the queues that are this member's by the strategy;
-        broadcasting: all that can be read. None of a topic that may not be read.
+        """Return this member's queues of each of `topics`, by the strategy. None means the subscribed topics.
 
-        A topic that is not there (yet), or for which the strategy failed, is missing here: whoever has queues of it
-        keeps them. That is logged once. Raises as `join` when this member lost its seat and the others do not agree
-        with it any more.
+        When broadcasting, all readable queues are returned. A topic that may not be read has none.
+        A topic that does not exist yet, or for which the strategy failed, is missing. Members keep the queues of it
+        that they have, and it is logged once. Raises what `join` raises if this member lost its seat and no longer
+        agrees with the others.
         """
         self._sit()
         self._clear_seats()
@@ -207,16 +206,16 @@ class Membership:
             mine = self._share_of(topic, members)
             if mine is not None:
                 shares[topic] = mine
-        with self._lock:  # what is another's by now is wanted no longer
+        with self._lock:  # queues of other members are no longer wanted
             self._wanted = {queue for queue in self._wanted if queue in shares.get(queue.topic, (queue,))}
         return shares
 
     def _share_of(self, topic: str, members: list[str]) -> frozenset[QueueRef] | None:
         config = self._broker.topics.get(topic)
         if config is None:
-            if is_retry_topic(topic):  # it comes into being with the first failure
+            if is_retry_topic(topic):  # the first failure creates it
                 return None
-            if topic not in self._complaints:  # it may be about to come
+            if topic not in self._complaints:  # it may be created soon
                 _log.info("topic %r is not there; group %s waits for it", topic, self.group)
             self._complain(topic, "")
             return None
@@ -255,14 +254,14 @@ class Membership:
     # -- the locks --------------------------------------------------------------------------------------------------
 
     def take(self, queues: Iterable[QueueRef]) -> set[QueueRef]:
-        """Lock `queues` (broadcasting: nothing to lock); those that are this member's now, none once it has left.
-        `on_change` tells when one of the others is free; of one whose owner died nobody tells, so ask again after a
-        while."""
+        """Lock `queues` and return those that are this member's now. After `leave` there are none.
+        Broadcasting needs no locks. `on_change` is called when one of the others is released. After the death of an
+        owner it is not called, so try again after a while."""
         wanted = set(queues)
         if self._mode.broadcasting:
             got = wanted
         else:
-            with self._lock:  # before asking: what is given back in between then counts as news
+            with self._lock:  # before the request, so that a release in between counts as news
                 self._wanted |= wanted
             got = self._broker.locks.try_lock_batch(self.group, wanted, self.client_id)
         with self._lock:
@@ -270,13 +269,13 @@ class Membership:
             if not left:
                 self._wanted -= got
                 self._held |= got
-        if left:  # meanwhile, by a hook of the user's, say: nobody would ever give these back
+        if left:  # we left meanwhile, perhaps in a hook: nobody would release these
             self.give(got)
             return set()
         return got
 
     def give(self, queues: Iterable[QueueRef]) -> None:
-        """Give the locks of `queues` back, and want them no longer. What was read of them must be committed before."""
+        """Release the locks of `queues`, and want them no longer. Offsets must be committed before."""
         given = set(queues)
         with self._lock:
             self._held -= given
@@ -287,20 +286,20 @@ class Membership:
         self._broker.locks.unlock_batch(self.group, given, self.client_id)
 
     def begin_work(self, queue: QueueRef) -> bool:
-        """Keep the lock of `queue` until `end_work`, whatever happens. Return False if it was lost to another."""
+        """Keep the lock of `queue` until `end_work`. Return False if another client has it."""
         return self._mode.broadcasting or self._broker.locks.begin_work(self.group, queue, self.client_id)
 
     def end_work(self, queue: QueueRef) -> None:
-        """Nothing is at work on `queue` any more."""
+        """Note that nothing is at work on `queue` any more."""
         if not self._mode.broadcasting:
             self._broker.locks.end_work(self.group, queue)
 
     def renew(self) -> set[QueueRef]:
-        """Renew the seat and the locks of all queues held; those that were lost to another. To be called every 20
-        seconds: after 60 others may take them. Raises as `share`."""
+        """Renew the seat and the locks of all queues held. Return the queues that were lost.
+        To be called every 20 seconds, since after 60 others may take the locks. Raises what `share` raises."""
         if self._mode.broadcasting:
             return set()
-        self._sit()  # first: of another one with our client id the locks are not ours
+        self._sit()  # first, since another consumer with our client id may have the locks
         held = self.held
         lost = held - self._broker.locks.renew_batch(self.group, held, self.client_id)
         with self._lock:

@@ -1,18 +1,17 @@
-"""Messages handled one batch after the other, queue by queue (clients#orderly).
+"""Service that handles messages in order, one batch after the other in each queue (clients#orderly).
 
     task of a queue:   closing                          end
-                       at it for longer than a slice    come back after others had their turn
+                       at it for longer than a slice    continue after others had their turn
                        take a line; none                end: the next pull begins a new task
-                       handler ---> done                go on, and settle together (chunks.py)
+                       handler ---> done                continue, and settle together (chunks.py)
                                |--> failed, tries left  settle, the rest back to the front; the queue is suspended
-                               +--> failed, none left   settle, dead letter, settle that; go on
+                               +--> failed, none left   settle, dead-letter it, settle that; continue
 
-There is at most one task of a queue, and a message is not begun before its predecessor is done. How often a message
-failed is kept by the broker, and survives a restart. A message that always fails stops its queue for ever, unless the
-group has a limit of attempts: then it is given up, and leaves a hole in the order.
-
-RocketMQ's autoCommit=false has no counterpart: a handler that wants to commit many messages at once takes them
-as one batch (`batch_size`), and its end is the commit.
+A queue has at most one task, and a message is not begun before its predecessor is done. The broker keeps the number of
+failures of a message, also over a restart. A message that always fails stops its queue for ever, unless the group
+limits attempts. Then it becomes a dead letter, and leaves a hole in the order. RocketMQ's autoCommit=false has no
+counterpart. A handler that wants to commit many messages at once takes them as one batch (`batch_size`), and its end is
+the commit.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = ["OrderlyService"]
 
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
 SLICE_MS = 60_000
-"""After this time a queue lets others have the thread."""
+"""Time after which a queue yields the thread to others."""
 LINE_MAX = 1_024
-"""Number of messages that a worker takes of a queue at once."""
+"""Maximum number of messages that a worker takes of a queue at once."""
 AGAIN_MS = 5_000
-"""After what is no failure of a handler: a dead letter that could not be filed, a store that refuses."""
+"""Pause after a failure outside of handlers, such as a dead letter that could not be stored."""
 
 
 class _Line(Chunk):
@@ -55,17 +54,17 @@ class _Line(Chunk):
         super().__init__(queue, queue.queue.topic, messages, apart=queue.retries)
         self.queue = queue
         self.failed = failed
-        """How often messages failed, by offset."""
+        """Number of failures of messages, by offset."""
         self.begin_ms = 0
-        """When the worker came to the queue (monotonic ms)."""
+        """Time at which the worker came to the queue (monotonic ms)."""
         self.again_ms: int | None = None
-        """For how long the queue is suspended, or None."""
+        """Time for which the queue is suspended, or None."""
         self.parted = False
-        """The queue goes on with a part of this line, when a suspected message may begin."""
+        """True if the queue continues with a part of this line, when a suspected message may begin."""
 
 
 class OrderlyService:
-    """What an ordered push consumer does with messages."""
+    """Handling of messages by an ordered push consumer."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class OrderlyService:
         suspend_ms: int | None,
         broadcasting: bool,
     ) -> None:
-        """`suspend_ms` None: the delays of the group's retry policy."""
+        """With `suspend_ms` None the delays of the group's retry policy are used."""
         self.assignment: Assignment
         self._broker = broker
         self._group = group
@@ -99,7 +98,7 @@ class OrderlyService:
             then=", and everything behind it waits",
         )
         self.own = OrderInfoTable() if broadcasting else None
-        """Failed attempts of a broadcasting consumer. Those of a group are kept by the broker."""
+        """Failed attempts of a broadcasting consumer. The broker keeps those of a group."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if idle:
@@ -120,8 +119,8 @@ class OrderlyService:
             yield from self.run(line, worker)
 
     def _next_line(self, queue: ProcessQueue) -> _Line | None:
-        """Take messages as a handler is to see them: under the topic they were sent to, with the attempts they had.
-        None if there are none: from here on the queue may have another task."""
+        """Take messages as a handler sees them, with their original topic and their attempts.
+        Return None if there are none. From then on the queue may have another task."""
         taken = queue.take(LINE_MAX)
         if not taken:
             return None
@@ -136,7 +135,7 @@ class OrderlyService:
         return _Line(queue, taken, failed)
 
     def run(self, first: _Line, worker: Worker) -> Flow[None]:
-        """Have the worker handle a line, then the next lines of its queue, until there is a reason to stop."""
+        """Have the worker handle a line and the next lines of its queue, until there is a reason to stop."""
         queue, begin_ms = first.queue, self._clock.monotonic_ms()
         if not self.assignment.enter(queue):
             self._handling.leave(first)
@@ -162,7 +161,7 @@ class OrderlyService:
             self.assignment.leave(queue)
 
     def part(self, line: _Line, messages: Sequence[Message]) -> _Line:
-        """Return a line with `messages`, which were taken from the given one and are all that is left of it."""
+        """Return a line with `messages`, which were taken from `line` and are all that is left of it."""
         line.parted = True
         return _Line(line.queue, messages, line.failed)
 
@@ -177,8 +176,8 @@ class OrderlyService:
         return self._clock.monotonic_ms() - line.begin_ms > SLICE_MS
 
     def broke(self, line: _Line, error: Exception) -> None:
-        """Something could not be noted, or the group has gone. Nothing is lost by waiting, and a task that just ended
-        would leave its queue to nobody."""
+        """Try again later after an error outside of handlers, such as a failed write or a deleted group.
+        Waiting loses nothing, while a task that just ended would leave its queue without a task."""
         if not isinstance(error, StoreClosedError):
             what = "what is to be done around handlers failed, again in 5 s"
             self._handling.report(error, what, line.queue.queue)
@@ -187,14 +186,14 @@ class OrderlyService:
         line.again_ms = AGAIN_MS
 
     def _has_had_its_last(self, message: Message) -> bool:
-        """Whether its last attempt ended with the process. Of others a handler has the last word: their limit may have
-        been lowered since."""
+        """Return True if the message's last attempt ended with the process.
+        For other messages a handler decides, since the limit may have been lowered meanwhile."""
         group = self._broker.groups.get(self._group)
         limit = None if group is None else group.max_attempts
         return limit is not None and message.reconsume_times >= limit and self._handling.is_suspect(message)
 
     def _give_up_first(self, line: _Line) -> None:
-        """Make a dead letter of the first message, whose last attempt ended with the process."""
+        """Dead-letter the first message, whose last attempt ended with the process."""
         first = line.items[0]
         last = shown(first, first.topic, first.reconsume_times - 1)
         if self._bury(line.queue, last, Failure("reject", PROCESS_ENDED), 0.0):
@@ -203,8 +202,8 @@ class OrderlyService:
             line.again_ms = AGAIN_MS
 
     def unwanted(self, line: _Line, messages: Sequence[Message]) -> bool:
-        """Nobody subscribes to the topic of these messages. A retry has failed once more. Other messages stay what they
-        are: their queue is about to go."""
+        """Deal with messages of a topic without subscription. A retry counts as failed again.
+        Other messages wait, since their queue is about to leave."""
         if line.queue.retries:
             topic = messages[0].topic
             why = f"a retry of topic {topic!r}, to which nobody of group {self._group!r} subscribes any more"
@@ -217,7 +216,7 @@ class OrderlyService:
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, line: _Line, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
-        """Count the attempt; give up what has had its last, and suspend the queue for the rest."""
+        """Count the attempt, dead-letter messages without further attempts, and suspend the queue for others."""
         self.settle(line)
         queue = line.queue
         if queue.dropped:
@@ -240,7 +239,7 @@ class OrderlyService:
         return False
 
     def _bury(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> bool:
-        """Give a message up: a dead letter, then settled. In that order a crash makes two letters, never none."""
+        """Dead-letter a message, then settle it. In this order a crash makes two dead letters, never none."""
         why = failure.reason
         if failure.kind != "reject":
             why = f"attempt {message.attempt} failed: {why}"
@@ -259,7 +258,7 @@ class OrderlyService:
                 self._handling.report(error, "no dead letter can be made of it", message)
                 if isinstance(error, MQStoreError) or not isinstance(error, LookupError):
                     return False
-                # Retention took it while we tried: no later try will find it, and it has expired for everybody.
+                # Retention has removed the record meanwhile. It has expired, and no later try will find it.
         if self.assignment.settle(queue, [message]):
             self._handling.settled([message], "dlq", took_ms)
         return True
@@ -269,7 +268,7 @@ class OrderlyService:
         return kept.attempts(self._group, *queue.queue)
 
     def _note(self, line: _Line, messages: Sequence[Message], error: str) -> None:
-        """One more failed attempt of each of these, the first that are not settled."""
+        """Count one more failed attempt of each of these messages, the first unsettled ones."""
         ref = line.queue.queue
         for message in messages:
             times = line.failed.get(message.offset, 0) + 1

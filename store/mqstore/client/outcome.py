@@ -1,12 +1,11 @@
-"""How a handler says what became of its messages.
+"""Exceptions by which a handler decides about its messages.
 
     returns                           done
-    raises Retry(delay)               again after `delay`; None: as the retry policy says
+    raises Retry(delay)               again after `delay`; None: by the retry policy
     raises Reject(reason)             to the dead letters
     raises BatchFailure(failed)       of a batch: those again, all others done
-    raises anything else              logged with its traceback, again as the retry policy says
-
-These three are no errors of the store: who catches `MQStoreError` in a handler does not catch them.
+    raises anything else              logged with its traceback, again by the retry policy
+They are no errors of the store, so `except MQStoreError` in a handler does not catch them.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ __all__ = ["BatchFailure", "Reject", "Retry", "retry_delay", "shortened"]
 
 
 class Retry(Exception):  # noqa: N818  (an order, no error)
-    """Deliver this message again: after `delay` seconds (or a timedelta), None: as the retry policy says. The attempt
-    counts. In an ordered push consumer its queue is suspended meanwhile, 0.01 to 60 seconds. What is on loan (mode
-    "pop", simple consumers, `store.queue`) comes again in 12 hours at most. A longer delay is the longest there is, and
-    the log says so once.
+    """Redeliver this message after `delay` seconds or a timedelta. The attempt counts.
+    With None the retry policy decides. An ordered push consumer suspends the queue meanwhile, for 0.01 to 60 seconds.
+    In mode "pop", simple consumers and `store.queue` the longest delay is 12 hours. A longer delay is shortened to the
+    longest one, and the log says so once.
 
-    ConfigError for a delay that is no number of seconds, negative or endless.
-
+    Raises ConfigError for a delay that is not a number of seconds, is negative or endless.
     >>> Retry(delay=2).delay_s
     2.0
     """
@@ -40,7 +38,7 @@ class Retry(Exception):  # noqa: N818  (an order, no error)
 
 
 class Reject(Exception):  # noqa: N818
-    """Give this message up: it goes to the group's dead letters, with the reason.
+    """Dead-letter this message, with the reason.
 
     >>> Reject("no such customer").reason
     'no such customer'
@@ -52,8 +50,8 @@ class Reject(Exception):  # noqa: N818
 
 
 class BatchFailure(Exception):  # noqa: N818
-    """Of a batch only `failed` could not be handled; they come again as the retry policy says, the rest is done. In an
-    ordered consumer they must be the end of the batch: what stands behind a failure is not done either.
+    """Redeliver only the messages in `failed` of a batch, by the retry policy. The others are done.
+    In an ordered consumer they must be the end of the batch, since no message behind a failed one is done.
 
     >>> BatchFailure([]).failed
     ()
@@ -65,7 +63,8 @@ class BatchFailure(Exception):  # noqa: N818
 
 
 def retry_delay(error: Retry) -> float | None:
-    """Seconds, None: as the retry policy says. The exception may be of the user's own class: whatever it lacks."""
+    """Return the delay in seconds, or None for that of the retry policy.
+    An exception of a user's own class may lack the delay."""
     try:
         delay_s = getattr(error, "delay_s", None)
     except Exception:
@@ -75,8 +74,8 @@ def retry_delay(error: Retry) -> float | None:
 
 
 def shortened(delay_s: float | None, longest_s: float, log: LimitedLog, message: Message) -> float | None:
-    """What comes of the delay of a `Retry` where there is a longest one. Refusing it would leave its message to nobody:
-    who could be told has raised it, and is gone."""
+    """Return the delay of a `Retry`, at most `longest_s`. A shortened delay is logged.
+    An error here would leave the message unsettled, since the handler that raised `Retry` has ended."""
     if delay_s is None or delay_s <= longest_s:
         return delay_s
     what = f"it was to come again in {delay_s:g} s; the longest delay here is {longest_s:g} s"

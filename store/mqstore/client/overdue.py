@@ -1,10 +1,10 @@
-"""Handlers that take long: who holds others up, and who has had its messages for too long (clients#overdue).
+"""Detection of handlers that take long or exceed their timeout (clients#overdue).
 
     a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
-    at a tick            in the call of the tick before: `held_up(worker, what it is at)`
-                         in one call for `consume_timeout`: logged, told, and `overdue(what it is at, messages)`
+    at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
+                         in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
 
-Without order the result of a call that is overdue does not count.
+Without order the result of an overdue call does not count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Overdue"]
 
 TICK_MS = 50
 IDLE_TICKS = 20
-"""Ticks without work after which there are none: an idle consumer wakes nobody."""
+"""Number of ticks without work after which ticks end, so that an idle consumer does not wake."""
 
 T = TypeVar("T")
 
 
 class Overdue(Generic[T]):
-    """Looks after the workers of one consumer while they are at something."""
+    """Observes the workers of one consumer while they are at work."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Overdue(Generic[T]):
         held_up: Callable[[Worker, T], object] = lambda worker, at: None,
         overdue: Callable[[T, Sequence[Message]], object] = lambda at, messages: None,
     ) -> None:
-        """`then`: what becomes of messages whose time is up, for the log. Both callbacks run on the timer thread."""
+        """`then` says in the log what becomes of overdue messages. Callbacks run on the timer thread."""
         self._workers = workers
         self._handling = handling
         self._clock = clock
@@ -51,23 +51,23 @@ class Overdue(Generic[T]):
         self._held_up = held_up
         self._overdue = overdue
         self._at: dict[Worker, T | None] = dict.fromkeys(workers.all)
-        """What each worker is at."""
+        """Work that each worker is at."""
         self._seen: dict[Worker, tuple[int, int]] = {}
-        """The call that a worker was in at the last tick, and when that was first seen."""
+        """Call that a worker was in at the last tick, and when that call was first seen."""
         self._lock = threading.Lock()
-        """Of whether there are ticks."""
+        """Guards `_ticking`."""
         self._ticking = False
         self._idle_ticks = 0
 
     def begin(self, worker: Worker, at: T, is_cancelled: Callable[[], bool]) -> None:
-        """A worker is at this now. `is_cancelled`: what makes the result of its calls void."""
+        """Note that a worker begins work. `is_cancelled` returns True if the result of its calls is void."""
         self._at[worker] = at
         worker.is_cancelled = is_cancelled
         if not self._ticking:
             self._begin_ticks()
 
     def end(self, worker: Worker) -> None:
-        """It is not any more."""
+        """Note that a worker has ended its work."""
         worker.is_cancelled = None
         self._at[worker] = None
 
@@ -83,18 +83,18 @@ class Overdue(Generic[T]):
         self._workers.later(TICK_MS, self._tick)
 
     def _tick(self) -> None:
-        """Timer thread, while there is work."""
+        """Look once, on the timer thread, and schedule the next tick while there is work."""
         try:
             self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
-        finally:  # whatever a hook has met, the next one comes
+        finally:  # the next tick comes even after a hook's error
             with self._lock:
-                self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
+                self._ticking = False  # before the check, so that work that begins later starts its own ticks
                 self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or bool(self.at_work())
             if goes_on:
                 self._workers.later(TICK_MS, self._tick)
 
     def _look(self) -> bool:
-        """Look after workers that are in a call for long; whether any is at work."""
+        """Look for workers that are in a call for long. Return True if any worker is at work."""
         now_ms = self._clock.monotonic_ms()
         seen, self._seen = self._seen, {}
         busy = False

@@ -1,4 +1,4 @@
-"""Items that a push consumer holds in mode "pop": units of work, and settlements to be tried again."""
+"""Items that a push consumer holds in mode "pop": units of work, and settlements to try again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _receipt = attrgetter("receipt")
 
 
 class Unit(Chunk):
-    """Messages that are settled in one topic. In order they are of one queue, and may have been sent to several topics.
-    Without order they were sent to one topic."""
+    """Messages that are settled in one topic.
+    In order they are of one queue, but may have been sent to several topics. Without order they were sent to one."""
 
     __slots__ = ("held",)
 
     def __init__(
         self, home: Home, topic: str, held: Held, messages: Sequence[Message] | None = None, *, ordered: bool
     ) -> None:
-        """`messages` are some of `held`; None for all."""
+        """`messages` are some of `held`. None means all."""
         super().__init__(home, topic, held.messages() if messages is None else messages, apart=ordered)
         self.held = held
 
@@ -41,12 +41,12 @@ class Unit(Chunk):
 
 
 class Settling:
-    """Steps that are gone through in order, each until it is through."""
+    """Settlement steps that run in order, each until it succeeds."""
 
     __slots__ = ("delay_ms", "steps", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.steps: deque[tuple[Callable[[], Settled], Sequence[Message], float]] = deque()
-        """(what to do, for which messages, how many milliseconds their handlers took)"""
+        """Tuples (function, messages, milliseconds that their handlers took)."""
         self.delay_ms = SETTLE_AGAIN_MS

@@ -1,4 +1,4 @@
-"""What a push consumer does in mode "pop": deliveries by receipt, no queue is anybody's (clients#pop-push).
+"""Engine of a push consumer in mode "pop": deliveries by receipt, no owned queues (clients#pop-push).
 
     fetch: look ---- found ---> units of work ---> workers ---> handler ---> settled
             ^ \\---- nothing --> waits at all topics, without a thread
@@ -10,12 +10,12 @@
     ordered   a line: what was found in one      one batch after the other, the next when this one is settled. Failed:
               queue, in order                    given back, all behind it released; the queue is blocked until then
 
-Failures wait in the engine, not here: their attempts are counted where a crash does not lose them, and no worker and no
-message is held meanwhile. What is here and not settled is renewed (renewal.py). A settlement that fails, since the disk
-is full, is tried again after 0.1 to 1 s until the consumer stops; the next of its line begins when it is through.
+Failures wait in the engine, not here. There a crash does not lose their attempts, and meanwhile no worker and no
+message is held. Leases of unsettled messages are renewed (renewal.py). A settlement that fails, because the disk is
+full, is tried again after 0.1 to 1 s until the consumer stops. The next one of its line begins when it has succeeded.
 
-A standard handler that takes longer than `consume_timeout` is given up: its message comes again, its result counts for
-nothing. Of an ordered one it is only told: if its message came again meanwhile, two would be at the same queue.
+A standard handler that exceeds `consume_timeout` is given up: its message is redelivered, and its result does not
+count. For an ordered one the timeout is only reported, since a redelivery would put two handlers at one queue.
 
 The class is long because fetching, handling and settling share one lock and the room that is left.
 """
@@ -53,7 +53,7 @@ __all__ = ["PopEngine"]
 
 LOAN_MS = 60_000
 HOLD_MS = 20_000
-"""No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
+"""Time within which fetched messages should begin, so that almost no lease is renewed before."""
 FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
 _WHERE = attrgetter("topic", "message.topic", "redeliveries")
@@ -61,7 +61,7 @@ SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
 class PopEngine:
-    """Fetches, handles and settles by way of the workers of one push consumer."""
+    """Fetches, handles and settles messages by the workers of one push consumer."""
 
     def __init__(
         self,
@@ -116,31 +116,31 @@ class PopEngine:
         self._units: dict[Unit, None] = {}
         """Units with messages that were not begun."""
         self._size = 0
-        """Bytes of what is here and not settled."""
+        """Number of bytes of the unsettled messages."""
         self._fetcher: object | None = None
-        """A token of who fetches: at most one does."""
+        """Token of the worker that fetches, of which there is at most one."""
         self._fetch_worker: Worker | None = None
         self._fetch_max = pop.MAX_BATCH
-        """How many messages to fetch at once: as many of the size that the last had as a quarter of the limit holds."""
+        """Number of messages to fetch at once: as many of the last size as fit into a quarter of the limit."""
         self._is_full = False
         self._is_paused = False
         self._settlings: dict[Settling, None] = {}
-        """Those that wait to be tried again."""
+        """Settlements that wait to be tried again."""
         self._renewer = Renewer(broker, group, LOAN_MS, handling.log)
         self._renew_ms: int | None = None
-        """When the renewer's timer is due."""
+        """Time at which the renewer's timer is due."""
 
     # -- the engine of a push consumer ------------------------------------------------------------------------------
 
     def start(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Join the group. GroupInUseError, SubscriptionConflictError, NotPermittedError."""
+        """Join the group. Raises GroupInUseError, SubscriptionConflictError or NotPermittedError."""
         self._source.change(self._wanted(subscriptions), join=True)
         self._handling.subscriptions = subscriptions
         self._rouse()
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Other topics or filters; the same errors, and then nothing has changed. What is here of a topic that nobody
-        handles any more is released."""
+        """Change topics or filters. Raises what `start` raises, and then nothing has changed.
+        Messages of topics that are no longer handled are released."""
         self._source.change(self._wanted(subscriptions))
         self._handling.subscriptions = subscriptions
         self._rouse()
@@ -149,13 +149,13 @@ class PopEngine:
         return {topic: each.wanted for topic, each in subscriptions.items()}
 
     def halt(self) -> None:
-        """Begin nothing any more."""
+        """Begin no more messages."""
         with self._lock:
             self.closing = True
         self._source.waits.ring()
 
     def close(self) -> None:
-        """Release what was not begun, try once more to settle what was, and leave the group."""
+        """Release messages that were not begun, try once more to settle the others, and leave the group."""
         self._runner.close()
         with self._lock:
             self.closing = self.dropped = True
@@ -165,18 +165,18 @@ class PopEngine:
             self._go_through(settling, last=True)
         for unit in units:
             self._release(unit, unit.take_rest())
-        self._renewer.clear()  # handlers that hang: nobody renews their messages, so they come again
+        self._renewer.clear()  # messages of hanging handlers are not renewed, and so redelivered
         self._source.leave()
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
-        """Fetch nothing more. ConfigError for some queues only."""
+        """Stop fetching. Raises ConfigError if queues are named."""
         self._no_queues(queues)
         with self._lock:
             self._is_paused = True
-        self._source.waits.ring()  # who is not going to look is not to be called
+        self._source.waits.ring()  # a paused consumer must not be called
 
     def pause_as(self, other: PopEngine) -> None:
-        """Before `start`: fetch nothing if `other` was to fetch nothing."""
+        """Stop fetching if `other` is paused. Call it before `start`."""
         self._is_paused = other._is_paused
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
@@ -192,27 +192,27 @@ class PopEngine:
             )
 
     def seek(self, ref: QueueRef, to: int | Start) -> None:
-        """ConfigError: no queue is assigned."""
+        """Raise ConfigError: no queue is assigned."""
         raise ConfigError(
             f"{ref}: a consumer in mode 'pop' has no positions; broker.reset(group, ...) sets the group's"
         )
 
     def owned(self) -> frozenset[QueueRef]:
-        """None."""
+        """Return nothing: no queue is owned."""
         return frozenset()
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
-        """None."""
+        """Return nothing: no queue is owned."""
         return []
 
     # -- fetching ---------------------------------------------------------------------------------------------------
 
     def _rouse(self) -> None:
-        """Have somebody fetch, unless somebody does. From any thread."""
+        """Have a worker fetch, unless one does. Any thread may call it."""
         with self._lock:
             idle = self.closing or self._is_paused
             if self._fetcher is not None and not idle:
-                return  # that one looks again before it ends
+                return  # the present fetcher looks again before it ends
             self._fetcher = token = None if idle else object()
         if token is None:
             self._pass_on()
@@ -220,7 +220,7 @@ class PopEngine:
             self._workers.submit(partial(self._fetch, token))
 
     def _pass_on(self, turn: str | None = None) -> None:
-        """The turns that were given to a consumer that does not look."""
+        """Pass on the turns that were given to a consumer that does not look."""
         turn = turn or self._source.waits.next_turn()
         while turn is not None:
             self._source.waits.pass_on(turn)
@@ -230,7 +230,7 @@ class PopEngine:
         waits = self._source.waits
         turn = waits.next_turn()
         while room := self._begin_fetch(token, worker):
-            rings = waits.rings  # before the look: what changes later ends the wait
+            rings = waits.rings  # before the look, so that later changes end the wait
             begin = time.perf_counter()
             found: list[pop.Delivery] = []
             try:
@@ -238,7 +238,7 @@ class PopEngine:
                 found = [] if topics is None else self._source.look(topics, turn, room, LOAN_MS / 1000)
                 turn = None
                 if not found:
-                    self._end_fetch(token)  # before waiting, for the call may come at once
+                    self._end_fetch(token)  # before waiting, since the callback may come at once
                     if topics is not None:
                         waits.add(topics, self._rouse, rings, keep=True)
                     return
@@ -266,7 +266,7 @@ class PopEngine:
         self._pass_on(turn)
 
     def _begin_fetch(self, token: object, worker: Worker) -> int:
-        """How many messages to look for; 0: this is the wrong one, or the wrong moment, to fetch."""
+        """Return how many messages to look for, or 0 if this fetch must end."""
         with self._lock:
             if self._fetcher is not token:
                 return 0
@@ -287,14 +287,14 @@ class PopEngine:
         return 0 if self._size >= self._limits.size else self._capacity() - len(self._renewer)
 
     def _capacity(self) -> int:
-        """How many messages to hold: as many as the workers are likely to begin before long."""
+        """Return how many messages to hold: as many as the workers are likely to begin soon."""
         each = max(2, int(HOLD_MS / max(self._runner.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
         for (topic, lies_in, redeliveries), together in groupby(found, _WHERE):
-            if lies_in == topic and redeliveries is None and not is_retry_topic(topic):  # a whole pop, as a rule
+            if lies_in == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
                 continue
             for delivery in together:
@@ -309,7 +309,7 @@ class PopEngine:
             if not (is_closed := self.dropped):
                 self._units.update(dict.fromkeys(units))
                 self._size += size
-                if not self._ordered:  # of an ordered queue there is nothing behind the first pop
+                if not self._ordered:  # an ordered queue gives nothing after the first pop
                     fitting = self._limits.size * len(found) // (4 * size)
                     self._fetch_max = max(pop.MAX_BATCH, min(fitting, FETCH_MAX))
         if is_closed:
@@ -324,7 +324,7 @@ class PopEngine:
         return [unit for unit in units if unit.items]
 
     def _leave_out(self, units: Sequence[Unit]) -> None:
-        """What the interceptors do not want is done."""
+        """Acknowledge the messages that interceptors leave out."""
         messages = [message for unit in units for message in unit.items]
         left = set(map(id, self._handling.hooks.receiving(messages)))
         for unit in units:
@@ -334,7 +334,7 @@ class PopEngine:
             if out:
                 try:
                     self._ack(unit, out)
-                except MQStoreError as error:  # it comes again, and is left out again
+                except MQStoreError as error:  # it is redelivered, and left out again
                     what = "left out by an interceptor, and could not be acknowledged"
                     self._handling.log.say(logging.WARNING, what, at=out, error=error)
                 self._forget(unit, out)
@@ -353,25 +353,25 @@ class PopEngine:
                     self._units.pop(unit, None)
 
     def part(self, unit: Unit, messages: Sequence[Message]) -> Unit:
-        """Return a unit with `messages`, which were taken from the given one."""
+        """Return a unit with `messages`, which were taken from `unit`."""
         part = Unit(self, unit.topic, unit.held, messages, ordered=self._ordered)
         with self._lock:
             self._units[part] = None
         return part
 
     def settle(self, unit: Unit) -> bool:
-        """Settle what is done of a unit. Return False if that has to be tried again: a line goes on then."""
+        """Settle what is done of a unit. Return False if a line must wait for another try."""
         return not unit.done or self._go_through(self._settling_of(unit)) or not self._ordered
 
     def failed(self, unit: Unit, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
-        """Give messages back; of a line then all behind them, unless they are given up."""
+        """Give messages back. If they are not dead-lettered, the rest of a line is released."""
         settling = self._settling_of(unit)
         for message in messages:
             settling.steps.append((partial(self._fail, unit, message, failure), [message], each_ms))
         return self._go_through(settling) or not self._ordered
 
     def unwanted(self, unit: Unit, messages: Sequence[Message]) -> bool:
-        """Nobody subscribes to the topic of these messages: all that is left of the unit is released."""
+        """Release all that is left of a unit, because nobody subscribes to the topic of these messages."""
         self._release(unit, [*messages, *unit.take_rest()])
         return False
 
@@ -409,7 +409,7 @@ class PopEngine:
         return outcome
 
     def _go_through(self, settling: Settling, last: bool = False) -> bool:
-        """Whether all steps are through. If not they are tried again by and by, and a line goes on then."""
+        """Run all steps. Return False if some are tried again later. Then a line continues after them."""
         unit, log = settling.unit, self._handling.log
         while settling.steps:
             act, messages, took_ms = settling.steps[0]
@@ -420,9 +420,9 @@ class PopEngine:
                 receipts = unit.receipts(messages)
                 late = set(error.receipts) if len(messages) > 1 else {*receipts}
                 told = [message for message, each in zip(messages, receipts, strict=True) if each not in late]
-                outcome = "ack"  # those of the call that were in time
+                outcome = "ack"  # for the messages that were in time
                 log.say(logging.WARNING, "handled too late, it comes again", at=messages[0], error=error)
-                if self._ordered:  # to another, and what stands behind it after it
+                if self._ordered:  # redelivered to another, and the messages behind it follow
                     self._release(unit, unit.take_rest())
             except StoreClosedError:
                 settling.steps.clear()
@@ -455,7 +455,7 @@ class PopEngine:
             yield from self.run(settling.unit, worker)
 
     def _release(self, unit: Unit, messages: Sequence[Message]) -> None:
-        """Give back unseen."""
+        """Release messages that no handler has seen."""
         if messages:
             try:
                 self._broker.release(self._group, unit.topic, unit.receipts(messages))
@@ -467,7 +467,7 @@ class PopEngine:
         size = stored_bytes(self._renewer.remove(unit.held, messages))
         with self._lock:
             self._size -= size
-            # Not for each one that goes: a pop is worth more than one message.
+            # Not for each settled message, since a pop should fetch more than one.
             roused = self._is_full and self._room() > 0 and 2 * len(self._renewer) <= self._capacity()
             self._is_full = self._is_full and not roused
         if roused:
@@ -476,7 +476,7 @@ class PopEngine:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def _renew_at(self, due_ms: int) -> None:
-        """Have the renewer run at that time, unless it does so before."""
+        """Have the renewer run at that time, unless it runs before."""
         with self._lock:
             if self.dropped or (self._renew_ms is not None and self._renew_ms <= due_ms):
                 return
@@ -484,22 +484,22 @@ class PopEngine:
         self._workers.later(due_ms - self._clock.monotonic_ms(), partial(self._renew, due_ms))
 
     def _renew(self, due_ms: int) -> None:
-        """Timer thread."""
+        """Run the renewer on the timer thread."""
         with self._lock:
             if self._renew_ms != due_ms:
-                return  # an earlier one has been set
+                return  # an earlier timer is set
             self._renew_ms = None
         next_ms = self._renewer.run_once(self._clock.monotonic_ms())
         if next_ms is not None:
             self._renew_at(next_ms)
 
     def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
-        """Handlers have had these for `consume_timeout`. Of ordered ones it is only told."""
+        """Give up messages whose handlers exceeded `consume_timeout`. Ordered ones are only reported."""
         if not self._ordered:
             self.failed(unit, messages, Failure("retry", "its handler hung"), self._timeout_ms)
 
     def _hand_over(self, worker: Worker) -> None:
-        """Let another fetch in place of `worker`, if that is the one who does."""
+        """Let another worker fetch in place of `worker`, if `worker` is the one that fetches."""
         with self._lock:
             if self._fetch_worker is not worker or self._fetcher is None:
                 return

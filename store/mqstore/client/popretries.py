@@ -1,9 +1,9 @@
-"""Popping what a group failed at as long as it read by offset: it lies in `%RETRY%group`, be it of any topic.
+"""Popping of messages that failed while the group read by offset, from `%RETRY%group`.
 
 its topic is        the message is
 subscribed to       delivered, under that topic; it is settled in the retry topic
-nobody's any more   failed, as a push consumer that reads does: it comes again by the retry policy, in case somebody
-                    subscribes again, and is a dead letter in the end
+nobody's any more   failed, as in a push consumer that reads: it is redelivered by the retry policy, in case
+                    somebody subscribes again, and becomes a dead letter in the end
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def pop_retries(
     order: bool,
     skip_acked: bool = False,
 ) -> tuple[list[Delivery], bool]:
-    """Pop up to `count` messages of the group's retry topic that were sent to one of `topics`. Return them, and whether
-    there may be more. In order those behind a message that failed here are given back. Errors as `Broker.pop`."""
+    """Pop up to `count` messages of the group's retry topic that were sent to one of `topics`.
+    Return them, and True if there may be more. In order the messages behind one that failed here are released. Raises
+    what `Broker.pop` raises."""
     found = broker.pop(
         group,
         retry_topic(group),

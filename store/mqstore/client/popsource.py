@@ -1,13 +1,13 @@
-"""Where the messages of one member of a group come from that consumes by pop (clients#simple).
+"""Source of messages for one member of a group that consumes by pop (clients#simple).
 
     change --> positions of the group, from now on --> join: a member --> look, look, ... --> leave
 
-    look: one pop of each topic, the next topic first each time, or the one whose turn was given; again of those that
-          gave as many as they were asked for. `%RETRY%group` is one more topic if it is there: what the group failed
-          at as long as it read by offset (popretries.py)
+    look: one pop of each topic, beginning with the next topic each time, or with the one whose turn it is; again of
+          topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists: what the group
+          failed at while it read by offset (popretries.py)
 
-No queue is anybody's, so there is nothing to share out. Knows topics, filters and turns; what becomes of a delivery is
-the matter of who holds it.
+Queues have no owner, so there is nothing to share out. This module knows topics, filters and turns. The holder of a
+delivery decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Topics = list[tuple[str, Filter | None]]
 
 
 class PopSource:
-    """The messages of `group` for one member. Thread-safe.
+    """Messages of `group` for one member. Thread-safe.
 
     >>> import mqstore, tempfile
     >>> from mqstore.client.wanted import wanted
@@ -61,15 +61,14 @@ class PopSource:
         retry: RetryPolicy | None = None,
         on_loss: Callable[[QueueRef, int, int], object] | None = None,
     ) -> None:
-        """`start`: where the group begins in a topic in which it never was, None: as the group has it; ConfigError for
-        what is none. `retry`: the policy that the group is to have once it has this member. `on_loss`: who looks
-        tells it of each loss of the group that nobody was told of (queue, first lost, where it goes on); must not
-        raise."""
+        """`start` is where the group begins in new topics, None for the group's own start.
+        A bad one raises ConfigError. `retry` is the policy that the group has once it has this member. `on_loss` is
+        called with each unreported loss of the group (queue, first lost offset, next offset). It must not raise."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
-        """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
+        """Waits of receivers that found nothing. Rung for new topics, other subscriptions, and at the end."""
         self.wanted: Mapping[str, Wanted] = {}
-        """By topic. Replaced, never changed."""
+        """Subscriptions by topic. The table is replaced, never changed."""
         self.closed = False
         self._broker = broker
         self._group = group
@@ -79,19 +78,19 @@ class PopSource:
         self._retry = retry
         self._on_loss = on_loss
         self._lock = threading.Lock()
-        """Of what is wanted, of membership, and of whose turn it is."""
+        """Guards subscriptions, membership, and turns."""
         self._topics: Topics = []
         self._retries = retry_topic(group)
         self._turn = random.getrandbits(16)
         self._is_member = False
 
-    # -- what is wanted ---------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     def change(self, after: Mapping[str, Wanted], *, join: bool = False) -> None:
-        """Want this from now on; with `join` as a member, which one stays. What comes from now on is found.
+        """Change the subscriptions, and with `join` become a member. Messages that come later are found.
 
-        StoreClosedError; of a member GroupInUseError, SubscriptionConflictError; NotPermittedError. Then nothing has
-        changed.
+        Raises StoreClosedError and NotPermittedError, for a member also GroupInUseError and SubscriptionConflictError.
+        Then nothing has changed.
         """
         with self._lock:
             self.check_open()
@@ -101,12 +100,12 @@ class PopSource:
             for topic in after:
                 if topic not in self.wanted:
                     self._begin(topic)
-            if joins:  # last: who may not begin has not changed the group
+            if joins:  # last, so that an error above does not change the group
                 self._join(after)
             self.wanted = dict(after)
             self._topics = [(topic, each.filter) for topic, each in after.items()]
             listeners = self._broker.topics.on_change
-            if self._topic_changed not in listeners:  # not before: who never receives is never closed, perhaps
+            if self._topic_changed not in listeners:  # not earlier: a consumer that never receives may never be closed
                 listeners.append(self._topic_changed)
         self.waits.ring()
 
@@ -115,7 +114,7 @@ class PopSource:
             raise StoreClosedError(f"this consumer of group {self._group!r} was closed; make another one")
 
     def check(self, after: Mapping[str, Wanted] | None) -> None:
-        """Raise what `change` with `join` would raise because of other members. None: it is not known yet."""
+        """Raise what `change` with `join` would raise because of other members. None: not known yet."""
         wanted = None if after is None else _subscriptions(after)
         self._broker.members.check(self._client_id, self._group, wanted, self._mode, owner=self, retry=self._retry)
 
@@ -126,8 +125,9 @@ class PopSource:
         self._is_member = True
 
     def _begin(self, topic: str) -> None:
-        """Note where the group begins in each queue that is there: what comes from now on is found, and kept by
-        retention until then. So in queues that come later it begins at their first message (`_pop`)."""
+        """Note where the group begins in each existing queue.
+        Later messages are found, and retention keeps them until then. So in queues that come later the group begins at
+        their first message (`_pop`)."""
         config = self._broker.topics.get(topic)
         if config is None:
             _log.warning("topic %r is not there; group %s waits for it", topic, self._group)
@@ -136,12 +136,12 @@ class PopSource:
             self._broker.start_of(self._group, topic, queue_id, self._start)
 
     def _topic_changed(self, topic: str) -> None:
-        """Perhaps one that was not there."""
+        """Wake receivers, since a topic may have been created."""
         if topic in self.wanted or topic == self._retries:
             self.waits.ring()
 
     def leave(self) -> None:
-        """Find nothing any more, and be no member. Again is harmless."""
+        """Find no more messages, and leave the group. Repeating it is harmless."""
         with self._lock:
             self.closed = True
         if self._topic_changed in self._broker.topics.on_change:
@@ -150,11 +150,11 @@ class PopSource:
         self._is_member = False
         self.waits.ring()
 
-    # -- what is found ----------------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------------------------
 
     def topics(self, turn: str | None = None) -> Topics | None:
-        """What to look through now, `turn` first, else each first in its turn; None: it was closed. Whoever asks is a
-        member from then on: errors as `change`. ConfigError when nothing is wanted."""
+        """Return the topics to look through, `turn` first, else in rotation. None if this was closed.
+        The caller is a member from then on. Raises what `change` raises, and ConfigError without subscriptions."""
         with self._lock:
             if not self.closed:
                 if not self._topics:
@@ -173,11 +173,12 @@ class PopSource:
         return None
 
     def look(self, topics: Topics, turn: str | None, count: int, loan_s: float) -> list[Delivery]:
-        """Up to `count` messages, each invisible for `loan_s`. `turn`: as given to `topics`, which is used up. What
-        fails for one topic is raised only when no other has anything."""
+        """Return up to `count` messages, each leased for `loan_s` seconds.
+        `turn` is that of the call of `topics`, and is used up. An error of one topic is raised only if no other has
+        messages."""
         found: list[Delivery] = []
         failure: MQStoreError | None = None
-        if turn is not None and topics[0][0] != turn:  # not wanted any more
+        if turn is not None and topics[0][0] != turn:  # no longer subscribed
             self.waits.pass_on(turn)
             turn = None
         try:
@@ -190,7 +191,7 @@ class PopSource:
                     try:
                         got, is_full = self._pop(topic, only, number, loan_s)
                     except MQStoreError as error:
-                        if not isinstance(error, TopicNotFoundError):  # not there yet: we hear of it when it comes
+                        if not isinstance(error, TopicNotFoundError):  # not created yet, which will be reported
                             failure = failure or error
                         if turn is not None:
                             self.waits.pass_on(turn)
@@ -200,7 +201,7 @@ class PopSource:
                     if is_full:
                         more.append((topic, only))
                 topics = more
-        except BaseException:  # Ctrl-C: nobody will ever hold what was found
+        except BaseException:  # Ctrl-C: no caller will get the messages
             if turn is not None:
                 self.waits.pass_on(turn)
             self.give_back(found)
@@ -213,7 +214,7 @@ class PopSource:
         return found
 
     def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> tuple[list[Delivery], bool]:
-        """What a topic gives, and whether it may have more."""
+        """Return messages of a topic, and True if it may have more."""
         order = self._mode.ordered
         if topic == self._retries and topic not in self.wanted:
             wanted = self.wanted
@@ -224,11 +225,11 @@ class PopSource:
         return found, len(found) == count
 
     def give_back(self, found: list[Delivery]) -> None:
-        """Unseen: they come again at once."""
+        """Release deliveries that no handler has seen. They are redelivered at once."""
         for each in found:
             try:
                 self._broker.release(self._group, each.topic, [each.receipt])
-            except MQStoreError as error:  # it comes again when its loan is over
+            except MQStoreError as error:  # it is redelivered when its lease expires
                 _log.warning("group %s: %s/%d could not be given back: %s", self._group, *each[3:5], error)
 
 

@@ -1,4 +1,4 @@
-"""What a producer makes of a message before it is stored (clients#send, clients#compression).
+"""Preparation of a producer's messages before they are stored (clients#send, clients#compression).
 
     validate -> unique key -> `before_send` hooks -> validate what they return -> queue -> compress -> `Ready`
 
@@ -8,8 +8,8 @@
     `message_group=`                the store's group hash: all of a group in one queue              on that queue
     else                            turns, a counter a topic from a random start                     on that queue
 
-RocketMQ compresses before its hooks. Here they see the body that the application gave, and all that they change is
-honoured: queue and compression are decided on what they return.
+RocketMQ compresses before its hooks. Here hooks see the body that the application gave, and all their changes count:
+queue and compression are decided on what they return.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from mqstore.options import Durability
 __all__ = ["Batch", "Preparer", "Ready", "Selector", "go_together", "is_routed", "plain"]
 
 Selector = Callable[[Sequence[QueueRef], "str | None"], QueueRef]
-"""(the topic's queues, message group) -> the one to send to."""
+"""Function (the topic's queues, message group) -> the queue to send to."""
 
 _LEVEL: Final = 5
 
 
 class Ready(NamedTuple):
-    """A message that was checked and is as it will be stored."""
+    """Checked message, in the form in which it will be stored."""
 
     topic: str
     body: bytes
     queue_id: int | None
-    """None: by message group."""
+    """Queue, or None to choose by message group."""
     options: SendOptions
     flush: bool
-    """Whether its sender wants to hear of it when it is on disk."""
+    """True if its sender waits until it is on disk."""
     retries: int
     message: OutgoingMessage | None
-    """For `after_send`, if anybody listens."""
+    """Message for `after_send`, if there are such hooks."""
 
     @property
     def unique_key(self) -> str:
@@ -57,7 +57,7 @@ class Ready(NamedTuple):
 
 
 Batch = dict[str, tuple[int | None, int]]
-"""Of messages that are sent together: by topic, the queue of those that may lie anywhere, and their retries."""
+"""Queue and retries, by topic, of the messages sent together that may be in any queue."""
 
 
 class Preparer:
@@ -74,14 +74,14 @@ class Preparer:
         compress_over: int | None,
         selector: Selector | None,
     ) -> None:
-        """`check_open` raises when nothing is sent any more. `compress_over` None: nothing is compressed."""
+        """`check_open` raises once sending has ended. With `compress_over` None nothing is compressed."""
         self._broker = broker
         self._clock = broker.store.clock
         self._for_send = broker.topics.for_send
         self._turns = RoundRobin()
         self._hooks = hooks
         self.hooked = bool(hooks.before_send or hooks.after_send)
-        """Whether hooks hear of messages."""
+        """True if hooks are called for messages."""
         self._check_open = check_open
         self._retries = retries
         self._durability = durability
@@ -91,8 +91,8 @@ class Preparer:
     def place(
         self, topic: str, queue_id: int | None, options: SendOptions, batch: Batch | None, selector: Selector | None
     ) -> tuple[int | None, int]:
-        """The queue to put to (None: by message group), and how often to try again. All of a `batch` that are free to
-        lie anywhere lie together."""
+        """Return the queue to put to, or None for the message group's, and the number of retries.
+        All messages of a `batch` that may be in any queue get the same one."""
         if selector is None:
             selector = self._selector
         elif queue_id is not None:
@@ -119,20 +119,20 @@ class Preparer:
         return placed
 
     def complete(self, options: SendOptions) -> None:
-        """Add what a producer adds."""
+        """Add the producer's default options."""
         if options.get("unique_key") is None:
             options["unique_key"] = new_unique_key()
         if self._durability is not None and options.get("durability") is None:
             options["durability"] = self._durability
 
     def compressed(self, body: Body, options: SendOptions) -> Body:
-        """The body to store: compressed if it is large, was not compressed by the caller, and gets smaller."""
+        """Return the body to store, compressed if large, not compressed by the caller, and then smaller."""
         if self.compress_over is None or options.get("compressed") is not None:
             return body
         flat = flat_body(body)
         if len(flat) < self.compress_over:
             return flat
-        check_size(flat, self._broker.store.config.max_message_size)  # of the message, not of what is stored of it
+        check_size(flat, self._broker.store.config.max_message_size)  # before compression
         small = zlib.compress(flat, _LEVEL)
         if len(small) * 20 > len(flat) * 19:
             return flat
@@ -140,7 +140,7 @@ class Preparer:
         return small
 
     def _check(self, body: Body, options: SendOptions) -> bytes:
-        """Everything about a message that can be told without its topic; the body as bytes."""
+        """Check all that does not depend on the topic. Return the body as bytes."""
         config = self._broker.store.config
         return check_options(
             body,
@@ -159,8 +159,8 @@ class Preparer:
         batch: Batch | None = None,
         selector: Selector | None = None,
     ) -> Ready:
-        """A message as it will be stored: checked, so that what comes later can only be the engine's fault. With hooks
-        `before_send` has its say; from there on `after_send` hears of the message."""
+        """Return a message as it will be stored, checked, so that later errors can only be the engine's.
+        With hooks, `before_send` may change it. From then on `after_send` is called for the message."""
         self._check_open()
         flat = self._check(body, options)
         sent: OutgoingMessage | None = None
@@ -191,13 +191,13 @@ class Preparer:
             raise
 
     def half(self, topic: str, body: Body, queue_id: int | None, options: SendOptions) -> Ready:
-        """As `ready`, for a half message."""
+        """Prepare a half message, as `ready` does."""
         for name in ROUTING:
             if options.get(name) is not None:
                 raise InvalidMessageError(f"a message of a transaction cannot have {name}", name)
         ready = self.ready(topic, body, queue_id, options)
         wrong = next((name for name in ROUTING if ready.options.get(name) is not None), None)
-        if wrong is not None:  # of an interceptor
+        if wrong is not None:  # set by an interceptor
             error = InvalidMessageError(f"a message of a transaction cannot have {wrong}", wrong)
             self.tell(ready.message, None, error)
             raise error
@@ -217,7 +217,7 @@ class Preparer:
         )
 
     def tell(self, message: OutgoingMessage | None, receipt: SendReceipt | None, error: BaseException | None) -> None:
-        """Tell the hooks what became of a message. One whose sync failed is stored: it has its receipt as well."""
+        """Tell the hooks what became of a message. If its sync failed it is stored, and has its receipt too."""
         if message is None:
             return
         if receipt is None and isinstance(error, FlushTimeoutError) and isinstance(error.receipt, SendReceipt):
@@ -226,7 +226,7 @@ class Preparer:
 
 
 def is_routed(ready: Ready) -> bool:
-    """Whether a message takes the road by itself: a put of many knows neither delay nor message group."""
+    """Return True if a message must be put alone. A put of many knows neither delay nor message group."""
     options: Mapping[str, Any] = ready.options
     return any(options.get(name) is not None for name in (*ROUTING, "compressed"))
 
@@ -236,7 +236,7 @@ def go_together(first: Ready, other: Ready) -> bool:
 
 
 def plain(ready: Ready) -> OutgoingMessage:
-    """What a put of many takes of it."""
+    """Return the message in the form for a put of many."""
     options = ready.options
     return OutgoingMessage(
         ready.body,

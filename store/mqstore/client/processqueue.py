@@ -1,4 +1,4 @@
-"""What a consumer holds of one queue: pulled, and not settled (clients#process-queue).
+"""Cache of one queue's messages that were pulled and are not settled (clients#process-queue).
 
     put(pulled) ---> waiting ---> remove(settled)                                concurrent: in any order
                      waiting ---> take(n) ---> taken ---> remove(settled)        orderly: by one worker
@@ -9,11 +9,11 @@
                pulls nothing, starts          nothing that is still running counts
                nothing; what runs counts
 
-The position is the offset of the first message that is not settled, or where the next pull begins: everything below it
-is done with, whatever finished first. Messages come in ascending order, and both maps keep it: an OrderedDict, since
-finding the first key of a plain one takes the longer the more were deleted before it.
+The position is the offset of the first unsettled message, or else the start of the next pull. Everything below is
+settled, whatever ended first. Messages come in ascending order, and both maps keep it. They are OrderedDicts, because
+finding the first key of a plain dict takes longer the more keys were deleted before it.
 
-Knows nothing of threads but its lock, of brokers, or of handlers.
+This module knows only its lock, and neither threads, brokers nor handlers.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from mqstore.log.message import Message, stored_bytes
 __all__ = ["Limits", "ProcessQueue", "QueueInfo"]
 
 _PULL_MAX = 1_024
-"""Messages of one pull at most: a worker is at it for milliseconds."""
+"""Maximum number of messages of one pull, which keeps a worker for milliseconds."""
 _PULL_BYTES = 256 << 10
 _ROOM_MIN = 256
-"""Free places that end a pause, unless the half of all is less: pulls of a few messages cost as much as large ones."""
+"""Free places that end a pause, at most half of all. Small pulls cost as much as large ones."""
 _BEHIND_ALL = 1 << 63
-"""No message has that offset."""
+"""Offset above that of every message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a consumer may hold of one queue (clients#pull)."""
+    """Limits of what a consumer may hold of one queue (clients#pull)."""
 
     messages: int = 1_000
     size: int = 100 << 20
     """Bytes as stored."""
     span: int | None = 2_000
-    """Between the first offset that is not settled and the last that was pulled, be that settled or not: what comes
-    again after a crash. None: any."""
+    """Maximum distance from the first unsettled offset to the last one pulled. None: no limit.
+    It limits what is redelivered after a crash."""
     total: int | None = None
-    """Messages of one topic, in all its queues together; None: as many as the queues may hold."""
+    """Messages of one topic in all its queues. None: as many as the queues may hold."""
     total_size: int | None = None
-    """Their bytes likewise."""
+    """Bytes of one topic in all its queues, likewise."""
 
     def divided(self, queues: int) -> Limits:
-        """Return the limits of one queue of a topic that has `queues` queues here. A queue may always hold one
-        message and one byte, or it would stand still.
+        """Return the limits of one queue of a topic that has `queues` queues here.
+        A queue may always hold one message and one byte. Otherwise it would stand still.
 
         >>> limits = Limits(total=1024)
         >>> [limits.divided(queues).messages for queues in (1, 2, 3)]
@@ -71,27 +71,27 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """One queue of a consumer, for `stats` and logs."""
+    """State of one queue of a consumer, for `stats` and logs."""
 
     queue: QueueRef
     messages: int
-    """Pulled and not settled, those in handlers included."""
+    """Number of messages pulled and not settled, including those in handlers."""
     size: int
-    """Their bytes."""
+    """Number of their bytes."""
     first: int | None
-    """Offset of the first of them."""
+    """Offset of the first of these messages."""
     taken: int
-    """Number of these that the worker of an ordered consumer has taken."""
+    """Number of messages that the worker of an ordered consumer has taken."""
     next_offset: int
-    """Where the next pull begins."""
+    """Offset at which the next pull begins."""
     throttled: bool
-    """Whether it waits for room."""
+    """True if it waits for room."""
     idle_ms: int
-    """Since a message was settled last; with messages and a large number it is stuck."""
+    """Time since the last message was settled. A queue with messages and a large number is stuck."""
 
 
 class ProcessQueue:
-    """The cache of one queue. Thread-safe.
+    """Cache of one queue. Thread-safe.
 
     >>> from types import SimpleNamespace
     >>> queue = ProcessQueue(QueueRef("orders", 0), 100, 0, size_of=lambda messages: len(messages))
@@ -111,42 +111,43 @@ class ProcessQueue:
         *,
         size_of: Callable[[Sequence[Message]], int] = stored_bytes,
     ) -> None:
-        """`next_offset`: where to begin. `now_ms`, here and below: of the monotonic clock. `size_of`: their bytes."""
+        """The first pull begins at `next_offset`. `size_of` returns the number of bytes of messages.
+        `now_ms`, here and below, is monotonic time."""
         self.queue = queue
         self.retries = is_retry_topic(queue.topic)
-        """Whether its messages failed before, and may be of several topics."""
+        """True if its messages have failed before. Then they may have several topics."""
         self.next_offset = next_offset
         self.settling = threading.Lock()
-        """Held while a position is worked out and committed: so they are committed in order, and none once dropped."""
+        """Held while a position is determined and committed, so commits are in order, and end when dropped."""
         self.closing = False
         self.dropped = False
         self.paused = False
         self.parked = False
-        """A pull came while the queue was paused: who resumes it has to pull."""
+        """True if a pull came while the queue was paused. `resume` then has to pull."""
         self.throttled = False
-        """A pull found no room: who makes room has to pull."""
+        """True if a pull found no room. The code that makes room then has to pull."""
         self.submitted = False
-        """A pull is on its way to a worker, for as long as they are all busy."""
+        """True if a pull is on its way to a worker. It waits while all workers are busy."""
         self.active = False
-        """Orderly: some worker is at it, or will be."""
+        """True if a worker of an ordered consumer is at the queue, or will be."""
         self.restart_at: int | None = None
-        """Dropped, to be pulled anew from here once nothing of it runs."""
+        """Offset from which a dropped queue is pulled again, once none of its handlers runs."""
         self.committed: int | None = None
-        """The position committed last."""
+        """Position that was committed last."""
         self.settled_to: int | None = None
-        """One that is to be committed."""
+        """Position that is still to be committed."""
         self.last_commit_ms = now_ms - 1_000
         self.begun = -1
-        """Where the last pull began of which something was begun to be handled."""
+        """Highest first offset of a pull whose messages were begun."""
         self.running = 0
-        """Workers that are at its messages now, or in `on_assign`."""
+        """Number of workers that are at its messages now, or in `on_assign`."""
         self.attempts: Mapping[int, int] = {}
-        """Attempts that ended with a process that was killed, by offset. Unless it is orderly."""
+        """Number of attempts that ended with a killed process, by offset. Unused if ordered."""
         self.unannounced = False
-        """`on_assign` is to be called, and to return before anything is pulled."""
+        """True if `on_assign` must be called, and return, before anything is pulled."""
         self.last_pull_ms = self.last_settle_ms = now_ms
         self.limits = limits
-        """How much it may hold. Less than before: what is beyond that stays, and nothing is pulled until it is done."""
+        """Limits of the queue. If they shrink, nothing is pulled until the excess messages are done."""
         self._size_of = size_of
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, Message] = OrderedDict()
@@ -155,14 +156,14 @@ class ProcessQueue:
         self._highest = -1
 
     def __len__(self) -> int:
-        """Messages pulled and not settled."""
+        """Return the number of messages pulled and not settled."""
         return len(self._waiting) + len(self._taken)
 
     # -- coming in --------------------------------------------------------------------------------------------------
 
     def room(self) -> tuple[int, int]:
-        """(messages, bytes) that are to be pulled now; (0, 0) while it is full, and then `begins_to_have_room` will say
-        when it no longer is."""
+        """Return (messages, bytes) that may be pulled now, or (0, 0) while it is full.
+        Then `begins_to_have_room` will tell when there is room."""
         with self._lock:
             limits = self.limits
             messages, size = limits.messages - len(self), limits.size - self._size
@@ -172,8 +173,8 @@ class ProcessQueue:
             return min(messages, _PULL_MAX), min(size, _PULL_BYTES)
 
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
-        """Take in what was pulled, in ascending order, and where the next pull begins. Orderly: True if no worker is at
-        it, and one has to be found now."""
+        """Add pulled messages, in ascending order, and set the start of the next pull.
+        For an ordered consumer, return True if no worker is at the queue, and one has to be found now."""
         size = self._size_of(messages)
         with self._lock:
             waiting = self._waiting
@@ -193,8 +194,8 @@ class ProcessQueue:
     # -- done -------------------------------------------------------------------------------------------------------
 
     def remove(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
-        """Settle `messages`, in any order, taken or not. Return the position then, -1 if there was nothing to settle.
-        Those that are not here any more count for nothing."""
+        """Settle `messages`, taken or not, in any order. Return the new position, or -1 if nothing is here.
+        Messages that are no longer here are ignored."""
         with self._lock:
             waiting, taken = self._waiting, self._taken
             if not waiting and not taken:
@@ -207,13 +208,13 @@ class ProcessQueue:
             return self._position()
 
     def contains(self, message: Message) -> bool:
-        """Whether it waits to be settled."""
+        """Return True if the message waits to be settled."""
         return message.offset in self._waiting
 
     # -- by one worker, in order ------------------------------------------------------------------------------------
 
     def take(self, number: int) -> list[Message]:
-        """The next messages, up to `number`; none: there are none, and no worker is at it any more."""
+        """Take the next messages, up to `number`. If there are none, no worker is at the queue any more."""
         with self._lock:
             batch: list[Message] = []
             behind = next(reversed(self._taken), -1)
@@ -221,42 +222,42 @@ class ProcessQueue:
                 offset, message = self._waiting.popitem(last=False)
                 self._taken[offset] = message
                 batch.append(message)
-            if batch and batch[0].offset < behind:  # it came again while later ones were still taken
+            if batch and batch[0].offset < behind:  # it was put back while later ones were still taken
                 self._taken = OrderedDict(sorted(self._taken.items()))
             if not batch:
                 self.active = False
             return batch
 
     def again(self, messages: Sequence[Message]) -> None:
-        """Put these of what was taken back to the front, in order."""
+        """Put these taken messages back to the front, in order."""
         with self._lock:
             ahead = next(iter(self._waiting), _BEHIND_ALL)
             back = sorted((m.offset for m in messages if m.offset in self._taken), reverse=True)
             for offset in back:
                 self._waiting[offset] = self._taken.pop(offset)
                 self._waiting.move_to_end(offset, last=False)
-            if back and ahead < back[0]:  # something before them had come back already
+            if back and ahead < back[0]:  # earlier messages were already put back
                 self._waiting = OrderedDict(sorted(self._waiting.items()))
 
     def rollback(self) -> list[Message]:
-        """Put back all that was taken; which that was."""
+        """Put back all taken messages, and return them."""
         with self._lock:
             taken = list(self._taken.values())
         self.again(taken)
         return taken
 
-    # -- where it stands --------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def position(self) -> int:
-        """Everything below this offset is settled."""
+        """Return the offset below which everything is settled."""
         with self._lock:
             return self._position()
 
     def begins_to_have_room(self) -> bool:
-        """Whether a pull was refused for want of room, and there is enough now; says so once."""
+        """Return True, once, if a pull was refused for lack of room and there is enough now."""
         limits = self.limits
         free = min(_ROOM_MIN, (limits.messages + 1) // 2)
-        if limits.messages - len(self._waiting) - len(self._taken) < free:  # without the lock, for it is asked often
+        if limits.messages - len(self._waiting) - len(self._taken) < free:  # without the lock, since it is called often
             return False
         with self._lock:
             if not self.throttled or self._size > limits.size * 3 // 4:
@@ -267,7 +268,7 @@ class ProcessQueue:
             return True
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Remove all messages."""
         with self._lock:
             self._waiting.clear()
             self._taken.clear()

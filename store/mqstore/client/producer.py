@@ -1,15 +1,15 @@
-"""Sending, with all that an application wants around a put (clients#send).
+"""Producer: sending, with what an application wants around a put (clients#send).
 
-    send                in the caller's thread; the receipt
-    send_oneway         the same; what the engine says is only logged
-    submit              prepared in the caller's thread (preparing.py), stored by one writer thread; a future
+    send                in the caller's thread; returns the receipt
+    send_oneway         like send, but errors of the engine are only logged
+    submit              prepared in the caller's thread (preparing.py), stored by one writer thread; returns a future
     send_many           one queue, one put, one wait for the disk, where the messages allow it
     transaction         half messages, made visible at the end of a `with` block (`transaction.py`)
 
-A send is tried again only where nothing was stored (StoreBusyError), and never for an explicit queue or a selector
-(clients#send-retry). What has an offset is not sent a second time, whatever became of its sync.
+A send is tried again only if nothing was stored (StoreBusyError), and never for an explicit queue or a selector
+(clients#send-retry). A message that has an offset is not sent again, whatever became of its sync.
 
-Knows of the engine its `Broker` only.
+This module knows only the `Broker` of the engine.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _log = logging.getLogger("mqstore")
 
 _BUSY_S: Final = 0.01
 _BUSY_MAX_S: Final = 1.0
-"""Pauses before another attempt: they double from the first to the second (clients#send-retry)."""
+"""Pauses before another attempt, doubled from the first value to the second (clients#send-retry)."""
 _MAX_LINGER_S: Final = 30
 _MAX_LINGER_BYTES: Final = 2 << 20
 
 _MISUSE = (ConfigError, InvalidMessageError, NotPermittedError, StoreClosedError, TopicNotFoundError)
-"""What `send_oneway` raises all the same."""
+"""Errors that `send_oneway` raises too."""
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class _Load(NamedTuple):
 
 
 class ProducerOptions(TypedDict, total=False):
-    """Options of a `Producer`, which has their meanings and defaults."""
+    """Options of a `Producer`, which describes them."""
 
     retries: int
     timeout: Duration
@@ -92,19 +92,19 @@ class ProducerOptions(TypedDict, total=False):
 
 
 class Producer(Closing):
-    """Sends messages for a group of producers. Thread-safe; a context manager.
+    """Sends messages for a group of producers. Thread-safe. A context manager.
 
-        retries, timeout        attempts after the first, within so many seconds, of what met a store that was busy
+        retries, timeout        further attempts if the store is busy, within this many seconds
         durability              "append" or "flush"; None: the store's
         compression             "zlib": bodies of `compress_over` bytes and more are stored compressed if that saves 5 %
-        linger, linger_bytes    `submit` waits so many seconds, or for so many bytes, to share a sync with more
-        max_inflight            `submit` blocks while so many messages, or `max_inflight_bytes`, are not stored yet
+        linger, linger_bytes    `submit` waits this many seconds, or for this many bytes, to share a sync
+        max_inflight            `submit` blocks while this many messages, or `max_inflight_bytes`, are not stored yet
         selector                chooses the queue of a message that names none; `send` may be given another
         interceptors            are called around each message, in this order
-        checker                 is asked what became of a transaction whose process died (`transaction`)
-
-    Each message gets a unique key, the same in all its copies: deduplicate on it. ConfigError for what cannot be. Long
-    because sending one, many and later are here; `preparing` makes messages, and `submitter` is the queue of `submit`.
+        checker                 decides about a transaction whose process died (`transaction`)
+    Each message gets a unique key, the same in all its copies, for deduplication. Raises ConfigError for bad options.
+    The class is long because it sends one message, many and later. `preparing` makes messages, `submitter` has the
+    queue of `submit`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -192,12 +192,12 @@ class Producer(Closing):
         selector: Selector | None = None,
         **options: Unpack[SendOptions],
     ) -> SendReceipt:
-        """Store one message; where it went. Options as of `Store.put`. Does not wait for what was submitted before.
-        `selector` chooses the queue of this message, in place of the producer's.
+        """Store one message and return its receipt. Does not wait for messages submitted before.
+        Options are those of `Store.put`. `selector` chooses the queue of this message, in place of the producer's.
 
-        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was stored then),
-        StoreBusyError when it stayed busy, FlushTimeoutError (stored, not known to be on disk), StoreClosedError, and
-        what a `before_send` raises.
+        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError or StoreFullError (then nothing is stored).
+        Raises StoreBusyError if the store stays busy, FlushTimeoutError (stored, perhaps not on disk),
+        StoreClosedError, and errors of a `before_send`.
         """
         if self._closed:
             self._refuse()
@@ -224,8 +224,8 @@ class Producer(Closing):
         selector: Selector | None = None,
         **options: Unpack[SendOptions],
     ) -> None:
-        """As `send`, for what may be lost: does not wait for the disk (unless `durability=` says so), is not tried
-        again, and of what the engine raises only misuse reaches the caller; the rest is logged."""
+        """Store a message that may be lost, as `send` does, but without waiting for the disk or retrying.
+        `durability=` can still ask to wait. Only errors of the caller are raised; errors of the engine are logged."""
         if options.get("durability") is None:
             options["durability"] = "append"
         ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
@@ -238,7 +238,7 @@ class Producer(Closing):
             self._log.say(logging.WARNING, what, at=topic, error=error)
 
     def _send_told(self, ready: Ready, options: SendOptions) -> SendReceipt:
-        """Append a message, and tell the hooks how it went."""
+        """Append a message, and tell the hooks the result."""
         try:
             receipt = self._append(ready, options)
         except BaseException as error:
@@ -257,7 +257,7 @@ class Producer(Closing):
             return self._again(put, ready.retries, busy)
 
     def _again(self, attempt: Callable[[], T], retries: int, busy: StoreBusyError) -> T:
-        """Try what met a busy store again, as often as it may be, within `timeout` of now."""
+        """Repeat an attempt that met a busy store, up to `retries` times within `timeout`."""
         end_ms = self._clock.monotonic_ms() + self._timeout_ms
         pause_s = _BUSY_S
         for _ in range(retries):
@@ -282,13 +282,13 @@ class Producer(Closing):
         queue_id: int | None = None,
         **options: Unpack[SendOptions],
     ) -> Sequence[SendReceipt]:
-        """Store many messages, with one wait for the disk; their receipts, in order.
+        """Store many messages, with one wait for the disk. Return their receipts, in order.
 
-        An `OutgoingMessage` may have options of its own, which go before those of the call. Messages without delay,
-        message group or compression go to one queue, in chunks of about `max_message_size` bytes which are stored whole
-        or not at all; the others one by one, so that all of a queue are in the order given. Nothing is compressed here.
-        All are checked before the first is stored. Errors as of `send`; `error.receipts` are of those that are stored,
-        the first of the call.
+        Options of an `OutgoingMessage` go before those of the call. Messages without delay, message group or
+        compression go to one queue, in chunks of about `max_message_size` bytes. A chunk is stored whole or not at all.
+        Other messages are put one by one. Each queue keeps the given order. Nothing is compressed here. All are checked
+        before the first is stored. Raises what `send` raises. `error.receipts` are those of the stored messages, the
+        first of the call.
         """
         self._check_open()
         if options.get("unique_key") is not None:
@@ -308,7 +308,7 @@ class Producer(Closing):
         return done
 
     def _store_many(self, readies: Sequence[Ready], done: list[SendReceipt]) -> None:
-        """Store all, as far as possible many at once; `done` grows by the receipts of what is stored."""
+        """Store all, many at once where possible. Append the receipts of stored messages to `done`."""
         at = 0
         while at < len(readies):
             first, stop = readies[at], at + 1
@@ -326,7 +326,7 @@ class Producer(Closing):
                 raise FlushTimeoutError(str(late), done[-1]) from late
 
     def _put_run(self, run: Sequence[Ready], done: list[SendReceipt]) -> None:
-        """Messages of one queue without options of the road."""
+        """Put messages of one queue that need no routing."""
         messages = [plain(ready) for ready in run]
         start = len(done)
 
@@ -350,7 +350,7 @@ class Producer(Closing):
             return
         for i, ready in enumerate(readies):
             stored = i < len(done)
-            late = error is not None and ready.flush  # stored, but its sender heard nothing good of the disk
+            late = error is not None and ready.flush  # stored, but perhaps not on disk
             self._preparer.tell(ready.message, done[i] if stored else None, None if stored and not late else error)
 
     # -- later ------------------------------------------------------------------------------------------------------
@@ -364,11 +364,12 @@ class Producer(Closing):
         selector: Selector | None = None,
         **options: Unpack[SendOptions],
     ) -> Future[SendReceipt]:
-        """Hand a message over to the writer thread; the future of its receipt. What is submitted is stored in the order
-        of the calls, and shares its syncs.
+        """Give a message to the writer thread, and return the future of its receipt.
+        Submitted messages are stored in the order of the calls, and share syncs.
 
-        Blocks while `max_inflight` messages or `max_inflight_bytes` wait. Raises what is wrong with the message, and
-        StoreClosedError; what the engine says comes with the future. One that is cancelled in time is not stored.
+        Blocks while `max_inflight` messages or `max_inflight_bytes` wait. Raises errors of the message, and
+        StoreClosedError. The future has errors of the engine. A message whose future is cancelled in time is not
+        stored.
         """
         ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
         load = _Load(ready, Future())
@@ -381,7 +382,7 @@ class Producer(Closing):
         return load.future
 
     def _store(self, loads: list[_Load]) -> None:
-        """The writer: append each, sync once for all that want it, answer every future."""
+        """Write submitted messages: append each, sync once for all that need it, answer every future."""
         unanswered = dict(enumerate(loads))
         synced: list[tuple[int, SendReceipt]] = []
         failures: list[BaseException] = []
@@ -420,7 +421,7 @@ class Producer(Closing):
                 failed = self._sync_failure()
                 for index, receipt in synced:
                     answer(index, receipt, None if failed is None else _own_error(failed, receipt))
-        finally:  # a Ctrl-C where this is the main thread: nobody waits for ever
+        finally:  # at a Ctrl-C in the main thread no future may wait for ever
             for index, (_, future) in list(unanswered.items()):
                 if future.running() or future.set_running_or_notify_cancel():
                     answer(index, None, StoreClosedError("interrupted while writing what was submitted"))
@@ -438,24 +439,24 @@ class Producer(Closing):
         return None
 
     def _complain(self, failures: Sequence[BaseException]) -> None:
-        """Log that futures failed, for whoever has let them go."""
+        """Log that futures failed, in case the application has dropped them."""
         what = f"{len(failures)} submitted messages failed, the first"
         self._log.say(logging.WARNING, what, error=failures[0], like="submitted", times=len(failures))
 
     def run_once(self, now_ms: int | None = None) -> int | None:
-        """Write what was submitted and is due, for who owns the clock; when to come again (wall ms), None: when
-        something was submitted."""
-        del now_ms  # what lingers is measured on the monotonic scale
+        """Write submitted messages that are due, for a store with its own clock.
+        Return when to call again (wall ms), or None for the next `submit`."""
+        del now_ms  # lingering is measured in monotonic time
         due_ms = self._submitter.run_once()
         return None if due_ms is None else self._clock.now_ms() + due_ms
 
     # -- transactions -----------------------------------------------------------------------------------------------
 
     def transaction(self) -> Transaction:
-        """A `with` block whose messages become visible, one by one, when it ends well, and never if it raises.
+        """Return a `with` block whose messages become visible at its end, one by one, and never if it raises.
 
-        If the process dies inside, the `checker` of a producer of the same group is asked about each message; without
-        one they are given up after 15 fruitless questions.
+        If the process dies inside, the `checker` of a producer of the same group is asked about each message. Without a
+        checker, messages are given up after 15 fruitless questions.
         """
         self._check_open()
         self._join()
@@ -492,18 +493,18 @@ class Producer(Closing):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: Duration | None = None) -> None:
-        """Wait until all that was submitted before is stored, with the durability that it was submitted with; nothing
-        lingers. Whether it was stored well its futures tell. FlushTimeoutError when that takes longer than `timeout`
-        seconds, and at once in the callback of a future, which would wait for itself: what is left is stored later.
-        StoreClosedError after `close`."""
+        """Wait until everything submitted before is stored, with its durability. Nothing lingers.
+        Futures have the errors of their messages. Raises FlushTimeoutError after `timeout` seconds, and at once in the
+        callback of a future, which would wait for itself. The rest is stored later. Raises StoreClosedError after
+        `close`."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
         self._check_open()
         if not self._submitter.flush(timeout_s):
             raise FlushTimeoutError("not all that was submitted is stored yet; flush again to wait on")
 
     def close(self, timeout: Duration = 30) -> None:
-        """Store what was submitted, then take no more. Futures that are left after `timeout` seconds fail with
-        StoreClosedError: none hangs. Fine to call twice."""
+        """Store what was submitted, and refuse more. Repeating it is harmless.
+        Futures that are left after `timeout` seconds fail with StoreClosedError, so none hangs."""
         timeout_s = seconds(timeout, "timeout")
         with self._lock:
             closed, self._closed = self._closed, True
@@ -527,11 +528,11 @@ class Producer(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or its store was, or this is a forked child."""
+        """True if it was closed, its store was closed, or this is a forked child."""
         return self._closed or self._broker.store.closed
 
     def _forked(self) -> bool:
-        """Whether this is a child of the process that made it: the thread, and who held a lock, are not here."""
+        """Return True in a forked child, which lacks the thread and the holders of locks."""
         return os.getpid() != self._pid
 
     def _check_open(self) -> None:
@@ -550,12 +551,12 @@ class Producer(Closing):
         return f"<Producer {self.group!r} on {str(self._broker.store.path)!r}{' closed' if self.closed else ''}>"
 
 
-# -- beneath ---------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
-    """A failed sync, for one of those that waited for it: raised in many threads, one object would gather the frames of
-    all of them."""
+    """Return a copy of a sync's error for one of the threads that waited for it.
+    If all threads raised one object, it would gather the frames of all."""
     own = error
     if isinstance(error, FlushTimeoutError):
         own = FlushTimeoutError(str(error), receipt)
@@ -567,4 +568,4 @@ def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
 
 
 def _no_pause(duration_s: float) -> None:
-    """Where a test owns time nobody sleeps."""
+    """Do not sleep: a test owns the time."""

@@ -1,11 +1,11 @@
-"""Where a consumer goes on, and who remembers it (clients#positions, delivery#group-start, clients#broadcasting).
+"""Committed offsets of a consumer (clients#positions, delivery#group-start, clients#broadcasting).
 
     clustering      the group: one offset a queue, kept by the broker, written 100 ms later, and on disk every
                     `commit_interval` of the store
-    broadcasting    the client: a file of its own, `local_offsets/<client id>/<group>.json` in the store
+    broadcasting    the client: the file `local_offsets/<client id>/<group>.json` in the store
 
-A commit goes to the broker's memory at once: in one process that costs no more than to remember it here, lags are true
-to the moment, and a kill loses what the broker had not written yet, not that and an interval more.
+A commit goes to the broker's memory at once. In one process that is as cheap as storing it here, and lags are always
+exact. A kill loses only what the broker had not written yet.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ Start = Literal["earliest", "latest"] | datetime
 
 
 class GroupProgress:
-    """The group's, of which this client is a member."""
+    """Offsets of a group, of which this client is a member."""
 
     def __init__(self, broker: Broker, group: str, client_id: str, start: Start | None) -> None:
-        """`start`: where the group begins in a topic in which it never was; None: as the group has it."""
+        """`start` is where the group begins in a new topic. None means the group's own start."""
         self._broker = broker
         self._group = group
         self._client_id = client_id
         self._start = start
 
     def reload(self) -> None:
-        """Now it is this consumer that goes on: forget what was known before."""
+        """Forget what was known before, when this consumer takes over."""
 
     def begin(self, queue: QueueRef) -> int:
-        """Where to go on in a queue, or to begin."""
+        """Return the offset at which to continue or begin in a queue."""
         self._broker.end_pops(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
-        """Everything below `offset` is settled."""
+        """Note that everything below `offset` is settled."""
         self._broker.commit(self._group, *queue, offset, owner=self._client_id)
 
     def committed(self, queue: QueueRef) -> int | None:
-        """What was committed last."""
+        """Return the committed offset."""
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
-        """Have it on disk when this returns."""
+        """Save the offsets to disk."""
         self._broker.save()
 
 
 class LocalProgress:
-    """A broadcasting client's own, with the methods of `GroupProgress`. Retention knows nothing of it."""
+    """Offsets of a broadcasting client, with the methods of `GroupProgress`. Retention ignores them."""
 
     def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
-        """`start`: where the client begins in a topic in which it never was; None: as its group has it."""
+        """`start` is where the client begins in a new topic. None means its group's start."""
         self._broker = broker
         self._group = group
         self._offsets = offsets
@@ -73,7 +73,7 @@ class LocalProgress:
         if known is not None:
             return known
         queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
-        if any(self._offsets.get(each) is not None for each in queues):  # one that came later: nothing of it is old
+        if any(self._offsets.get(each) is not None for each in queues):  # a later queue has only new messages
             begins = {queue: self._broker.min_offset(*queue)}
         else:
             begins = {each: self._first(each) for each in queues}
@@ -98,18 +98,18 @@ class LocalProgress:
 
 
 Progress = GroupProgress | LocalProgress
-"""Positions of one consumer."""
+"""Offsets of one consumer."""
 
 
 def check_start(start: object) -> None:
-    """ConfigError unless a group can begin there. None: as the group has it."""
+    """Raise ConfigError unless a group can begin there. None stands for the group's own start."""
     if start not in (None, "earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
         raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
 
 
 def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
-    """The offset that a number, a word or a time names in a queue. OffsetOutOfRangeError for a number that it does not
-    have, ConfigError for what is none of these."""
+    """Return the offset that a number, a word or a time names in a queue.
+    Raises OffsetOutOfRangeError for a number that the queue does not have, ConfigError for anything else."""
     if type(to) is int:
         low, high = broker.min_offset(*queue), broker.max_offset(*queue)
         if not low <= to <= high:

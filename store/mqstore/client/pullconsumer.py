@@ -1,14 +1,14 @@
-"""A consumer that reads when it is asked to, and keeps track of how far it has come (clients#pull-consumer).
+"""Pull consumer: reads when it is asked to, and keeps its offsets (clients#pull-consumer).
 
     subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
     assign ─────────────────────────────────────────────►
 
-Nothing happens but in a call: a poll renews the locks, takes and gives queues, commits what earlier polls returned, and
-reads; there is no thread, and nothing is read ahead (but by the loop `for message in consumer`, which hands out one
-poll's messages one by one). The broker is in this process: a read costs less than a cache would.
+Everything happens in a call. A poll renews the locks, takes and releases queues, commits what earlier polls returned,
+and reads. There is no thread. Only the loop `for message in consumer` prefetches: it hands out the messages of one poll
+one by one. The broker is in this process, so a read costs less than a cache would.
 
-Locks are kept by polling. Who polls again after more than 60 s may find queues gone: another has gone on from what was
-committed. Then they are dropped as they are, `on_revoke` is told, and nothing of them is committed.
+Polling renews the locks. After more than 60 s without a poll, other members may have taken queues, and continue at
+their committed offsets. Then these queues are dropped, `on_revoke` is called, and nothing of them is committed.
 
 The file is long because polls, assignment, seeks and commits change the same positions under one lock.
 """
@@ -52,19 +52,19 @@ __all__ = ["PullConsumer", "PullConsumerOptions"]
 _log = logging.getLogger("mqstore")
 
 REBALANCE_MS: Final = 20_000
-"""How often shares are looked at though nobody said that they changed."""
+"""Time between rebalances without news of a change."""
 UNBALANCED_MS: Final = 1_000
-"""The same while a queue of ours is still another's: of an owner who died nobody tells."""
+"""Time between rebalances while another client holds a queue of ours. Its death is not reported."""
 RENEW_MS: Final = 20_000
-"""How long a wait may leave the locks (which last 60 s) alone."""
+"""Longest time that a wait leaves the locks (which last 60 s) unrenewed."""
 RENEW_AGAIN_MS: Final = 1_000
-"""How old a renewal must be for a poll to renew."""
+"""Age of a renewal from which a poll renews."""
 _FETCH_MAX: Final = 1024
 Told = Callable[[frozenset[QueueRef]], None]
 
 
 class PullConsumerOptions(TypedDict, total=False):
-    """Options of a `PullConsumer`, which has their meanings and defaults."""
+    """Options of a `PullConsumer`, which describes them."""
 
     auto_commit: bool
     auto_commit_interval: Duration
@@ -76,16 +76,16 @@ class PullConsumerOptions(TypedDict, total=False):
 
 
 class PullConsumer:
-    """Polls the queues it has a share of (`subscribe`), or those it is told (`assign`). One thread polls; the other
-    methods may be called by any.
+    """Polls its share of the queues of topics (`subscribe`), or given queues (`assign`).
+    One thread polls. Any thread may call the other methods.
 
         auto_commit            polls commit what *earlier* polls returned, every `auto_commit_interval` seconds, when a
-                               queue is given away, and at `close`; False: only `commit` does
+                               queue is released, and at `close`; False: only `commit` does
         start                  where the group begins in a queue in which it never committed: "earliest", "latest" or an
-                               aware datetime; None: as the group has it
+                               aware datetime; None: the group's own start
         fetch_max              messages of one poll, unless it says otherwise: 1 to 1024
         strategy               how members share queues: "avg", "circle", or a function (`Strategy`)
-        client_id              by which the group knows it; None: made up
+        client_id              name of this consumer in the group; None: a new one
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
@@ -111,12 +111,11 @@ class PullConsumer:
         client_id: str | None = None,
         interceptors: Sequence[Interceptor] = (),
     ) -> None:
-        """The group is created if it is not there, with `start` if that is given. ConfigError for an option that cannot
-        be."""
+        """Create the group if it is new, with `start` if that is given. Raises ConfigError for bad options."""
         check_start(start)
         self.group = group
         self.client_id = client_id_of(client_id)
-        """By which the group knows this consumer."""
+        """Name of this consumer in its group."""
         self._broker = broker
         self._clock = broker.store.clock
         self._threads_time_themselves = broker.store.config.clock is None
@@ -124,7 +123,7 @@ class PullConsumer:
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
         self.fetch_max = check_whole("fetch_max", fetch_max, 1, _FETCH_MAX)
-        """Messages of one poll at most."""
+        """Maximum number of messages of one poll."""
         self._log = LimitedLog(f"group {group}", broker.store.clock)
         self._hooks = Interceptors(interceptors, self._log)
         self._seat = Membership(
@@ -133,7 +132,7 @@ class PullConsumer:
         enter_group(broker, group, start=start)
 
         self._lock = threading.RLock()
-        """Of all that follows; not held while a poll waits. Reentrant: what is told of queues may seek and commit."""
+        """Guards all that follows, except while a poll waits. Reentrant, since callbacks may seek and commit."""
         self._wanted: dict[str, Wanted] = {}
         self._assigns = False
         self._joined = False
@@ -141,22 +140,22 @@ class PullConsumer:
         self._on_revoke: Told | None = None
         self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of)
         self._lost: set[QueueRef] = set()
-        """Found gone, and `on_revoke` was not told yet."""
+        """Queues that were found lost, and not yet passed to `on_revoke`."""
         self.caller: Callable[[], object] = threading.current_thread
-        """Returns the identity of the caller. `mqstore.aio` replaces it, since one thread calls for all tasks there."""
+        """Returns the identity of the caller. `mqstore.aio` replaces it: there one thread makes all calls."""
         self._poller: object = None
-        """The caller that polled last."""
+        """Caller that polled last."""
         self._polling = False
         now_ms = self._clock.monotonic_ms()
         self._rebalance_ms = self._renewed_ms = self._committed_ms = now_ms
 
         self._bell = threading.Lock()
-        """Of the three below: for those who bring news, and must not wait for a poll. Taken last."""
+        """Guards the three below, for threads with news, which must not wait for a poll. Taken last."""
         self._changed = False
         self._closed = False
         self._waiting: set[Ready] = set()
 
-    # -- what is read -----------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     def subscribe(
         self,
@@ -166,19 +165,18 @@ class PullConsumer:
         on_assign: Told | None = None,
         on_revoke: Told | None = None,
     ) -> None:
-        """Read a share of the queues of these topics, too, the other queues being the other members'. With the first
-        poll the consumer becomes a member of the group; until then it keeps nobody from anything.
+        """Read a share of the queues of these topics, too. Other members read the other queues.
+        The first poll makes the consumer a member of the group. Before that it affects nobody.
 
         Messages with one of `tags` ("paid || refunded"), or for which the SQL92 expression over their properties holds,
-        are returned; the others are passed over, for the whole group. Topics subscribed to already: by this expression
-        from now on. A topic that is not there yet is waited for.
+        are returned. The others are skipped, for the whole group. A topic that is already subscribed gets the new
+        expression. A topic that does not exist yet is awaited.
 
-        `on_assign` and `on_revoke`, which replace earlier ones, are called by polls (and `close`) with queues that came
-        and that go: what comes may be sought in, of what goes the rest may be committed, unless it was lost.
-
-        ConfigError after `assign`, or without a topic; InvalidMessageError for a bad name, FilterError,
-        NotPermittedError; once it is a member SubscriptionConflictError: members of a group subscribe alike, so then
-        only one that is alone may change. Nothing has changed then.
+        Polls and `close` call `on_assign` with new queues and `on_revoke` with queues that leave. They replace earlier
+        ones. `on_assign` may seek, and `on_revoke` may commit the rest, unless the queue was lost. Raises ConfigError
+        after `assign` or without a topic, InvalidMessageError for a bad name, FilterError, and NotPermittedError.
+        Raises SubscriptionConflictError for a member that is not alone, since all members of a group subscribe alike.
+        After an error nothing has changed.
         """
         if not topics:
             raise ConfigError("subscribe takes at least one topic")
@@ -203,8 +201,8 @@ class PullConsumer:
         self._shares_changed()
 
     def unsubscribe(self, *topics: str) -> None:
-        """Read of these topics (none given: of all) no more; the next poll gives their queues away. Errors as
-        `subscribe`."""
+        """Stop reading these topics, or all if none is named. The next poll releases their queues.
+        Raises what `subscribe` raises."""
         with self._lock:
             self._check_open()
             wanted = {topic: each for topic, each in self._wanted.items() if topics and topic not in topics}
@@ -217,11 +215,11 @@ class PullConsumer:
         self._shares_changed()
 
     def assign(self, *queues: QueueRef) -> None:
-        """Read these queues and no others, whoever else reads them: no group membership, no locks, no rebalancing. Of
-        those it had, positions stay.
+        """Read these queues and no others, without membership in the group, locks, or rebalancing.
+        Other consumers may read them too. Queues that it had already keep their positions.
 
-        ConfigError after `subscribe`, or for a queue that is not there; TopicNotFoundError, NotPermittedError. Nothing
-        has changed then.
+        Raises ConfigError after `subscribe` or for an unknown queue, TopicNotFoundError, and NotPermittedError. Then
+        nothing has changed.
         """
         with self._lock:
             self._check_open()
@@ -242,8 +240,8 @@ class PullConsumer:
         self._ring()
 
     def _begin(self, topic: str) -> None:
-        """Note where the group begins in each queue that is there, so that what comes from now on is read, and kept by
-        retention until then."""
+        """Note where the group begins in each existing queue.
+        So later messages are read, and retention keeps them until then."""
         config = self._broker.topics.get(topic)
         for queue_id in range(0 if config is None else config.read_queues):
             self._broker.start_of(self.group, topic, queue_id, self._start)
@@ -256,16 +254,17 @@ class PullConsumer:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
-        """Up to `max_messages` (None: `fetch_max`) messages; [] when none came for `timeout` seconds (None: for ever),
-        or when the consumer is closed meanwhile. Of each queue they are in order, and go on where the last poll ended;
-        queues take turns.
+        """Return up to `max_messages` messages, or [] after `timeout` seconds without any.
+        With `max_messages` None the limit is `fetch_max`. With `timeout` None it waits for ever. If the consumer is
+        closed meanwhile, it returns []. Messages of a queue are in order, and continue where the last poll ended.
+        Queues take turns.
 
-        A poll says that the caller is done with what polls before it returned. `timeout=0` looks once and does not
+        A poll means that the caller is done with the messages of earlier polls. `timeout=0` looks once and does not
         wait.
 
-        Raises ConfigError when nothing is subscribed to or assigned; with the first poll as `subscribe`, and
-        GroupInUseError when the group is consumed otherwise, or has a member of this name; what `on_assign` and
-        `on_revoke` raise; StoreClosedError; and what a read raises: it is tried again by the next poll.
+        Raises ConfigError if nothing is subscribed or assigned. The first poll raises what `subscribe` raises, and
+        GroupInUseError if the group is consumed otherwise, or has a member of this name. Passes on errors of
+        `on_assign` and `on_revoke`, StoreClosedError, and errors of a read, which the next poll repeats.
         """
         count = self.fetch_max if max_messages is None else check_whole("max_messages", max_messages, 1)
         with self._lock:
@@ -273,15 +272,15 @@ class PullConsumer:
         return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
 
     def __iter__(self) -> Iterator[Message]:
-        """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
-        caller is done with the last. Errors as `poll`."""
+        """Yield messages one at a time, waiting for ever, until the consumer is closed.
+        A request for the next message means that the caller is done with the last. Raises what `poll` raises."""
         while not self._closed:
             yield from self.take(math.inf, self.fetch_max, 1)
 
     def take(self, timeout_s: float, read: int, give: int) -> list[Message]:
-        """Return at most `give` messages: prefetched ones, else of up to `read` that are read now or waited for.
+        """Return at most `give` messages: prefetched ones, else of up to `read` that are read or waited for.
 
-        `poll` and the iterators are made of it, also those of `mqstore.aio`; an application calls `poll`.
+        `poll` and the iterators, including those of `mqstore.aio`, call it. An application calls `poll`.
         """
         end_ms = self._clock.monotonic_ms() + timeout_s * 1000
         begun = False
@@ -323,19 +322,20 @@ class PullConsumer:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def when_ready(self, callback: Callable[[], object]) -> Ready:
-        """Have `callback()` called once, when `poll(timeout=0)` may find messages or has something else to do: for who
-        waits without a thread, such as an event loop.
+        """Call `callback()` once, when `poll(timeout=0)` may find messages or other work.
+        This is for callers that wait without a thread, such as an event loop.
 
-        It is called by the store's housekeeper, by who brought the news, or right here, and must be quick: let it hand
-        on the news (`loop.call_soon_threadsafe`) and return. Poll first, then register, then poll when called: what
-        comes in between calls. StoreBusyError with 100 000 waiting, StoreClosedError.
+        The store's housekeeper calls it, or the thread that brought the news, or this method itself. It must be quick:
+        let it pass the news on (`loop.call_soon_threadsafe`) and return. Poll first, then register, then poll when
+        called. Messages that come in between cause a call, too. Raises StoreBusyError with 100 000 waiting, and
+        StoreClosedError.
         """
         with self._lock:
             self._check_open()
             return self._park(callback, self._ms_to_duty())
 
     def _ms_to_duty(self) -> float:
-        """How long it may wait before there is something to do though no message comes."""
+        """Return the milliseconds until there is work even without messages."""
         due_ms = math.inf
         if self._joined:
             due_ms = min(self._rebalance_ms, self._renewed_ms + RENEW_MS)
@@ -344,7 +344,7 @@ class PullConsumer:
         return max(0, due_ms - self._clock.monotonic_ms())
 
     def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
-        """Under the lock, so that nobody moves a position between the look and the parking."""
+        """Register `callback`. The caller holds the lock, so that no position moves after the last look."""
         ready = Ready(callback, self._bell, self._waiting)
         with self._bell:
             news = self._changed or self._closed or bool(self._positions.ahead)
@@ -355,11 +355,11 @@ class PullConsumer:
             return ready
         try:
             for position in self._positions.turns:
-                # Of a topic that is gone units may be there all the same: it would be called again and again.
+                # A deleted topic may still have units, which would call back again and again.
                 if not position.paused and not position.missing:
                     ready.park(self._broker, *position.queue, position.read, self._filter_of(position.queue.topic))
             if timeout_ms is not None and timeout_ms != math.inf:
-                # A place of its own to wait for the time: no topic bears such a name.
+                # Wait for the time under a name that no topic can have.
                 ready.park(self._broker, f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
         except BaseException:
             ready.cancel()
@@ -367,14 +367,14 @@ class PullConsumer:
         return ready
 
     def _ring(self) -> None:
-        """There is something new to look at."""
+        """Call all waiting callbacks, since there is news."""
         with self._bell:
             waiting = list(self._waiting)
         for ready in waiting:
             ready.fire()
 
     def _shares_changed(self) -> None:
-        """From any thread, at any time: it waits for nobody."""
+        """Note that shares have changed. Any thread may call it. It does not wait."""
         with self._bell:
             self._changed = True
         self._ring()
@@ -382,7 +382,7 @@ class PullConsumer:
     # -- duties -----------------------------------------------------------------------------------------------------
 
     def _come_back(self) -> None:
-        """The caller is done with what was returned, if it is the one who polls."""
+        """Settle what was returned, if the caller is the one that polls."""
         if self._poller is self.caller():
             self._positions.settle()
 
@@ -403,7 +403,7 @@ class PullConsumer:
             self._positions.commit_done(self._positions.uncommitted)
 
     def _renew(self) -> None:
-        """Renew the locks, and drop what others have by now."""
+        """Renew the locks, and drop queues that others have taken."""
         lost = self._seat.renew()
         self._renewed_ms = self._clock.monotonic_ms()
         if lost:
@@ -433,7 +433,7 @@ class PullConsumer:
                 for queue in list(self._positions.by_queue)
                 if queue not in mine and (queue.topic in shares or queue.topic not in self._wanted)
             )
-            if not self._joined:  # what was told may have closed this, or unsubscribed
+            if not self._joined:  # a callback may have closed this, or unsubscribed
                 return
             wanted = mine - self._positions.by_queue.keys()
             begins = self._starts_of(self._seat.take(wanted)) if wanted else {}
@@ -447,11 +447,11 @@ class PullConsumer:
             self._tell(self._hooks.on_assign, self._on_assign, frozenset(begins))
 
     def _starts_of(self, queues: Iterable[QueueRef]) -> dict[QueueRef, int]:
-        """Where to go on in queues that were taken. What is not known of is given back."""
+        """Return where to continue in queues that were taken. Queues without a known start are released."""
         begins = {}
         for queue in queues:
             try:
-                # What came into being after `subscribe` came after "latest".
+                # Queues that were created after `subscribe` came after "latest".
                 latest = (self._start or self._broker.groups.need(self.group).start) == "latest"
                 start = "earliest" if latest else self._start
                 self._broker.end_pops(self.group, *queue)
@@ -464,7 +464,7 @@ class PullConsumer:
         return begins
 
     def _revoke(self, queues: Iterable[QueueRef]) -> None:
-        """Give queues away, after what is done was committed, and who wants to know was told."""
+        """Release queues, after a commit of what is done and the calls of `on_revoke`."""
         going = frozenset(queues)
         if not going:
             return
@@ -487,25 +487,25 @@ class PullConsumer:
     # -- positions --------------------------------------------------------------------------------------------------
 
     def assignment(self) -> frozenset[QueueRef]:
-        """The queues that it reads now."""
+        """Return the queues that it reads now."""
         with self._lock:
             return frozenset(self._positions.by_queue)
 
     def position(self, queue: QueueRef) -> int:
-        """Offset from which the next poll goes on. ConfigError for a queue that it does not have."""
+        """Return the offset of the next poll. Raises ConfigError for a queue that is not ours."""
         with self._lock:
             return self._positions.own(queue).next
 
     def committed(self, queue: QueueRef) -> int | None:
-        """Where the group goes on in a queue, be it this consumer's or not; None: it never committed."""
+        """Return the group's committed offset in any queue, or None if there is none."""
         return self._broker.committed(self.group, *queue)
 
     def commit(self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None) -> None:
-        """Note that the group has consumed all that polls returned; or everything below `offsets`, which are those of
-        the next messages to come. "flush": on disk when this returns.
+        """Commit all that polls returned, or everything below `offsets`, those of the next messages.
+        With "flush" it is on disk when this returns.
 
-        ConfigError for a queue that it does not have, OffsetOutOfRangeError: nothing was committed then.
-        NotPermittedError when queues were lost to another member: the others are committed.
+        Raises ConfigError for a queue that is not ours, and OffsetOutOfRangeError. Then nothing is committed. Raises
+        NotPermittedError if queues were lost to another member. The others are committed.
         """
         one_of(durability, "durability", (None, "append", "flush"))
         with self._lock:
@@ -527,10 +527,9 @@ class PullConsumer:
                 )
 
     def seek(self, queue: QueueRef, to: int | Start) -> None:
-        """Go on at an offset, at "earliest", at "latest", or at the first message stored at or after an aware datetime.
-        Takes effect in a poll that waits, too.
-
-        ConfigError for a queue that it does not have, or a place that is none; OffsetOutOfRangeError, with the bounds.
+        """Continue at an offset, at "earliest", "latest", or the first message stored at or after a datetime.
+        The datetime must be aware. A poll that waits notices it, too. Raises ConfigError for a queue that is not ours
+        or a bad place, OffsetOutOfRangeError (with the bounds) for an offset.
         """
         with self._lock:
             self._check_open()
@@ -541,8 +540,8 @@ class PullConsumer:
         self._ring()
 
     def pause(self, *queues: QueueRef) -> None:
-        """Read these queues (none given: all that it has) no more until `resume`. They stay this consumer's.
-        ConfigError for a queue that it does not have."""
+        """Stop reading these queues, or all if none is named, until `resume`. They stay this consumer's.
+        Raises ConfigError for a queue that is not ours."""
         with self._lock:
             for position in self._positions.chosen(queues):
                 position.paused = True
@@ -550,14 +549,14 @@ class PullConsumer:
         self._ring()
 
     def resume(self, *queues: QueueRef) -> None:
-        """Go on with these queues (none given: all). ConfigError as `pause`."""
+        """Read these queues again, or all if none is named. Raises ConfigError as `pause` does."""
         with self._lock:
             for position in self._positions.chosen(queues):
                 position.paused = False
         self._ring()
 
     def paused(self) -> frozenset[QueueRef]:
-        """The queues that are not read until `resume`."""
+        """Return the queues that are not read until `resume`."""
         with self._lock:
             return frozenset(position.queue for position in self._positions.turns if position.paused)
 
@@ -565,7 +564,7 @@ class PullConsumer:
 
     @property
     def closed(self) -> bool:
-        """Whether it receives no more."""
+        """True if it reads no more."""
         return self._closed
 
     def _check_open(self) -> None:
@@ -573,11 +572,11 @@ class PullConsumer:
             raise StoreClosedError(f"this consumer of group {self.group!r} was closed; make another one")
 
     def close(self, *, done: bool = True) -> None:
-        """Read no more, and leave the group; who waits in `poll` gets []. Again is harmless.
+        """Stop reading and leave the group. A waiting `poll` returns []. Repeating it is harmless.
 
-        With auto_commit what polls returned is committed. Not what the last poll returned (of the loop: the last
-        message) when `done` is False, or another thread than the one that polled closes, for nobody knows whether it is
-        done; it comes again. `with` that is left by an exception closes so.
+        With auto_commit, messages that polls returned are committed. The messages of the last poll (in a loop: the last
+        message) are redelivered instead if `done` is False or another thread than the polling one closes. Nobody knows
+        then if they are done. A `with` block that ends by an exception closes with `done=False`.
         """
         with self._bell:
             if self._closed:
@@ -591,13 +590,13 @@ class PullConsumer:
         self._log.close()
 
     def _leave(self) -> None:
-        """Give everything away, and be no member."""
+        """Release all queues, and leave the group."""
         try:
             if self._joined:
-                self._renew()  # what others have by now must not be committed
+                self._renew()  # queues that others have taken must not be committed
         except StoreClosedError:
-            pass  # nobody else in this process has it then, and the commit below says what becomes of it
-        except MQStoreError as error:  # its seat is another's
+            pass  # the store is closed for all, and the commit below reports it
+        except MQStoreError as error:  # another client has its seat
             _log.warning("group %s: nothing is committed of %s: %s", self.group, named(self._positions.by_queue), error)
             self._lost |= self._positions.by_queue.keys()
             self._positions.drop(self._lost)

@@ -1,11 +1,11 @@
-"""The queues that a pull consumer has, and how far it has come in each (clients#pull-consumer).
+"""Positions of a pull consumer in its queues (clients#pull-consumer).
 
-Of each queue it knows four offsets::
+Each queue has four offsets::
 
     committed <= done <= next <= read
-                  │       │       └── where the broker is read next; up to there lies what the loop is still to hand out
-                  │       └── of the next message to be returned: `position`
-                  └── all below were returned by earlier polls, so the caller has come back from them: auto_commit
+                  │       │       └── next read of the broker; the loop has still to hand out what lies below
+                  │       └── next message to return: `position`
+                  └── earlier polls returned everything below, and the caller has come back since: auto_commit
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Position", "Positions", "named"]
 _log = logging.getLogger("mqstore")
 
 _PASSES: Final = 8
-"""How often one look goes over queues of which filters pass nothing."""
+"""Number of times that one look goes over queues whose filters pass nothing."""
 
 _FILTERED: Final = frozenset({"FOUND", "NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"})
 _EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
 
 
 class Position:
-    """How far it has come in a queue."""
+    """Position of a consumer in one queue."""
 
     __slots__ = ("done", "missing", "next", "paused", "queue", "read")
 
@@ -52,19 +52,19 @@ class Position:
         self.done = self.next = self.read = offset
         self.paused = False
         self.missing = False
-        """Whether it was logged that the queue is not there (any more)."""
+        """True if it was logged that the queue does not exist."""
 
     def move(self, offset: int) -> None:
         self.done = self.next = self.read = offset
 
 
 class Positions:
-    """All positions of one consumer. Whoever uses it holds the consumer's lock."""
+    """All positions of one consumer. Callers hold the consumer's lock."""
 
     def __init__(
         self, broker: Broker, group: str, client_id: str, hooks: Interceptors, filter_of: Callable[[str], Filter | None]
     ) -> None:
-        """`filter_of`: what is wanted of a topic."""
+        """`filter_of` returns the filter of a topic."""
         self._broker = broker
         self.group = group
         self.client_id = client_id
@@ -72,15 +72,16 @@ class Positions:
         self._filter_of = filter_of
         self.by_queue: dict[QueueRef, Position] = {}
         self.turns: deque[Position] = deque()
-        """All of them, the one to be read next first."""
+        """All positions, the one to be read next first."""
         self.ahead: deque[tuple[Position, Message, int]] = deque()
-        """Read and not returned; `next` of its queue once it is. Left over by the loop, or by a read that failed."""
+        """Messages that were read and not returned, each with the queue's `next` after it is returned.
+        The loop, or a failed read, has left them."""
         self._returned: set[Position] = set()
-        """Whose `next` the last poll moved."""
+        """Positions whose `next` the last poll moved."""
         self.uncommitted: set[Position] = set()
-        """Whose `done` was not committed."""
+        """Positions whose `done` was not committed."""
 
-    # -- which there are --------------------------------------------------------------------------------------------
+    # -- adding and removing ----------------------------------------------------------------------------------------
 
     def add(self, begins: Mapping[QueueRef, int]) -> None:
         """Read these queues, too, each from its offset on."""
@@ -99,11 +100,11 @@ class Positions:
                 self.read_again(position)
 
     def chosen(self, queues: Sequence[QueueRef]) -> list[Position]:
-        """Return the positions of `queues`, or all. ConfigError as `own`."""
+        """Return the positions of `queues`, or all. Raises ConfigError as `own` does."""
         return [self.own(queue) for queue in queues] if queues else list(self.turns)
 
     def own(self, queue: QueueRef) -> Position:
-        """Return the position of a queue. ConfigError for one that the consumer does not have."""
+        """Return the position of a queue. Raises ConfigError for a queue that the consumer does not have."""
         position = self.by_queue.get(as_queue(queue))
         if position is None:
             has = named(sorted(self.by_queue)[:8]) or "none (with `subscribe` they come by a poll)"
@@ -113,12 +114,12 @@ class Positions:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_some(self, count: int, by_hand: bool) -> bool:
-        """Read up to `count` messages, of one queue after the other; whether it is worth another look at once."""
+        """Read up to `count` messages, one queue after the other. Return True if another look may find more."""
         for _ in range(_PASSES):
             moved = False
             for _ in range(len(self.turns)):
                 position = self.turns[0]
-                self.turns.rotate(-1)  # before reading: a queue that fails does not keep the others from their turn
+                self.turns.rotate(-1)  # before reading, so that a failing queue does not block the others
                 if not position.paused:
                     moved |= self._read(position, count - len(self.ahead), by_hand)
                     if len(self.ahead) >= count:
@@ -128,14 +129,14 @@ class Positions:
         return True
 
     def _read(self, position: Position, count: int, by_hand: bool) -> bool:
-        """Read in one queue; False: there is nothing for now."""
+        """Read from one queue. Return False if it has nothing for now."""
         queue, offset = position.queue, position.read
         try:
             result = self._broker.read(*queue, offset, count, filter=self._filter_of(queue.topic), group=self.group)
         except (TopicNotFoundError, ConfigError) as error:
             if by_hand:
                 raise
-            if not position.missing:  # the share will tell, or the topic comes again
+            if not position.missing:  # a rebalance will drop it, or the topic is created again
                 position.missing = True
                 _log.warning("group %s: %s", self.group, error)
             return False
@@ -156,7 +157,7 @@ class Positions:
                 result.status,
             )
             self._hooks.tell(self._hooks.on_offset_reset, queue, offset, result.next_offset)
-        # A reset to where it is already: that it is done with is worth another look.
+        # A reset to the present offset is now done, so look again.
         return result.next_offset != offset or result.status == "OFFSET_RESET"
 
     def _keep(self, position: Position, result: ReadResult) -> None:
@@ -179,27 +180,27 @@ class Positions:
         return messages
 
     def read_again(self, position: Position) -> None:
-        """Forget what was read and not returned of a queue."""
+        """Forget what was read of a queue and not returned."""
         if self.ahead:
             self.ahead = deque(entry for entry in self.ahead if entry[0] is not position)
         position.read = position.next
 
     def move(self, position: Position, offset: int) -> None:
-        """Go on elsewhere: what lies before counts as done."""
+        """Continue at another offset. Everything below counts as done."""
         position.move(offset)
         self.uncommitted.add(position)
 
     # -- committing -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The caller is done with what was handed out."""
+        """Note that the caller is done with the messages that were handed out."""
         for position in self._returned:
             position.done = position.next
         self.uncommitted |= self._returned
         self._returned.clear()
 
     def checked(self, offsets: Mapping[QueueRef, int], lost: Container[QueueRef]) -> dict[Position, int]:
-        """What to commit. ConfigError, OffsetOutOfRangeError; what is `lost` is left out."""
+        """Return the offsets to commit, without `lost` queues. Raises ConfigError or OffsetOutOfRangeError."""
         if not isinstance(offsets, Mapping):
             raise ConfigError(f"offsets are given as a mapping, {{('orders', 0): 17}}, not {offsets!r:.80}")
         chosen = {}
@@ -214,7 +215,7 @@ class Positions:
         return chosen
 
     def commit_all(self) -> None:
-        """A queue for which it fails does not keep the others from it."""
+        """Commit all positions. An error of one queue does not stop the others, and is raised at the end."""
         failed: list[MQStoreError] = []
         for position in list(self.uncommitted):
             try:
@@ -226,7 +227,7 @@ class Positions:
             raise failed[0]
 
     def commit_done(self, positions: Iterable[Position]) -> None:
-        """Commit without being asked, so errors are logged, except those of a store that does not work at all."""
+        """Commit without a request, so errors are logged, except those of a store that does not work at all."""
         for position in list(positions):
             self.uncommitted.discard(position)
             try:

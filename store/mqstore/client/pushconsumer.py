@@ -1,19 +1,19 @@
-"""A consumer that calls handlers (clients#group, clients#stop).
+"""Push consumer: calls handlers with messages (clients#group, clients#stop).
 
     PushConsumer ---- Workers             threads and timers
         |        ---- Handling            calls handlers, counts, tells interceptors
         +- engine:    Assignment          mode "queue", with a ConcurrentService or an OrderlyService
-                      PopEngine           mode "pop": deliveries by receipt, no queue is anybody's
+                      PopEngine           mode "pop": deliveries by receipt, no owned queues
 
-    new ---- start ----> running ---- stop ----> stopped, for good
+    new ---- start ----> running ---- stop ----> stopped, for ever
      ^-- it failed --+
 
-A `start` that fails leaves nothing behind: another engine stands ready for the next one.
+A `start` that fails leaves nothing behind, and a new engine is ready for the next one.
 
-`stop` starts nothing any more, lets the handlers that run end, and then returns what is left: queues with their
-positions on disk, or deliveries. What handlers do after its time is up counts for nothing.
+`stop` starts no more handlers and waits for running ones. Then it releases the rest: queues, whose positions are on
+disk, or deliveries. Handlers that exceed the time of `stop` do not count.
 
-The class is long because it documents and checks all options; the work is done by the classes of the table above.
+The class is long because it documents and checks all options. The classes of the table above do the work.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ H = TypeVar("H", bound=Handler)
 
 
 class PushConsumerOptions(TypedDict, total=False):
-    """Options of a `PushConsumer`, which has their meanings and defaults."""
+    """Options of a `PushConsumer`, which describes them."""
 
     workers: int | None
     ordered: bool | None
@@ -95,41 +95,41 @@ class PushConsumerOptions(TypedDict, total=False):
 
 
 class PushConsumer(AbstractContextManager["PushConsumer"]):
-    """Calls handlers on threads of its own; `with` starts and stops it. Made by `Store.push_consumer`.
+    """Calls handlers on its own threads. `with` starts and stops it. Made by `Store.push_consumer`.
 
         workers            threads that run handlers; None: a few more than there are processors
-        ordered            one message of a queue at a time, in order; queues side by side. A failed message holds back
-                           its queue. None: as the group has it
-        mode               "queue": each queue is one member's, progress is an offset. "pop": any member takes any
-                           message, each is acknowledged by itself, and a slow one holds nothing up
-        model              "clustering": the members share the messages. "broadcasting": each has all of them, with
-                           progress of its own under `client_id`; what fails is passed over, in order once
-                           its attempts are used up
-        start              where the group begins in a topic in which it never was: "earliest", "latest", an aware
-                           datetime. None: as the group has it
-        batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
+        ordered            one message of a queue at a time, in order; queues side by side. A failed message holds up
+                           its queue. None: the group's setting
+        mode               "queue": each queue belongs to one member, with a committed offset. "pop": any member takes
+                           any message, each is acknowledged alone, and a slow one holds nothing up
+        model              "clustering": the members share the messages. "broadcasting": each gets all of them, with its
+                           own offsets under `client_id`; failed messages are skipped, if ordered after their
+                           last attempt
+        start              where the group begins in a new topic: "earliest", "latest" or an aware datetime. None: the
+                           group's setting
+        batch_size         more than 1: handlers take a tuple of up to this many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
         prefetch_total     messages of a topic, 1 to 6 553 500, divided by the number of its queues that are assigned
-                           here (clients#topic-limits): the most that is held of each, if less than `prefetch`.
+                           here (clients#topic-limits): the limit of each, if less than `prefetch`.
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
-        max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
-                           ordered, mode "queue" only
-        retry              when failed messages come again, and after how many attempts they are dead letters; None: as
-                           the group has it. Given, it replaces the group's; beside other members it must be the one in
-                           force. A new ordered group retries for ever, after 1, 2, 4 s and so on, at most 60 s
-        consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
-        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
-                           the retry policy says, at most 60 s
-        strategy           mode "queue": who has which queues: "avg" (default), "circle", a function.
-                           All members alike
-        on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
+        max_span           number of offsets that later messages may be ahead of an unfinished one (2000). Not ordered,
+                           mode "queue" only
+        retry              when failed messages are redelivered, and after how many attempts they are dead letters;
+                           None: the group's. A policy given here replaces the group's, but beside other members it
+                           must equal theirs. A new ordered group retries for ever, after 1, 2, 4 s ... 60 s
+        consume_timeout    seconds after which a handler is given up, and its messages redelivered. Ordered: reported
+        suspend            ordered, mode "queue": time that a failure holds its queue up, 0.01 to 60 s; None: by the
+                           retry policy, at most 60 s
+        strategy           mode "queue": how members share queues: "avg" (default), "circle", or a function. The same
+                           for all members
+        on_error           called as on_error(exception, message) with errors of handlers and of background work
 
-    A group that is not there is created by `start` with what is given here. An option that has no meaning in the mode
-    asked for is a ConfigError.
+    `start` creates a new group with the options given here. An option that has no meaning in the chosen mode raises
+    ConfigError.
 
-    A handler that returns is done with its message, whatever it returns; only a coroutine or a generator, of which
-    nothing has run, is a failure. It raises `Retry(delay)`, `Reject(reason)`, of a batch `BatchFailure(failed)`; any
-    other exception is logged, and the message comes again.
+    A handler that returns has handled its message, whatever it returns. The exception is a coroutine or generator,
+    which has not run, and counts as a failure. A handler may raise `Retry(delay)`, `Reject(reason)`, or for a batch
+    `BatchFailure(failed)`. Any other exception is logged, and the message is redelivered.
 
     >>> import mqstore, tempfile, threading
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -195,7 +195,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self.group = group
         self.ordered = ordered
         self.client_id = client_id_of(client_id)
-        """By which the group knows this consumer."""
+        """Name of this consumer in its group."""
         self._pid = os.getpid()
         self._broker = broker
         self._batch_size = check_whole("batch_size", batch_size, 1, 1_024)
@@ -212,17 +212,17 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._subscriptions: dict[str, Subscription] = {}
         self._state: Literal["new", "running", "stopping", "stopped"] = "new"
         self._lock = threading.RLock()
-        """Of the state and the subscriptions."""
+        """Guards the state and the subscriptions."""
         self._stopped = Gate()
         self._stopper: int | None = None
         self._wishes: SimpleQueue[None] = SimpleQueue()
-        """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
+        """Requests to stop. Not an event, whose lock is not reentrant: a signal may interrupt a wait for it."""
         self._all_ended = False
         self._left: BaseException | None = None
-        """The SystemExit or KeyboardInterrupt of a handler."""
+        """SystemExit or KeyboardInterrupt of a handler."""
         self._starts_with_topic = False
         self._notes: Notes | None = None
-        """While it runs: of what its handlers have."""
+        """Notes of the messages in handlers, while it runs."""
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
         self._workers.on_exit = self._exited
@@ -306,7 +306,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return LocalProgress(self._broker, offsets, self.group, start)
 
     def _check_group(self) -> None:
-        """Raise an error if the group is there and not to be consumed as we would."""
+        """Raise an error if the group exists and must not be consumed in this way."""
         known = self._broker.groups.get(self.group)
         if known is None:
             check_group(self.group)
@@ -315,7 +315,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         else:
             check_order(known, self._mode.ordered)
 
-    # -- what is handled --------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     @overload
     def subscribe(self, topic: str, handler: H, *, tags: str = "*", sql: str | None = None) -> H: ...
@@ -326,15 +326,15 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     ) -> Callable[[H], H]: ...
 
     def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
-        """Have `handler` called with the messages of a topic; without one: a decorator. A second time for the same
-        topic puts the new handler and filter in place of the old, while running, too; what is cached is not filtered
+        """Call `handler` with the messages of a topic. Without a handler, return a decorator.
+        A second call for a topic replaces its handler and filter, even while running. Cached messages are not filtered
         again.
 
-        `tags`: "paid || refunded"; `sql`: an SQL92 expression over properties. What they refuse the whole group passes
-        over.
+        `tags` is an expression such as "paid || refunded", `sql` an SQL92 expression over properties. The whole group
+        skips other messages.
 
-        Raises InvalidMessageError, FilterError, ConfigError; while running SubscriptionConflictError if other members
-        subscribe otherwise: then nothing has changed.
+        Raises InvalidMessageError, FilterError and ConfigError. While running, raises SubscriptionConflictError if
+        other members subscribe otherwise, and then nothing has changed.
         """
         if type(topic) is not str:
             raise ConfigError(
@@ -354,7 +354,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return handler
 
     def unsubscribe(self, topic: str) -> None:
-        """Handle a topic no longer; its queues are given back as if another member took them."""
+        """Stop handling a topic. Its queues are released as if another member took them."""
         with self._lock:
             self._change({name: each for name, each in self._subscriptions.items() if name != topic})
 
@@ -367,16 +367,17 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def start(self) -> PushConsumer:
-        """Begin. ConfigError without subscriptions or if it is running; GroupInUseError, SubscriptionConflictError if
-        the group's other members consume otherwise. When it raises it leaves nothing behind, but for a group that was
-        not there, and may be called again, unless a hook has stopped the consumer meanwhile."""
+        """Start the consumer. After an error it leaves nothing behind, except a new group.
+        Then it may be called again, unless a hook has stopped the consumer. Raises ConfigError without subscriptions or
+        if it is running, and GroupInUseError or SubscriptionConflictError if the group's other members consume
+        otherwise."""
         with self._lock:
             self._check_usable()
             if self._state == "running":
                 raise ConfigError("the consumer is running already")
             if not self._subscriptions:
                 raise ConfigError("the consumer handles nothing: subscribe to a topic first")
-            # Not before: who only makes a consumer changes nothing.
+            # Not in the constructor, which must change nothing.
             self._check_group()
             enter_group(self._broker, self.group, ordered=self._mode.ordered, start=self._start, retry=self._retry)
             try:
@@ -393,7 +394,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return self
 
     def _take_back(self) -> None:
-        """A start failed: leave nothing of it, and be as new."""
+        """Undo a failed start, and be as new."""
         failed = self._engine
         failed.halt()
         try:
@@ -411,7 +412,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.later(_SAMPLE_MS, self._sample)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+        if os.getpid() != self._pid:  # other threads of the parent may hold locks
             raise StoreClosedError(
                 f"this consumer of group {self.group!r} is the parent's; a forked child makes its own"
             )
@@ -419,12 +420,12 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise StoreClosedError(f"this consumer of group {self.group!r} was stopped; make a new one")
 
     def run_once(self) -> int | None:
-        """For who owns the clock of the store: do what is due and handle what has come, on this thread; when to come
-        again (monotonic ms). `Broker.run_once` comes first."""
+        """Do what is due and handle what has come, on this thread, for a store with its own clock.
+        Return when to call again (monotonic ms). Call `Broker.run_once` first."""
         return self._workers.run_once()
 
     def _halt(self) -> None:
-        """Start no handler any more, and wait for none: for who stops several, and is to call `stop` of each next."""
+        """Start no more handlers, without waiting. The caller stops several consumers, and calls `stop` next."""
         with self._lock:
             if self._state != "running":
                 return
@@ -432,18 +433,18 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.halt()
 
     def stop(self, timeout: Duration = 30) -> bool:
-        """Start no handler any more, wait up to `timeout` seconds for those that run, give everything back. True: all
-        of them have ended, progress is on disk, no thread is left. Again is harmless. From a handler it does not wait
-        for that handler."""
+        """Start no more handlers, wait up to `timeout` seconds for running ones, and release everything.
+        Return True if all have ended, offsets are on disk, and no thread is left. Repeating it is harmless. When called
+        by a handler it does not wait for that handler."""
         timeout_s = seconds(timeout, "timeout")
-        if os.getpid() != self._pid:  # a forked child: no handler runs here, and nobody will give back the locks
+        if os.getpid() != self._pid:  # a forked child: no handler runs here, and held locks stay held
             return True
         with self._lock:
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"
             self._all_ended = self._all_ended or state == "new"
         if state != "running":
-            # Who stops it may be waiting for just this thread: for its handler, or it is the one, in a signal handler.
+            # The thread that stops it may be waiting for this thread's handler, or be this thread, in a signal handler.
             if state == "stopping" and not self._workers.is_mine() and self._stopper != threading.get_ident():
                 self._stopped.wait(timeout_s)
             self._wishes.put(None)
@@ -454,16 +455,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._engine.halt()
             ended = self._workers.stop(timeout_s)
             if not ended:
-                # Not how long: of several that are stopped one behind the other the last has what the first have left.
+                # Without the number: consumers stopped one after the other share one timeout.
                 _log.error(
                     "group %s: handlers still run, and the time is up: what they do counts for nothing", self.group
                 )
         finally:
-            # Whatever it was that ended the waiting, Ctrl-C say: its queues are others' from now on.
+            # Also after Ctrl-C or similar: other members may have its queues from now on.
             self._all_ended = ended
             try:
                 self._engine.close()
-                if ended:  # else the next process is told what they have
+                if ended:  # otherwise the next process learns what the handlers had
                     self._forget_notes()
             finally:
                 self._handling.close()
@@ -475,7 +476,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return ended
 
     def _take_notes(self) -> None:
-        """Have the workers note what their handlers have."""
+        """Have the workers note the messages in their handlers."""
         self._notes = self._broker.begun.open(self.group, len(self._workers.all), self._batch_size)
         for worker, cells in zip(self._workers.all, self._notes.workers, strict=True):
             worker.cells = cells
@@ -486,9 +487,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._notes = None
 
     def run(self, stop_timeout: Duration = 30) -> bool:
-        """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`
-        says. A second signal does what it did before. SystemExit of a handler, which stops the consumer, is raised here
-        then, and KeyboardInterrupt likewise: the process is to end with the code that was asked for."""
+        """Start, wait for SIGINT or SIGTERM, and stop. Return what `stop` returns.
+        Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect. SystemExit
+        or KeyboardInterrupt of a handler stops the consumer and is raised here, so the process ends with the requested
+        code."""
         with at_signals(lambda: self._wishes.put(None)):
             self.start()
             try:
@@ -518,7 +520,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return waits
 
     def _exited(self, error: BaseException) -> None:
-        """A handler raised SystemExit or KeyboardInterrupt: its messages are not settled, and that is the end."""
+        """Stop because a handler raised SystemExit or KeyboardInterrupt. Its messages are not settled."""
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
         self._left = self._left or error
         self._engine.halt()  # before another worker begins the next message
@@ -528,8 +530,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         threading.Thread(target=self.stop, name=f"mqstore-{self.group}-stop", daemon=True).start()
 
     def __enter__(self) -> PushConsumer:
-        """Start it, or have the first `subscribe` do so: then of several members none may subscribe to more than one
-        topic, for each would at first differ from those that are there."""
+        """Start it, or let the first `subscribe` start it.
+        In the second case, a member of a larger group may subscribe to one topic only. With more, it would at first
+        differ from the running members."""
         if self._subscriptions:
             self.start()
         else:
@@ -542,28 +545,28 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     ) -> None:
         self.stop()
 
-    # -- by hand ----------------------------------------------------------------------------------------------------
+    # -- manual control ---------------------------------------------------------------------------------------------
 
     def pause(self, *queues: QueueRef) -> None:
-        """Fetch nothing more from these queues, which stay assigned; without any: from none. What is here already is
-        still handled."""
+        """Stop fetching from these queues, or from all if none is named. They stay assigned.
+        Messages that are here are still handled."""
         self._engine.pause(queues)
 
     def resume(self, *queues: QueueRef) -> None:
-        """Go on with these queues; without any: with all."""
+        """Fetch from these queues again, or from all if none is named."""
         self._engine.resume(queues)
 
     def assignment(self) -> frozenset[QueueRef]:
-        """The queues that are handled here now; empty in mode "pop"."""
+        """Return the queues that are handled here now. In mode "pop" there are none."""
         return self._engine.owned()
 
     def seek(self, queue: QueueRef, to: int | Start) -> None:
-        """Go on at another offset of an assigned queue: what is cached is dropped, and commits with it. ConfigError for
-        a queue that is not assigned, OffsetOutOfRangeError."""
+        """Continue at another offset of an assigned queue. Cached messages and their commits are dropped.
+        Raises ConfigError for a queue that is not assigned, and OffsetOutOfRangeError."""
         self._engine.seek(queue, to)
 
     def stats(self) -> ConsumerStats:
-        """A snapshot."""
+        """Return a snapshot of the statistics."""
         counted = self._handling.statistics.snapshot()
         infos = self._engine.infos()
         return ConsumerStats(

@@ -1,13 +1,13 @@
-"""Keeping deliveries invisible while they are in use (clients#renewal).
+"""Renewal of the leases of deliveries that are in use (clients#renewal).
 
-    add ---> held ---- a third of the loan is left ---> renewed for a whole loan, the receipt stays good
-              |  \\---- it came too late --------------> renewed no more, and logged
-              |  \\---- the disk is full, say ---------> again after a second
+    add ---> held ---- a third of the lease is left ---> renewed for a whole lease, the receipt stays valid
+              |  \\---- it came too late --------------> no longer renewed, and logged
+              |  \\---- an error such as a full disk --> again after a second
               +----- remove
 
 A renewal is a record in the log, so it is made late: most deliveries are settled long before. Deliveries that came
-together are held together, and few are ever due; so each run looks at all. Has no thread and no clock: who calls
-`run_once` has both.
+together are held together, and few are ever due. So each run looks at all. This module has no thread and no clock. The
+caller of `run_once` has both.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _message = attrgetter("message")
 
 
 class Held:
-    """Deliveries that came together, as long as they are not settled."""
+    """Unsettled deliveries that came together."""
 
     __slots__ = ("deliveries", "due_ms", "lost")
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         self.deliveries = dict(zip(map(id, map(_message, deliveries)), deliveries, strict=True))
-        """By the `id` of their messages, which is cheaper than their hash."""
+        """Deliveries by the `id` of their messages, which is cheaper than their hash."""
         self.due_ms = 0
-        """When they are renewed (monotonic ms)."""
+        """Time of the next renewal (monotonic ms)."""
         self.lost: set[int] = set()
-        """Keys of deliveries that another consumer may have. They are renewed no more."""
+        """Keys of deliveries that another consumer may have. They are no longer renewed."""
 
     def messages(self) -> list[Message]:
         """Return the messages of the deliveries, in their order."""
@@ -48,8 +48,8 @@ class Held:
 
 
 class Renewer:
-    """Deliveries that one consumer of `group` holds, renewed for `loan_ms` at a time. Thread-safe, except that only one
-    thread at a time may call `run_once`.
+    """Deliveries that one consumer of `group` holds, renewed for `loan_ms` at a time.
+    Thread-safe, except that only one thread at a time may call `run_once`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -75,14 +75,14 @@ class Renewer:
         return self._count
 
     def add(self, held: Held, expires_ms: int) -> None:
-        """Keep deliveries, which are on loan until `expires_ms`, invisible until they are removed."""
+        """Renew deliveries, which are leased until `expires_ms`, until they are removed."""
         held.due_ms = expires_ms - self._loan_ms // 3
         with self._lock:
             self._held[held] = None
             self._count += len(held.deliveries)
 
     def remove(self, held: Held, messages: Iterable[Message]) -> list[Message]:
-        """Take the deliveries of these messages out. Return the messages that were held until now."""
+        """Remove the deliveries of these messages. Return the messages that were held until now."""
         with self._lock:
             gone = [each for each in messages if held.deliveries.pop(id(each), None) is not None]
             if held in self._held:
@@ -92,13 +92,13 @@ class Renewer:
         return gone
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Remove all deliveries."""
         with self._lock:
             self._held.clear()
             self._count = 0
 
     def run_once(self, now_ms: int) -> int | None:
-        """Renew what is due. Return when to come again (monotonic ms), or None if nothing is held."""
+        """Renew what is due. Return when to call again (monotonic ms), or None if nothing is held."""
         with self._lock:
             due = [held for held in self._held if held.due_ms <= now_ms]
         for held in due:
@@ -107,7 +107,7 @@ class Renewer:
             return min((held.due_ms for held in self._held), default=None)
 
     def _renew(self, held: Held, now_ms: int) -> int:
-        """Return when these are due again."""
+        """Renew deliveries, and return when they are due again."""
         due_ms = now_ms + self._loan_ms - self._loan_ms // 3
         with self._lock:
             deliveries = [(key, each) for key, each in held.deliveries.items() if key not in held.lost]
@@ -116,7 +116,7 @@ class Renewer:
                 continue
             name = f"{each.topic}/{each.queue_id}, offset {each.message.offset}"
             try:
-                # Not waited for, whatever the store does: a power cut that takes it takes us, for whom it is.
+                # Never wait for the disk: a power cut that loses the renewal also ends this consumer.
                 self._broker.renew(self._group, each.topic, each.receipt, self._loan_ms / 1000, durability="append")
             except (ReceiptExpiredError, InvalidReceiptError) as error:
                 if key in held.deliveries:

@@ -1,4 +1,4 @@
-"""What a message must be before a producer sends it (clients#message-rules).
+"""Rules that a message must obey before a producer sends it (clients#message-rules).
 
     body            bytes of `max_message_size` at most, before compression; may be empty
     tag             a str without '|', not blank              keys          without spaces, not empty
@@ -7,9 +7,9 @@
     one at most of  message_group, delay, deliver_at, delay_level
     no text         with a control character
 
-Most of that are the log's rules (`mqstore.log.outgoing`), which a put keeps by itself. A producer asks before it calls
-hooks or hands a message to another thread, so that who made a mistake hears of it at once. Topic and queue are checked
-where the queue is chosen.
+Most are rules of the log (`mqstore.log.outgoing`), which a put checks too. A producer checks them before it calls hooks
+or gives a message to another thread, so that the caller gets the error at once. Topic and queue are checked when the
+queue is chosen.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_PROPERTIES_BYTES: Final = 16 << 10
 _UNSET: Final = {
     field.name: field.default for field in fields(OutgoingMessage) if field.name not in ("body", "topic", "queue_id")
 }
-"""The options of a put, each with the value that says it was not given."""
+"""Options of a put, each with the value that stands for "not given"."""
 
 
 def options_of(message: OutgoingMessage) -> SendOptions:
-    """What a message says beside topic, body and queue, as the options of a put."""
+    """Return the options of a put that a message has, without topic, body and queue."""
     given = {name: value for name, unset in _UNSET.items() if (value := getattr(message, name)) != unset}
     return cast(SendOptions, given)
 
@@ -51,9 +51,10 @@ def options_of(message: OutgoingMessage) -> SendOptions:
 def check_options(
     body: object, options: SendOptions, *, now_ms: int, max_delay: Duration, max_message_size: int
 ) -> bytes:
-    """Check all of a message but its topic and queue; its body as bytes. As `check_limits` it makes the options last.
+    """Check all of a message but its topic and queue. Return its body as bytes.
+    Options that can be read only once are replaced by copies, as `check_limits` does.
 
-    Raises InvalidMessageError, ConfigError for a durability that there is not, TypeError for an unknown option.
+    Raises InvalidMessageError, ConfigError for an unknown durability, and TypeError for an unknown option.
     """
     flat = flat_body(body)
     check_size(flat, max_message_size)
@@ -78,8 +79,8 @@ def check_size(body: bytes, max_message_size: int) -> None:
 
 
 def check_limits(options: SendOptions) -> None:
-    """How much a message may say about itself. `keys` that can be read only once, and `properties` that may change, are
-    replaced by copies."""
+    """Check the size of tag, keys and properties.
+    `keys` that can be read only once, and `properties` that may change, are replaced by copies."""
     keys, properties, tag = options.get("keys"), options.get("properties"), options.get("tag")
     texts: list[object] = [tag]
     if isinstance(keys, str):
@@ -95,8 +96,8 @@ def check_limits(options: SendOptions) -> None:
             )
         texts += properties.keys()
         texts += properties.values()
-    words = [text for text in texts if isinstance(text, str)]  # what is no text is refused by its own rule
-    if 4 * sum(map(len, words)) <= MAX_PROPERTIES_BYTES:  # no character takes more
+    words = [text for text in texts if isinstance(text, str)]  # other types are refused elsewhere
+    if 4 * sum(map(len, words)) <= MAX_PROPERTIES_BYTES:  # no character takes more than four bytes
         return
     size = sum(len(word.encode("utf-8", "surrogatepass")) for word in words)
     if size > MAX_PROPERTIES_BYTES:
@@ -106,6 +107,6 @@ def check_limits(options: SendOptions) -> None:
 
 
 def one_of(value: object, name: str, allowed: tuple[str | None, ...]) -> None:
-    """ConfigError unless `value` is allowed for the option `name`."""
+    """Raise ConfigError unless `value` is allowed for the option `name`."""
     if value not in allowed:
         raise ConfigError(f"{name} is one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -1,6 +1,6 @@
-"""Messages as a handler is to see them: under the topic they were sent to, with all the attempts they had.
+"""Messages as a handler sees them: with their original topic and all their attempts.
 
-what came                          its record says                    it is shown with
+source                             its record has                    it is shown with
 a copy from a retry topic          that topic; the right attempt      the topic it was sent to
 redelivered in order               its topic; attempt 1               the attempts that were counted elsewhere
 """
@@ -14,7 +14,7 @@ __all__ = ["as_sent", "shown"]
 
 
 class _Shown(Message):
-    """A message of which the record does not tell everything. `queue` and `offset` are where it lies."""
+    """Message whose record lacks some values. `queue` and `offset` are where it is stored."""
 
     __slots__ = ("_redeliveries", "_topic")
 
@@ -25,22 +25,22 @@ class _Shown(Message):
 
     @property
     def topic(self) -> str:
-        """Where it was sent to."""
+        """Topic it was sent to."""
         return self._topic
 
     @property
     def reconsume_times(self) -> int:
-        """How often it was delivered to the group before."""
+        """Number of earlier deliveries to the group."""
         return self._redeliveries
 
 
 def shown(message: Message, topic: str, redeliveries: int | None = None) -> Message:
-    """Return `message` under this topic, after so many earlier deliveries. None: as many as its record says."""
+    """Return `message` with this topic and number of earlier deliveries. None means its record's number."""
     if message.topic == topic and (redeliveries is None or message.reconsume_times == redeliveries):
         return message
     return _Shown(message, topic, message.reconsume_times if redeliveries is None else redeliveries)
 
 
 def as_sent(message: Message, group: str) -> Message:
-    """`message`, if it lies in a retry topic of the group under the topic that it was sent to."""
+    """Return `message`, from a retry topic of the group with the topic that it was sent to."""
     return shown(message, origin_topic(message, group))

@@ -1,4 +1,4 @@
-"""Consumers that run until a signal comes (clients#stop)."""
+"""Signals that stop a running consumer (clients#stop)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["at_signals"]
 
 @contextmanager
 def at_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """On the main thread, call `stop` at SIGINT and SIGTERM. A second signal does what it did before."""
+    """On the main thread, call `stop` at SIGINT and SIGTERM. A second signal has its former effect."""
     restore: list[Callable[[], object]] = []
 
     def restore_all() -> None:

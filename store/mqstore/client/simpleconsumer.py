@@ -1,15 +1,15 @@
-"""A consumer that takes messages when it wants some, each for a while (clients#simple).
+"""Simple consumer: receives messages on request, each leased for a time (clients#simple).
 
     subscribe --> the first `receive`: a member of the group --> receive, receive, ... --> close
                                                                    |
                   nothing there: wait at all topics at once, look first at the one that calls
 
-No queue is anybody's: any number of threads may share a consumer, and any number of consumers a group. It has no thread
-and no message that it did not hand out, so a process that stops between two calls leaves nothing behind.
+Queues have no owner. Any number of threads may share a consumer, and any number of consumers a group. It has no thread,
+and no messages that it did not hand out. So a process that stops between two calls leaves nothing behind.
 
-    who comes             is refused
-    a member that         consumes in another mode: GroupInUseError; subscribes otherwise: SubscriptionConflictError
-    `ordered` or not      other than the group is, which remembers it: ConfigError
+    newcomer             error
+    a member that        consumes in another mode: GroupInUseError; subscribes otherwise: SubscriptionConflictError
+    `ordered` or not     unlike the group, which remembers it: ConfigError
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("mqstore")
 
 @dataclass(frozen=True, slots=True)
 class PendingInfo:
-    """A message of the group that somebody has received and not settled.
+    """Message of the group that a consumer has received and not settled.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -60,16 +60,16 @@ class PendingInfo:
 
     unique_key: str
     queue: QueueRef
-    """Where it lies; of one that came again that is the group's retry topic."""
+    """Queue in which it is stored. After a redelivery it can be the group's retry topic."""
     offset: int
     attempt: int | None
-    """Which delivery this is, from 1; None: of one delivered in order that is not known from outside."""
+    """Number of this delivery, from 1. None for a message delivered in order, if it is not known."""
     expires: datetime
-    """When it comes again unless it is settled."""
+    """Time of its redelivery unless it is settled."""
 
 
 class SimpleConsumerOptions(TypedDict, total=False):
-    """Options of a `SimpleConsumer`, which has their meanings and defaults."""
+    """Options of a `SimpleConsumer`, which describes them."""
 
     visibility: Duration
     start: Start | None
@@ -80,21 +80,21 @@ class SimpleConsumerOptions(TypedDict, total=False):
 
 
 class SimpleConsumer(Closing):
-    """Receives messages of a group, each invisible to the others for `visibility` seconds. Thread-safe.
+    """Receives messages of a group, each hidden from others for `visibility` seconds. Thread-safe.
 
         topics       topic -> tags ("*": all), as by `subscribe`; then the group is joined here, not at first `receive`
         visibility   0.1 s to 12 h, unless `receive` is given another
-        start        where the group begins in a topic in which it never was: "earliest", "latest", an aware datetime;
-                     None: as the group has it
+        start        where the group begins in a new topic: "earliest", "latest" or an aware datetime; None: the group's
+                     setting
         ordered      nothing behind an unsettled message of its queue is received. A property of the group: set when it
-                     comes into being, the same for all afterwards; None: as the group has it
-        retry        when failed messages come again, and after how many attempts they are dead letters; None: as the
-                     group has it. Given, it replaces the group's when the consumer joins; beside other members it must
-                     be the one in force
-        client_id    by which the group knows this consumer; None: one of its own
+                     is created, the same for all afterwards; None: the group's
+        retry        when failed messages are redelivered, and after how many attempts they are dead letters; None: the
+                     group's. A policy given here replaces the group's when the consumer joins, but beside other members
+                     it must equal theirs
+        client_id    name of this consumer in the group; None: a new one
 
-    A group that is not there is created with what is given here. Raises ConfigError for what cannot be,
-    GroupInUseError when the group is consumed in another mode.
+    A new group is created with the options given here. Raises ConfigError for bad options, and GroupInUseError if the
+    group is consumed in another mode.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -123,7 +123,7 @@ class SimpleConsumer(Closing):
         self.group = group
         self.ordered = order_of(broker, group, ordered)
         self.client_id = client_id_of(client_id)
-        """By which the group knows this consumer."""
+        """Name of this consumer in its group."""
         self._broker = broker
         self._loan_s = loan_seconds(visibility)
         self._clock = broker.store.clock
@@ -152,28 +152,28 @@ class SimpleConsumer(Closing):
             self._source.leave()
             raise
 
-    # -- what is received -------------------------------------------------------------------------------------------
+    # -- subscriptions ----------------------------------------------------------------------------------------------
 
     def subscribe(self, topic: str, *, tags: str = "*", sql: str | None = None) -> None:
-        """Receive from a topic, too: messages with one of `tags` ("paid || refunded"; "*": all), or those for which the
-        SQL92 expression over their properties holds. Others are passed over, for the whole group. Subscribed to
-        already: by this expression from now on. A topic that is not there yet is waited for.
-
-        InvalidMessageError for a bad name, FilterError, NotPermittedError; once messages were received, GroupInUseError
-        and SubscriptionConflictError: members of a group subscribe alike. Then nothing has changed.
+        """Receive from a topic, too. The topic may be created later.
+        Messages with one of `tags` ("paid || refunded"; "*" for all), or for which the SQL92 expression over their
+        properties holds, are received. The whole group skips the others. A topic that is already subscribed gets the
+        new expression. Raises InvalidMessageError for a bad name, FilterError and NotPermittedError. After the first
+        `receive`, raises GroupInUseError and SubscriptionConflictError, since members of a group subscribe alike. Then
+        nothing has changed.
         """
         new = wanted(self._broker, topic, tags, sql)
         with self._changing:
             self._source.change({**self._source.wanted, topic: new})
 
     def unsubscribe(self, topic: str) -> None:
-        """Receive no more from a topic. What was received of it may still be settled. Errors as `subscribe`."""
+        """Stop receiving from a topic. Received messages may still be settled. Raises as `subscribe` does."""
         with self._changing:
             self._source.change({name: each for name, each in self._source.wanted.items() if name != topic})
 
     @property
     def subscriptions(self) -> dict[str, str]:
-        """Topic -> its expression over tags or properties."""
+        """Expressions over tags or properties, by topic."""
         return {topic: each.expression[1] for topic, each in self._source.wanted.items()}
 
     # -- receiving --------------------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ class SimpleConsumer(Closing):
     def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None
     ) -> list[Delivery]:
-        """Up to `max_messages`, each on loan for `visibility` seconds (None: the consumer's). Waits up to `wait`
-        seconds (0: not at all; math.inf) for a first one; [] when there is none, or the consumer is closed meanwhile.
-
-        Raises ConfigError without a subscription, GroupInUseError, SubscriptionConflictError, StoreClosedError when
-        this consumer or the store was closed before, StoreFullError. When it raises nothing was received.
+        """Return up to `max_messages` messages, each leased for `visibility` seconds.
+        None means the consumer's. It waits up to `wait` seconds for a first one, with math.inf for ever. It returns []
+        if there is none, or the consumer is closed meanwhile. Raises ConfigError without a subscription,
+        GroupInUseError, SubscriptionConflictError, StoreFullError, and StoreClosedError if this consumer or the store
+        was closed before. Then nothing was received.
         """
         check_whole("max_messages", max_messages, 1)
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
@@ -198,7 +198,7 @@ class SimpleConsumer(Closing):
         end_s = time.monotonic() + wait_s
         turn = waits.next_turn()
         while True:
-            rings = waits.rings  # before the look: what changes later ends the wait
+            rings = waits.rings  # before the look, so that later changes end the wait
             topics = source.topics(turn)
             if topics is None:
                 return []
@@ -216,13 +216,13 @@ class SimpleConsumer(Closing):
             turn = waits.wait(topics, left_s, rings)
 
     def _filtered(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Those that the interceptors leave; the others are done."""
+        """Return the deliveries that the interceptors leave. The others are acknowledged."""
         left = {id(message) for message in self._hooks.receiving([each.message for each in deliveries])}
         for each in deliveries:
             if id(each.message) not in left:
                 try:
                     self._broker.ack(self.group, each._delivery.topic, [each.receipt])
-                except MQStoreError as error:  # it comes again, and is left out again
+                except MQStoreError as error:  # it is redelivered, and left out again
                     _log.warning("%r was left out by an interceptor, and could not be acknowledged: %s", each, error)
         return [each for each in deliveries if id(each.message) in left]
 
@@ -231,28 +231,29 @@ class SimpleConsumer(Closing):
         self._hooks.tell(self._hooks.on_settle, delivery.message, outcome, took_s)
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Deliveries one at a time, waiting for ever, until the consumer is closed."""
+        """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
         while not self._source.closed:
             yield from self._receive(1, math.inf, self._loan_s)
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
-        """Have `callback()` called once, when another `receive(wait=0)` may find something, or say why it never will:
-        for who waits without a thread, such as an event loop.
+        """Call `callback()` once, when another `receive(wait=0)` may find messages or raise an error.
+        This is for callers that wait without a thread, such as an event loop.
 
-        It is called in the middle of somebody's `put`, by the store's own thread, by who subscribes or closes, or right
-        here. So it hands on the news (`loop.call_soon_threadsafe`) and returns; it must not use the store. Who was
-        called either receives or calls `cancel` on what is returned, for the broker calls one for each message. Look
-        first, then register, then look again only when called: what comes in between calls. Errors as `receive`.
+        It is called during a `put`, by the store's own thread, by a call that subscribes or closes, or by this method.
+        So it must pass the news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call,
+        receive or call `cancel` on the returned object, because the broker calls one receiver for each message. Look
+        first, then register, then look again only when called. Messages that come in between cause a call. Raises what
+        `receive` raises.
         """
         waits = self._source.waits
         rings = waits.rings
         topics = self._source.topics()
         return waits.add(topics or (), callback, rings if topics else -1, keep=True)
 
-    # -- looking at it ----------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[PendingInfo]:
-        """What members of the group have received and not settled, by topic, queue and offset."""
+        """Return the messages that members of the group hold unsettled, by topic, queue and offset."""
         found = []
         for each in self._broker.pending(self.group):
             read = self._broker.read(each.topic, each.queue_id, each.offset, 1).messages
@@ -270,14 +271,14 @@ class SimpleConsumer(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether it receives no more."""
+        """True if it receives no more."""
         return self._source.closed
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Receive nothing more, and leave the group; who waits in `receive` gets []. What was received may still be
-        settled, and comes again if it is not. Again is harmless."""
+        """Stop receiving and leave the group. A waiting `receive` returns []. Repeating it is harmless.
+        Received messages may still be settled, and are redelivered otherwise."""
         self._source.leave()
         self._log.close()
 

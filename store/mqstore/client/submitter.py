@@ -1,19 +1,19 @@
-"""One thread that writes what many hand in, in the order in which they did (clients#submit).
+"""Submitter: one thread writes what many threads hand in, in order (clients#submit).
 
     put ---> the line, bounded in number and bytes ---> write(batch)
      ^                                            ^
      waits while it is full                       when the oldest has waited `linger`, `linger_bytes` are there,
-                                                  somebody waits for room or in `flush`, or the end has come
+                                                  a thread waits for room or in `flush`, or it is closed
 
-Knows no messages: a load is anything, with a size in bytes. What becomes of a load is told to whoever waits for it by
-`write`, which therefore answers for each it gets, and does not raise.
+It knows no messages. A load is anything with a size in bytes. `write` tells the waiting caller what became of its load.
+So `write` must answer for each load, and not raise.
 
     no thread --put--> waiting --due--> writing --> waiting --nothing for 10 s--> no thread
                                                        |
                                                      close --> the line is written, then no thread
 
-Where a test owns time there is no thread at all: `run_once` writes what is due, and `flush`, `close`, and a `put` that
-finds no room write everything, in the thread that calls them.
+If a test owns the time there is no thread. Then `run_once` writes what is due. `flush`, `close`, and a `put` without
+room write everything, in the calling thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["Submitter"]
 _log = logging.getLogger("mqstore")
 
 _LOOK_S = 0.25
-"""How often who waits looks by itself whether there is still somebody to wait for."""
+"""Time after which a waiting thread checks that the wait still makes sense."""
 _IDLE_S = 10.0
 
 Load = TypeVar("Load")
 
 
 class Submitter(Generic[Load]):
-    """A bounded line with one writer.
+    """Bounded line with one writer.
 
     >>> from mqstore.clock import SimulatedClock
     >>> written = []
@@ -64,7 +64,7 @@ class Submitter(Generic[Load]):
         linger_ms: int = 0,
         linger_bytes: int = 32 << 10,
     ) -> None:
-        """`alive` raises when nothing will be written any more; who waits calls it now and then."""
+        """`alive` raises once nothing will be written any more. Waiting threads call it now and then."""
         self._write = write
         self._clock = clock
         self._name = name
@@ -75,30 +75,30 @@ class Submitter(Generic[Load]):
         self._linger_ms = linger_ms
         self._linger_bytes = linger_bytes
         self._turn = threading.Lock()
-        """Held while a batch is taken and written: batches do not overtake each other."""
+        """Held while a batch is taken and written, so that batches do not overtake each other."""
         self._lock = Condition()
-        """The writer waits here for something that is due, everybody else for a batch that is written."""
+        """The writer waits here for due loads, other threads for a written batch."""
         self._line: deque[tuple[Load, int]] = deque()
         self._line_bytes = 0
         self._oldest_ms = 0
-        """When the first load of the line came, monotonic."""
+        """Time at which the first load of the line came (monotonic ms)."""
         self._held = 0
         self._held_bytes = 0
-        """Of what is in the line or being written."""
+        """Number of bytes in the line or being written."""
         self._taken_in = 0
         self._written = 0
         self._urgent = 0
-        """Threads that wait for room or in `flush`: nothing lingers while there are some."""
+        """Number of threads that wait for room or in `flush`. Nothing lingers while there are any."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._writer: int | None = None
         """Identity of the thread that is in `write`."""
 
     def put(self, load: Load, size: int) -> None:
-        """Stand in line; waits for room. A load larger than all the room is taken when nothing else is held.
+        """Append a load to the line, and wait for room. A load larger than all the room enters an empty line.
 
-        Raises StoreClosedError after `close`, and what `alive` raises: then the load was not taken. Called from inside
-        `write`, by the callback of a future say, it does not wait: it would wait for itself.
+        Raises StoreClosedError after `close`, and what `alive` raises. Then the load was not taken. If called inside
+        `write`, such as by the callback of a future, it does not wait, since it would wait for itself.
         """
         while True:
             with self._lock:
@@ -119,13 +119,13 @@ class Submitter(Generic[Load]):
         return self._held < self._max_loads and self._held_bytes + size <= self._max_bytes
 
     def _append(self, load: Load, size: int) -> None:
-        if self._threaded and self._thread is None:  # first: where there can be no thread nothing is taken
+        if self._threaded and self._thread is None:  # first, so that nothing is taken if no thread can start
             thread = threading.Thread(target=self._run, name=f"mqstore-submit-{self._name}", daemon=True)
             thread.start()
             self._thread = thread
         if not self._line and self._linger_ms:
             self._oldest_ms = self._clock.monotonic_ms()
-        # Calls come first: behind one a signal handler may raise, and then the load is not in, or all of it is.
+        # Calls come first: a signal handler may raise after one, and the load must be in completely or not at all.
         if not self._line or self._line_bytes < self._linger_bytes <= self._line_bytes + size:
             self._lock.notify_all()
         self._line_bytes += size
@@ -135,7 +135,7 @@ class Submitter(Generic[Load]):
         self._line.append((load, size))
 
     def _wait_for_writer(self, timeout_s: float) -> None:
-        """Under the lock: until a batch was written, or the time is over."""
+        """Wait until a batch was written, or the time is over. The caller holds the lock."""
         self._urgent += 1
         try:
             self._lock.notify_all()
@@ -146,7 +146,7 @@ class Submitter(Generic[Load]):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _due_in_ms(self) -> int | None:
-        """Under the lock: how long the line may still linger, 0: not at all; None when it is empty."""
+        """Return for how long the line may linger, or None if it is empty. The caller holds the lock."""
         if not self._line:
             return None
         if not self._linger_ms or self._urgent or self._closed or self._line_bytes >= self._linger_bytes:
@@ -156,7 +156,7 @@ class Submitter(Generic[Load]):
         return max(0, self._oldest_ms + self._linger_ms - self._clock.monotonic_ms())
 
     def _write_due(self, *, everything: bool) -> bool:
-        """Write the line if it is due, as one batch; whether it was."""
+        """Write the line as one batch if it is due. Return True if it was."""
         with self._turn:
             with self._lock:
                 if self._due_in_ms() != 0 and not (everything and self._line):
@@ -190,18 +190,18 @@ class Submitter(Generic[Load]):
                     continue
             try:
                 self._write_due(everything=False)
-            except BaseException:  # a mistake of ours, or a hook that says `sys.exit`; the line goes on
+            except BaseException:  # a fault of ours, or `sys.exit` in a hook: the line continues
                 _log.exception("%s: writing what was submitted failed", self._name)
 
     def run_once(self) -> int | None:
-        """Write what is due; in how many ms to come again, None: when something was put."""
+        """Write what is due. Return in how many ms to call again, or None for the next `put`."""
         while self._write_due(everything=False):
             pass
         with self._lock:
             return self._due_in_ms()
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until all that was put before is written; False when the time is over. Raises what `alive` raises."""
+        """Wait until everything put before is written. Return False if the time ends. Raises as `alive` does."""
         with self._lock:
             target = self._taken_in
             if self._writer == threading.get_ident():
@@ -224,7 +224,7 @@ class Submitter(Generic[Load]):
             self._alive()
 
     def close(self, timeout_s: float) -> list[Load]:
-        """Take no more, write what is in line; what was not written when the time is over, which never will be."""
+        """Refuse more loads and write the line. Return the loads that were not written in time."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -237,7 +237,7 @@ class Submitter(Generic[Load]):
                 pass
         with self._lock:
             if inside and self._threaded:
-                return []  # the writer itself closes: it goes on to the end of the line
+                return []  # the writer itself closes, and still writes the whole line
             left = [load for load, _ in self._line]
             self._held -= len(left)
             self._line.clear()

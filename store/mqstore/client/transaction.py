@@ -1,21 +1,21 @@
-"""Messages that are sent if, and only if, a block of code ends well (clients#transaction).
+"""Transactions: messages sent if, and only if, a block of code ends well (clients#transaction).
 
     with producer.transaction() as tx:
-        tx.send(...)           half message: stored, seen by nobody
+        tx.send(...)           half message: stored, and invisible
         db.commit()
                                clean end: commit, one message after the other     exception: roll back
 
     the process died inside    the engine asks the group's checker, once there is a producer that has one:
                                True commits, False rolls back, None: ask again. After 15 times None it is given up
 
-The engine asks about a half message from 6 s on, and a block may take longer. So the callback that it has is not the
-user's checker but a `GroupChecks`, which knows what goes on in this process:
+The engine asks about a half message after 6 s, and a block may take longer. So the engine's callback is not the user's
+checker but a `GroupChecks`, which knows the transactions of this process:
 
-    the block is still running           the answer is put off, and not counted: asked now, a checker that looks into a
-                                         database before `db.commit()` would roll back what is about to be true
-    the block has ended, the commit      as the block ended: nobody knows better
-    could not be carried out
-    else                                 what the checker says; None where there is no checker
+    the block is still running           the answer is deferred, and not counted: a checker that looks into a
+                                         database before `db.commit()` would roll back a good transaction
+    the block has ended, the commit      the result of the block
+    failed
+    else                                 the checker's answer; None without a checker
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ __all__ = ["Checker", "GroupChecks", "Transaction", "checks_of"]
 _log = logging.getLogger("mqstore")
 
 Checker = Callable[[Message], bool | None]
-"""What became of the transaction of this half message: True it was committed, False rolled back, None: unknown."""
+"""Function that returns True if this half message's transaction was committed, False if rolled back.
+None means unknown."""
 
 
 class GroupChecks:
-    """What the producers of one group know about its transactions. The engine has one callback a group, so it is
-    shared by all of them."""
+    """State of a group's transactions in this process.
+    The engine has one callback for each group, so all producers of the group share it."""
 
     def __init__(self, group: str) -> None:
         self._group = group
         self._lock = threading.Lock()
         self._checkers: list[Checker | None] = []
-        """One entry a producer; the newest that is no None is asked."""
+        """One entry for each producer. The newest that is not None is asked."""
         self._running: set[str] = set()
         """Unique keys of half messages whose block has not ended."""
         self._decided: dict[str, bool] = {}
-        """Of those that were to be committed, or rolled back, and could not."""
+        """Outcome of half messages that could not be committed or rolled back: True for a commit."""
 
     def join(self, transactions: Transactions, checker: Checker | None) -> None:
-        """A producer of the group has come."""
+        """Add a producer of the group."""
         with self._lock:
             self._checkers.append(checker)
         transactions.on_check(self._group, self.answer)
 
     def leave(self, transactions: Transactions, checker: Checker | None) -> None:
-        """It has gone. What is decided is still told, and what still runs is not asked about."""
+        """Remove a producer. Decided outcomes are still answered. Running blocks are not asked about."""
         with self._lock:
             self._checkers.remove(checker)
         self._withdraw(transactions)
@@ -76,7 +77,7 @@ class GroupChecks:
             self._running.add(unique_key)
 
     def end(self, transactions: Transactions, unique_key: str, decided: bool | None = None) -> None:
-        """A block is over; `decided`: how, where that could not be carried out."""
+        """Note that a block has ended. `decided` is an outcome that could not be carried out."""
         with self._lock:
             self._running.discard(unique_key)
             if decided is not None:
@@ -91,7 +92,7 @@ class GroupChecks:
             transactions.on_check(self._group, None)
 
     def answer(self, message: Message) -> bool | NotAsked | None:
-        """The engine's callback."""
+        """Answer the engine about a half message."""
         with self._lock:
             if message.unique_key in self._running:
                 return NOT_ASKED
@@ -104,20 +105,21 @@ class GroupChecks:
         return checker(message)
 
 
-# Keyed by an engine and gone with it: what its producers share, though they are made one by one and know nothing of
-# each other. A `GroupChecks` must not hold its key, so it is given the engine with each call.
+# State that the producers of an engine share, deleted with the engine. A `GroupChecks` must not hold its key, so each
+# call passes the engine.
 _shared: WeakKeyDictionary[Transactions, dict[str, GroupChecks]] = WeakKeyDictionary()
 _shared_lock = threading.Lock()
 
 
 def checks_of(transactions: Transactions, group: str) -> GroupChecks:
-    """The one of that group of that engine."""
+    """Return the checks of that group of that engine."""
     with _shared_lock:
         return _shared.setdefault(transactions, {}).setdefault(group, GroupChecks(group))
 
 
 class Transaction:
-    """Messages that become visible, one by one, when its `with` block ends well. For one thread and one block.
+    """Messages that become visible, one by one, when its `with` block ends well.
+    For one thread and one block.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -137,17 +139,18 @@ class Transaction:
         self._halves: list[tuple[TransactionHandle, OutgoingMessage | None]] = []
         self._flush = False
         self.receipts: list[SendReceipt | None] = []
-        """After the commit: where each message went, in order; None of one whose commit failed."""
+        """Receipts after the commit, in order. None stands for a message whose commit failed."""
 
     def send(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]) -> str:
-        """Store a message that nobody sees before the block has ended well; its unique key, which is what the checker
-        will know it by. Options as of `Producer.send`, but no delay and no message group: InvalidMessageError."""
+        """Store a message that stays invisible until the block ends well. Return its unique key.
+        The checker knows the message by this key. Options are those of `Producer.send`, but a delay or a message group
+        raises InvalidMessageError."""
         if self._state != "open":
             raise TransactionStateError("a transaction sends inside its `with` block", self._outcome())
         ready = self._producer._preparer.half(topic, body, queue_id, options)
         unique_key = ready.unique_key
         self._checks.begin(unique_key)
-        try:  # Ctrl-C between the two leaves a half that is asked about, not one that runs for ever
+        try:  # after Ctrl-C between the two the engine asks about the half message, so that it ends
             self._halves.append((self._producer._prepare(ready, self._group), ready.message))
         except BaseException as error:
             self._checks.end(self._transactions, unique_key)
@@ -174,8 +177,8 @@ class Transaction:
             self._roll_back(error)
 
     def _commit(self) -> None:
-        """Make all visible. Of one that cannot be, the error is raised once the others are; it stays open, and is
-        committed when the engine asks next."""
+        """Make all messages visible. An error of one message is raised after the others are done.
+        Its half message stays open, and is committed when the engine asks next."""
         self._state = "commit"
         failed: MQStoreError | None = None
         for receipt, error in self._end_all("commit", None):
@@ -193,7 +196,7 @@ class Transaction:
             raise failed
 
     def _roll_back(self, cause: BaseException) -> None:
-        """Forget all. What fails here is logged: the caller is to see why it came to this."""
+        """Roll back all messages. Errors are logged, so that the caller sees why it was rolled back."""
         self._state = "rollback"
         for _, error in self._end_all("rollback", cause):
             if error is not None:
@@ -202,8 +205,8 @@ class Transaction:
     def _end_all(
         self, outcome: Literal["commit", "rollback"], cause: BaseException | None
     ) -> list[tuple[SendReceipt | None, MQStoreError | None]]:
-        """End every half; of each its receipt, or the error. What could not be done is noted, to be done when the
-        engine asks: also when Ctrl-C comes in between."""
+        """End every half message. Return the receipt or the error of each.
+        Ends that fail, or that Ctrl-C prevents, are noted, and made when the engine asks."""
         ended: list[tuple[SendReceipt | None, MQStoreError | None]] = []
         try:
             for handle, message in self._halves:

@@ -1,17 +1,16 @@
-"""Waiting until there may be something to read, or to pop, in one topic or in several at once (delivery#waiting).
+"""Waiting for messages to read or to pop, in one topic or several at once (delivery#waiting).
 
-For who pops:
+For pops:
 
     look, nothing there --> add: parked at every topic --+-- a topic calls --------> over; the turn is that topic's
                                                          +-- `ring` ---------------> over, and no turn
-                                                         +-- `cancel`, time out ---> over, silently
+                                                         +-- `cancel`, timeout ----> over, silently
 
-The broker calls one receiver for each message. So a turn must be used, by a pop of that topic, or passed on; else a
-message lies there while others who could have it sleep. A wait uses the first turn it is given. What other topics call
-it for in the meantime it passes on at once, and `cancel` passes on what nobody used.
-
-Nothing is missed between the look and the parking: the broker looks once more when it parks somebody, and who rings
-moves `rings`, which whoever waits has read before it looked.
+The broker calls one receiver for each message. So a turn must be used by a pop of that topic, or passed on. Otherwise a
+message waits while other receivers that could have it sleep. A wait uses the first turn that it gets. It passes on the
+calls of other topics at once, and `cancel` passes on an unused turn. Nothing is missed between the look and the
+parking. The broker looks once more when it parks a waiter. A ring increments `rings`, which a receiver has read before
+it looked.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ Topics = Iterable[tuple[str, Filter | None]]
 
 
 class Ready:
-    """Somebody who waits for messages from offsets on, until there may be something to do."""
+    """Wait for messages at several offsets, until there may be something to do."""
 
     __slots__ = ("_callback", "_lock", "_open", "_over", "_parked")
 
     def __init__(self, callback: Callable[[], object], lock: threading.Lock, waiting: set[Ready]) -> None:
-        """`waiting`: those that are not over; `lock` guards it."""
+        """`waiting` is the set of waits that are not over. `lock` guards it."""
         self._callback = callback
         self._lock = lock
         self._open = waiting
         self._parked: list[Callable[[], object]] = []
-        """Take it away from where it is parked."""
+        """Functions that remove the parked waiters."""
         self._over = False
 
     def cancel(self) -> None:
-        """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
+        """Stop waiting. The callback will not be called any more. Repeating it is harmless."""
         self._end()
 
     def fire(self) -> None:
         if self._end():
             try:
                 self._callback()
-            except Exception:  # not the trouble of who brings the news
+            except Exception:  # the thread that brings the news must not fail
                 _log.exception("the callback of a consumer that waited failed")
 
     def _end(self) -> bool:
-        """Let it be over; False: it was."""
+        """End the wait. Return False if it was over."""
         with self._lock:
             if self._over:
                 return False
@@ -81,12 +80,12 @@ class Ready:
     ) -> None:
         waiter = broker.add_waiter(topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s)
         self._parked.append(partial(broker.remove_waiter, waiter))
-        if self._over:  # meanwhile; whoever ended it may not have seen this one
+        if self._over:  # ended meanwhile, perhaps without this waiter
             broker.remove_waiter(waiter)
 
 
 class Wait:
-    """Somebody who waits, or no longer does."""
+    """Wait for messages to pop."""
 
     __slots__ = ("_is_kept", "_over", "_parked", "_waits", "call", "topic")
 
@@ -97,16 +96,16 @@ class Wait:
         self._parked: list[Waiter] = []
         self._over = False
         self.topic: str | None = None
-        """Whose turn was given and not passed on."""
+        """Topic whose turn this wait got and did not pass on."""
 
     @property
     def over(self) -> bool:
-        """Whether the callback was called, or is about to be, or never will."""
+        """True if the callback was called, is about to be, or never will be."""
         return self._over
 
     def cancel(self) -> None:
-        """Wait no longer. After the callback: it will not be answered by another look, so the turn is passed on to who
-        else waits. Harmless at any time, and again."""
+        """Stop waiting, and pass on the turn if the callback was already called. Always harmless.
+        A turn must be passed on because no look will use it."""
         if not self.end(None):
             with self._waits.lock:
                 topic, self.topic = self.topic, None
@@ -119,18 +118,19 @@ class Wait:
         waiter = self._waits.add_waiter(topic, filter, lambda worth: self._called(topic, worth))
         if waiter is not None:
             self._parked.append(waiter)
-            if self._over:  # meanwhile; whoever ended it may not have seen this one
+            if self._over:  # ended meanwhile, perhaps without this waiter
                 self._waits.broker.remove_waiter(waiter)
 
     def _called(self, topic: str, worth: bool) -> None:
-        """By whoever dispatches. Not `worth`: the broker closes, and the next look will say so."""
+        """Use or pass on a turn, on the dispatching thread. Without `worth` the broker is closing.
+        The next look will raise that."""
         if self.end(topic if worth else None):
             self.call()
         elif worth:
             self._waits.pass_on(topic)
 
     def end(self, topic: str | None) -> bool:
-        """Let it be over, with the turn of `topic`; False: it was."""
+        """End the wait with the turn of `topic`. Return False if it was over."""
         waits = self._waits
         with waits.lock:
             if self._over:
@@ -141,12 +141,12 @@ class Wait:
             if topic is not None and self._is_kept:
                 waits.turns.append(topic)
         for waiter in list(self._parked):
-            waits.broker.remove_waiter(waiter)  # one that has fired calls, and is passed on
+            waits.broker.remove_waiter(waiter)  # a waiter that has fired calls back, and its turn is passed on
         return True
 
 
 class Waits:
-    """All who wait for one group's messages by way of one object of the application's. Thread-safe."""
+    """All waits for one group's messages by one object of the application. Thread-safe."""
 
     def __init__(self, broker: Broker, group: str, *, order: bool = False) -> None:
         self.broker = broker
@@ -154,35 +154,35 @@ class Waits:
         self._order = order
         self.lock = threading.RLock()  # a signal handler may ring while its thread has it
         self.open: set[Wait] = set()
-        """Those that are not over."""
+        """Waits that are not over."""
         self.turns: deque[str] = deque()
-        """Topics whose turn was given to somebody who looks later (`add` with `keep`)."""
+        """Topics whose turn belongs to a receiver that looks later (`add` with `keep`)."""
         self.rings = 0
-        """How often `ring` was called. Read it before you look, and give it to `wait` and `add`."""
+        """Number of calls of `ring`. Read it before you look, and pass it to `wait` and `add`."""
 
     def wait(self, topics: Topics, timeout_s: float, rings: int) -> str | None:
-        """Block until there may be something; the topic whose turn it is, which is to be looked at first. None: the
-        time is over, or somebody rang."""
+        """Block until there may be messages. Return the topic whose turn it is, to be looked at first.
+        Return None if the time is over or after a ring."""
         bell = Bell()
         wait = self.add(topics, bell.ring, rings)
         try:
             bell.wait(timeout_s)
             wait.end(None)
             return wait.topic
-        except BaseException:  # Ctrl-C, say: let another have the message
+        except BaseException:  # Ctrl-C or similar: another receiver may have the message
             wait.cancel()
             raise
 
     def add(self, topics: Topics, call: Callable[[], object], rings: int, *, keep: bool = False) -> Wait:
-        """Have `call()` called once, when there may be something in one of `topics` or somebody rings: by whoever
-        dispatches (so it only wakes somebody, and does nothing with the store), by who rings, or right here. A topic
-        that is not there is passed over. `keep`: the turn is found in `turns`.
+        """Call `call()` once, when there may be messages in one of `topics`, or after a ring.
+        It is called by the dispatching thread, by `ring`, or right here. So it must only wake a thread, and not use the
+        store. An unknown topic is skipped. With `keep` the turn is stored in `turns`.
 
-        StoreBusyError with 100 000 waiting, StoreClosedError, and what a pop raises of group and topics.
+        Raises StoreBusyError with 100 000 waiting, StoreClosedError, and what a pop raises about group and topics.
         """
         wait = Wait(self, call, keep)
         with self.lock:
-            self.open.add(wait)  # first: who rings from here on finds it
+            self.open.add(wait)  # first, so that a later ring finds it
             rung = rings != self.rings
         if rung:
             wait.end(None)
@@ -197,14 +197,14 @@ class Waits:
         return wait
 
     def next_turn(self) -> str | None:
-        """The topic that the next look begins with, if somebody was called for one and has not looked yet."""
+        """Return the topic that the next look begins with, if a kept turn has not been used yet."""
         if not self.turns:
             return None
         with self.lock:
             return self.turns.popleft() if self.turns else None
 
     def ring(self) -> None:
-        """End every wait: what is waited for has changed."""
+        """End every wait, so that the receivers look again."""
         with self.lock:
             self.rings += 1
             rung = list(self.open)
@@ -213,7 +213,7 @@ class Waits:
                 wait.call()
 
     def pass_on(self, topic: str) -> None:
-        """Somebody else's turn."""
+        """Give a turn to another receiver."""
         self.broker.wake_one(self._group, topic)
 
     def add_waiter(self, topic: str, filter: Filter | None, callback: Callable[[bool], object]) -> Waiter | None:  # noqa: A002

@@ -1,4 +1,4 @@
-"""What a consumer subscribes to in a topic, as all kinds of consumers are told it (clients#message-rules)."""
+"""Subscription of a consumer to a topic, the same for all consumers (clients#message-rules)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Wanted", "wanted"]
 
 
 class Wanted(NamedTuple):
-    """Which messages of a topic."""
+    """Choice of messages of a topic."""
 
     expression: Expression
     """Kind and text, as members register it."""
@@ -22,13 +22,14 @@ class Wanted(NamedTuple):
 
 
 def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
-    """Of `topic`, by tags or by an SQL92 expression. InvalidMessageError or NotPermittedError for a name that no topic
-    of a user's has, FilterError, ConfigError for both.
+    """Return the choice of messages of `topic` by tags or by an SQL92 expression.
+    Raises InvalidMessageError or NotPermittedError for a name that no user topic has, FilterError, and ConfigError for
+    both.
 
-    A blank choice of tags is refused: the engine takes it for no tag at all, which no message has, and the group would
-    pass over everything (delivery#tags).
+    A blank choice of tags is refused. The engine takes it for no tag at all, which no message has, so the group would
+    skip everything (delivery#tags).
     """
-    # What is there may be named otherwise: dead letters, or what a Java broker made.
+    # Existing topics may have other names: dead letters, or topics of a Java broker.
     if (
         type(topic) is not str
         or is_system_topic(topic)

@@ -1,17 +1,17 @@
-"""What a consumer runs on: threads for handlers, one for what happens later (clients#runtime).
+"""Threads of a consumer: some for handlers, one for timers (clients#runtime).
 
     submit(job) ---> turns, first in first out ---> a thread: job(worker), with a worker that is free
                        ^                               | a handler that is a coroutine
                        +--- it has ended <-------------+ holds the worker, and no thread
-    later(ms, call) ---> timers ---> the timer thread: call(), which must be quick and submits what is not
+    later(ms, call) ---> timers ---> the timer thread: call(), which must be quick and submits longer work
 
-One number of workers, fixed: RocketMQ's pool never grows beyond its minimum either. A job is whatever is worth a
-wake-up of a thread, never one message of many: that costs more than most handlers do. A job that calls handlers is a
-generator (`Flow`): what it yields goes on elsewhere, and the job with it when that has ended. A worker is a place for a
-job, not a thread: there are as many threads unless handlers hold none.
+The number of workers is fixed. RocketMQ's pool never grows beyond its minimum either. A job should be worth the wake-up
+of a thread. One message of many is not, since a wake-up costs more than most handlers. A job that calls handlers is a
+generator (`Flow`): what it yields runs elsewhere, and the job continues when that has ended. A worker is a place for a
+job, not a thread. There are as many threads as workers, unless handlers hold none.
 
-Who owns the clock (`threads=False`) has no threads: `run_once` fires the timers that are due and runs the jobs there
-are, on the caller's thread. The same code, in an order that a test chooses.
+Without threads (`threads=False`) `run_once` fires due timers and runs the jobs, on the caller's thread. It is the same
+code, in an order that a test chooses.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ __all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "cancelled", "current"
 _log = logging.getLogger("mqstore")
 
 LOOK_MS = 500
-"""How often what goes on without a thread is asked whether it still does."""
+"""Time between two checks that work without a thread has not ended."""
 _POLL_S = 0.005
 
 T = TypeVar("T")
 
 
 class Awaited(ABC):
-    """What goes on without a thread of ours: a handler that is a coroutine."""
+    """Work without a thread of ours: a handler that is a coroutine."""
 
     @abstractmethod
     def start(self, done: Callable[[BaseException | None], object]) -> None:
-        """Begin. `done(error)` is to be called once, by any thread, when it has ended."""
+        """Begin. `done(error)` must be called once, by any thread, when it has ended."""
 
     @abstractmethod
     def look(self) -> None:
-        """Called now and then, until it has ended: by who knows it never will."""
+        """End the work if it can never end by itself. Called now and then, until it has ended."""
 
     @abstractmethod
     def stack(self) -> str:
-        """Where it is now, for a log."""
+        """Return the current stack, for a log."""
 
 
 Flow = Generator[Awaited, None, T]
-"""Work that stops at each `Awaited` and goes on when that has ended, by whichever thread; or raises there what that
-raised. It must hold no lock meanwhile."""
+"""Work that stops at each `Awaited`, and continues on any thread when the `Awaited` has ended.
+An error of the `Awaited` is raised in it. It must hold no lock meanwhile."""
 Job = Callable[["Worker"], object]
-"""Does its work, or returns a `Flow` that does."""
+"""Function that does its work, or returns a `Flow` that does."""
 _here = threading.local()
 
 
 def current() -> Worker | None:
-    """As whom the caller's thread runs a job; None: it runs none."""
+    """Return the worker whose job the caller's thread runs, or None."""
     return getattr(_here, "worker", None)
 
 
 def cancelled() -> bool:
-    """Inside a handler: whether its result may no longer count, since its queue was given to another consumer, its time
-    (`consume_timeout`) is up, or the consumer is stopping. False anywhere else.
+    """Return True inside a handler if its result may no longer count. Return False anywhere else.
+    Reasons are that another consumer got its queue, its time (`consume_timeout`) is up, or the consumer stops.
 
     >>> cancelled()
     False
@@ -88,7 +88,7 @@ def cancelled() -> bool:
 
 
 class Worker:
-    """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
+    """Place for a job, with its state, which handlers and the consumer read."""
 
     __slots__ = (
         "_lock",
@@ -104,53 +104,54 @@ class Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Of the end of a call: it has either ended in time or lapsed, never both, never neither."""
+        """Guards the end of a call, which either ends in time or lapses, never both."""
         self.ident: int | None = None
-        """Of the thread that runs its job, or did last."""
+        """Identity of the thread that runs its job, or ran the last one."""
         self.awaits: Awaited | None = None
-        """What its job waits for without a thread."""
+        """Work without a thread that its job waits for."""
         self.ended_at = 0.0
-        """When its last handler ended (`time.perf_counter`)."""
+        """Time at which its last handler ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
-        """What its handler has now; empty: it is in no handler."""
+        """Messages that its handler has now. Empty if it is in no handler."""
         self.cells = UNREAD
-        """Where it notes what its handler has, for the next process (broker/begun.py)."""
+        """Notes of its handler's messages, for the next process (broker/begun.py)."""
         self.calls = 0
-        """Handler calls so far: tells one from the next."""
+        """Number of handler calls, which distinguishes one from the next."""
         self.lapsed = -1
-        """The last call whose time was up."""
+        """Last call whose time was up."""
         self.is_cancelled: Callable[[], bool] | None = None
-        """What else makes the result of this call void."""
+        """Returns True if the result of this call is void for another reason."""
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """A handler gets these now."""
+        """Note that a handler gets these messages."""
         self.calls += 1
         self.messages = messages
 
     def end(self) -> None:
-        """It has come back. From here on `lapse` finds nothing; `lapsed == calls` tells that it did before."""
+        """Note that the handler has returned. Then `lapse` finds nothing.
+        If `lapsed == calls`, the call lapsed before."""
         with self._lock:
             self.messages = ()
 
     def rest(self) -> None:
-        """It is in no handler, and not about to be in one."""
+        """Note that it is in no handler, and not about to be in one."""
         self.cells[0] = NONE
 
     def lapse(self, call: int) -> Sequence[Message]:
-        """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
+        """Void the result of this call, and return its handler's messages. Return () if it has ended."""
         with self._lock:
-            messages = self.messages  # first: a call counts itself before it shows its messages
+            messages = self.messages  # first, since a call increments `calls` before it sets `messages`
             if self.calls != call or not messages:
                 return ()
             self.lapsed = call
             return messages
 
     def cancelled(self) -> bool:
-        """Whether what the handler does now may count for nothing."""
+        """Return True if the result of the present handler may not count."""
         return self.lapsed == self.calls or (self.is_cancelled is not None and self.is_cancelled())
 
     def stack(self) -> str:
-        """Where its job is now, for a log."""
+        """Return the current stack of its job, for a log."""
         awaited = self.awaits
         if awaited is not None:
             return awaited.stack()
@@ -178,25 +179,25 @@ class Workers:
         self.name = name
         self.all = [Worker() for _ in range(number)]
         self.threads = number if threads else 0
-        """For jobs. Fewer will do for flows that wait for handlers and little else; to be set before `start`."""
+        """Number of threads for jobs. Set before `start`. Fewer suffice if flows mostly wait for handlers."""
         self.on_exit: Callable[[BaseException], object] | None = None
-        """Told of a SystemExit or KeyboardInterrupt that a job let out."""
+        """Called with a SystemExit or KeyboardInterrupt that a job raised."""
         self._clock = clock
         self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        """None: a thread may end."""
+        """Turns for threads. At None a thread may end."""
         self._lock = threading.Lock()
-        """Of the next six."""
+        """Guards the next six."""
         self._free = self.all[::-1]
         self._waiting: deque[Job] = deque()
         """Jobs without a worker."""
         self._suspended = 0
-        """Workers whose jobs wait without a thread."""
+        """Number of workers whose jobs wait without a thread."""
         self._looking = False
-        """A timer is set that looks after them."""
+        """True if a timer is set that looks at them."""
         self._stayed = False
-        """A thread that might have ended did not, because of them."""
+        """True if a thread that could have ended stayed because of them."""
         self._deserted = False
-        """`stop` waits no longer, and no thread either."""
+        """True if `stop` no longer waits. Then threads end."""
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Callable[[], object]]] = []
         self._serial = count()
@@ -207,12 +208,12 @@ class Workers:
     # -- work -------------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Have a worker run `job`. Never blocks; after `stop` it is forgotten."""
+        """Have a worker run `job`. Never blocks. After `stop` the job is dropped."""
         if not self._stopping:
             self._turns.put(partial(self._begin, job))
 
     def later(self, delay_ms: float, call: Callable[[], object]) -> None:
-        """Have `call` called in `delay_ms`, by the timer thread: it must not block."""
+        """Schedule `call` on the timer thread after `delay_ms`. It must not block."""
         timer = self._clock.monotonic_ms() + max(0, int(delay_ms)), next(self._serial), call
         with self._changed:
             heapq.heappush(self._heap, timer)
@@ -220,17 +221,17 @@ class Workers:
                 self._changed.notify_all()
 
     def is_mine(self) -> bool:
-        """Whether the caller is one of our threads."""
+        """Return True if the caller is one of our threads."""
         return threading.current_thread() in self._threads
 
     def busy(self) -> list[Worker]:
-        """Workers that are in a handler now."""
+        """Return the workers that are in a handler now."""
         return [worker for worker in self.all if worker.messages]
 
     # -- running ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads, unless the clock is somebody's own."""
+        """Start the threads, unless the store has its own clock."""
         if not self.threads:
             return
         for i in range(self.threads):
@@ -252,10 +253,10 @@ class Workers:
             with self._lock:
                 if not self._suspended or self._deserted:
                     return
-                self._stayed = True  # who waits must find somebody to go on
+                self._stayed = True  # suspended jobs need a thread to continue
 
     def _begin(self, job: Job) -> None:
-        """A turn: run a job, if a worker is free; else the next that is takes it."""
+        """Run a job if a worker is free. Otherwise the next free worker takes it."""
         with self._lock:
             if not self._free:
                 self._waiting.append(job)
@@ -264,9 +265,9 @@ class Workers:
         self._work(worker, _flow(job, worker))
 
     def _has_ended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
-        """What the worker's job waited for has; any thread."""
+        """Have the worker's job continue, because what it waited for has ended. Any thread may call it."""
         worker.ended_at = time.perf_counter()
-        worker.end()  # now, not when there is a thread for it: it was in time
+        worker.end()  # now, since it has ended in time, even if no thread is free
         worker.awaits = None
         turn = partial(self._go_on, worker, flow, error)
         with self._lock:
@@ -276,7 +277,7 @@ class Workers:
         threading.Thread(target=turn, name=f"{self.name}-late", daemon=True).start()
 
     def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
-        """A turn: to the rest of a job."""
+        """Run the rest of a job."""
         with self._lock:
             self._suspended -= 1
         self._work(worker, flow, error)
@@ -296,14 +297,14 @@ class Workers:
             del job
 
     def _is_suspended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> bool:
-        """Run a job to its end, or to where it waits for something that needs no thread."""
+        """Run a job until it ends or waits without a thread. Return True if it waits."""
         worker.ident = threading.get_ident()
         before, _here.worker = current(), worker
         try:
             awaited = next(flow) if error is None else flow.throw(error)
         except StopIteration:
             return False
-        except Exception:  # handlers' own errors never come this far
+        except Exception:  # errors of handlers are caught earlier
             _log.exception("%s: a job failed", self.name)
             return False
         except BaseException as left:
@@ -330,7 +331,7 @@ class Workers:
         self.later(LOOK_MS, self._look)
 
     def _look(self) -> None:
-        """Timer thread, while something goes on elsewhere."""
+        """Check work without threads, on the timer thread."""
         with self._lock:
             self._looking = False
         for worker in self.all:
@@ -375,11 +376,12 @@ class Workers:
                 call()
             except Exception:
                 _log.exception("%s: a timer failed", self.name)
-            except BaseException as error:  # a hook of the user's; the other timers must not end with it
+            except BaseException as error:  # from a user's hook; the other timers must continue
                 self._exit(error)
 
     def run_once(self) -> int | None:
-        """Without threads: fire what is due and run the jobs there are; when the next timer is due (monotonic ms)."""
+        """Fire due timers and run the jobs. Return when the next timer is due (monotonic ms).
+        For workers without threads."""
         while True:
             self._fire()
             turns = self._take_turns()
@@ -405,13 +407,13 @@ class Workers:
             return turns
 
     def forget(self) -> None:
-        """Before `start`: what was submitted, and what is to come later, is not to be."""
+        """Drop all jobs and timers. Call it before `start`."""
         self._take_turns()
         with self._changed:
             self._heap.clear()
 
     def halt(self) -> None:
-        """Run what was submitted, then no more. Waits for nothing; `stop` does."""
+        """Run what was submitted, then no more. Does not wait, while `stop` does."""
         with self._changed:
             halted, self._stopping = self._stopping, True
             self._changed.notify_all()
@@ -419,8 +421,8 @@ class Workers:
             self._dismiss()
 
     def stop(self, timeout_s: float) -> bool:
-        """`halt`, and wait; whether all threads have ended. One that does not is left behind, as a daemon: Python
-        cannot interrupt it."""
+        """Call `halt` and wait. Return True if all threads have ended.
+        A thread that does not end stays as a daemon, since Python cannot interrupt it."""
         self.halt()
         end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         here = threading.current_thread()
@@ -432,13 +434,13 @@ class Workers:
             while self._suspended and time.monotonic() < end:  # another thread is in `run_once`
                 time.sleep(_POLL_S)
         ended = all(thread is here or not thread.is_alive() for thread in self._threads) and not self._suspended
-        if not ended and self.threads:  # those that wait for what others do need not any more
+        if not ended and self.threads:  # threads that wait for suspended jobs may end
             with self._lock:
                 self._deserted = True
             self._dismiss()
         with self._changed:
-            self._heap.clear()  # what is left to come holds messages, and those their segments
-        if ended and not any(thread.is_alive() for thread in self._threads):  # else their word to end may lie there
+            self._heap.clear()  # timers hold messages, and messages their segments
+        if ended and not any(thread.is_alive() for thread in self._threads):  # otherwise they need the Nones there
             self._take_turns()
         return ended
 
