@@ -245,17 +245,11 @@ class TopicNotFoundError(MQStoreError, LookupError):
 
     code = ResultCode.TOPIC_NOT_EXIST
 
-    def __str__(self) -> str:  # LookupError shares KeyError's habit of quoting; keep the plain sentence
-        return str(self.args[0]) if self.args else ""
-
 
 class GroupNotFoundError(MQStoreError, LookupError):
     """No consumer group of that name exists, and `auto_create_groups` is off."""
 
     code = ResultCode.SUBSCRIPTION_GROUP_NOT_EXIST
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class GroupInUseError(MQStoreError):
