@@ -359,7 +359,7 @@ def test_of_two_attempts_at_once_the_one_that_loses_may_die_at_any_step(
         if not fs.crashed:
             break
     assert not fs.crashed
-    assert nth > 5
+    assert nth >= 10
 
 
 def test_delayed_messages_come_when_they_are_due(tmp_path: Path) -> None:
