@@ -15,7 +15,7 @@ import click
 
 import mqstore
 from mqstore.engine import StoreReader
-from mqstore_tools.render import progress, safe, show_bytes, show_tables, table
+from mqstore_tools.render import progress, show_bytes, show_tables
 from mqstore_tools.shared import StoreCommand
 
 __all__ = ["bench"]
@@ -88,8 +88,8 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
         for r in results
     ]
     title = f"bodies of {body_bytes} bytes, one run each, under {directory or tempfile.gettempdir()}"
-    shown = table(safe(title), ("test", "messages>", "a second>", "of bodies>"), rows)
-    show_tables({"body_bytes": body_bytes, "results": results}, shown, json_output=json_output)
+    cells = (title, ("test", "messages>", "a second>", "of bodies>"), rows)
+    show_tables({"body_bytes": body_bytes, "results": results}, cells, json_output=json_output)
 
 
 def _put(path: Path, body: bytes, count: int) -> int:

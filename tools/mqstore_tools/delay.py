@@ -10,7 +10,7 @@ from mqstore.broker.admin.inspect import delay_levels, is_waiting, timer_view
 from mqstore.broker.admin.offline import offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
 from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, tell
-from mqstore_tools.render import note, show_tables, table, when
+from mqstore_tools.render import note, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 
 __all__ = ["delay"]
@@ -54,7 +54,7 @@ def show(directory: Path, json_output: bool) -> None:
         timer = timer_view(parts)
     found = {"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}}
     cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms)]]
-    show_tables(found, table("", DELAY_COLUMNS, cells), json_output=json_output)
+    show_tables(found, ("", DELAY_COLUMNS, cells), json_output=json_output)
 
 
 @delay.command(

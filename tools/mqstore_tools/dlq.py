@@ -15,7 +15,7 @@ from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
-from mqstore_tools.render import note, print_json, progress, safe, show_tables, table, when
+from mqstore_tools.render import note, print_json, progress, safe, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option, print_message
 
@@ -83,13 +83,13 @@ def list_(
         for row in found["rows"]
     ]
     columns = ("group", "from", "letters>", "oldest filed", "newest filed", "attempts>")
-    counts = table(f"{found['total']} dead letters", columns, cells)
+    counts = (f"{found['total']} dead letters", columns, cells)
     reasons = [
         (row["group"], row["origin_topic"] or "-", reason or "it does not say", count)
         for row in found["rows"]
         for reason, count in row["reasons"].items()
     ]
-    why = table("why", ("group", "from", "reason", "letters>"), reasons)
+    why = ("why", ("group", "from", "reason", "letters>"), reasons)
     show_tables(found, counts, why, json_output=json_output, empty="no dead letters")
 
 

@@ -26,7 +26,7 @@ from mqstore_tools.opened import (
     tell,
     yes_option,
 )
-from mqstore_tools.render import safe, show_tables, table, when
+from mqstore_tools.render import safe, show_tables, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 from mqstore_tools.suspended import suspended_of, suspended_tables
 
@@ -119,7 +119,7 @@ def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
         (row["name"], *queue, failed) for row in rows for queue, failed in suspended_of(pops, row["name"]).items()
     ]
     found = {"groups": rows} if only is None else rows[0]
-    show_tables(found, table("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
+    show_tables(found, ("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
 
 
 def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from mqstore import QueueRef
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import note, pick, progress, show_tables, table
+from mqstore_tools.render import Cells, note, pick, progress, show_tables
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 from mqstore_tools.suspended import suspended_tables
 
@@ -84,8 +83,8 @@ def _is_over(group: dict[str, Any], max_lag: int | None, max_age_s: float | None
     return (max_lag is not None and messages > max_lag) or (max_age_s is not None and age_ms > max_age_s * 1000)
 
 
-def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Table]:
-    tables = []
+def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Cells]:
+    tables: list[Cells] = []
     groups = found["groups"]
     queues = [(group["group"], row) for group in groups for row in group["queues"]]
     if by_queue:
@@ -100,10 +99,10 @@ def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Table]:
             )
             for group, row in queues
         ]
-        tables.append(table("", names, cells))
+        tables.append(("", names, cells))
     rows = [(each["group"], *_cells(each)) for each in groups]
     suspended = [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]]
-    return [*tables, table("", ("group", *_COUNTS), rows), *suspended_tables(suspended, found["taken_ms"])]
+    return [*tables, ("", ("group", *_COUNTS), rows), *suspended_tables(suspended, found["taken_ms"])]
 
 
 _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")

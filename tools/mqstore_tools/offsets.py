@@ -14,7 +14,7 @@ from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
-from mqstore_tools.render import safe, show_tables, table
+from mqstore_tools.render import safe, show_tables
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
 __all__ = ["offsets"]
@@ -73,8 +73,8 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
         ]
         rows = [_row(lag) for lag in found]
     columns = ("group", "topic", "queue>", "first>", "goes on at>", "end>", "behind>", "lost>")
-    cells = table("", columns, [row.values() for row in rows])
-    show_tables({"offsets": rows}, cells, json_output=json_output, empty="no group has progress")
+    cells = [row.values() for row in rows]
+    show_tables({"offsets": rows}, ("", columns, cells), json_output=json_output, empty="no group has progress")
 
 
 def _row(lag: QueueLag) -> dict[str, Any]:
@@ -180,5 +180,5 @@ def _tell(group: str, rows: list[dict[str, Any]], *, dry_run: bool, json_output:
     title = f"{'would reset' if dry_run else 'reset'} group {group}"
     columns = ("topic", "queue>", "from>", "to>", "skipped>", "again>")
     found = {"dry_run": dry_run, "group": group, "queues": rows}
-    cells = table(title, columns, [row.values() for row in rows])
-    show_tables(found, cells, json_output=json_output, stderr=stderr)
+    cells = [row.values() for row in rows]
+    show_tables(found, (title, columns, cells), json_output=json_output, stderr=stderr)

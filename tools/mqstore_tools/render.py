@@ -25,6 +25,7 @@ from mqstore.engine import Finding
 
 __all__ = [
     "VERSION",
+    "Cells",
     "EscapingHandler",
     "Told",
     "as_json",
@@ -217,15 +218,19 @@ class Told:
             print_json(summary)
 
 
-def show_tables(value: Any, *tables: Table, json_output: bool, empty: str = "", stderr: bool = False) -> None:
-    """Print `value` for programs, or the tables for people; with `empty`, note that instead of tables without rows."""
+Cells = tuple[str, Sequence[str], Sequence[Iterable[object]]]
+"""Title, columns and rows of a table: the arguments of `table`."""
+
+
+def show_tables(value: Any, *tables: Cells, json_output: bool, empty: str = "", stderr: bool = False) -> None:
+    """Print `value` as JSON, or else the tables. If all of them are without rows, print the note `empty` instead."""
     if json_output:
         print_json(value)
-    elif empty and not any(each.row_count for each in tables):
+    elif empty and not any(rows for _, _, rows in tables):
         note(empty)
     else:
         for each in tables:
-            console(stderr=stderr).print(each)
+            console(stderr=stderr).print(table(*each))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
 from mqstore.broker.admin.inspect import PopView
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import table, when
+from mqstore_tools.render import Cells, when
 
 __all__ = ["suspended_of", "suspended_tables"]
 
@@ -22,7 +20,7 @@ def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, A
     }
 
 
-def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Table]:
+def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:
     """Return a table of suspended queues, each (group, topic, queue id, failed message), if there are any."""
     rows = [
         (
@@ -36,4 +34,4 @@ def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now
         for *queue, row in queues
     ]
     columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
-    return [table("suspended by a message that failed", columns, rows)] if rows else []
+    return [("suspended by a message that failed", columns, rows)] if rows else []

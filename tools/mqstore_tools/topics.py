@@ -14,7 +14,7 @@ from mqstore.broker.parts import Tables
 from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
 from mqstore.errors import ReadOnlyStoreError
 from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, looking, planning, tell, yes_option
-from mqstore_tools.render import pick, safe, show_tables, table
+from mqstore_tools.render import pick, safe, show_tables
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
 __all__ = ["topics"]
@@ -75,7 +75,7 @@ def list_(directory: Path, system: bool, json_output: bool) -> None:
         for row in rows
     ]
     columns = ("topic", "read queues>", "write queues>", "perm", "type", "messages>", "groups")
-    show_tables({"topics": rows}, table("", columns, cells), json_output=json_output)
+    show_tables({"topics": rows}, ("", columns, cells), json_output=json_output)
 
 
 def _is_users(name: str) -> bool:

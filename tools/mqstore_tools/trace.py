@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mqstore_tools.many import jobs_option, stores_argument, usable
-from mqstore_tools.render import pick, progress, show_tables, table, when
+from mqstore_tools.render import pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 __all__ = ["trace"]
@@ -47,7 +47,7 @@ def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> No
     ]
     columns = ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details")
     empty = f"no message has the key {found['key']}"
-    show_tables(found, table("", columns, cells), json_output=json_output, empty=empty)
+    show_tables(found, ("", columns, cells), json_output=json_output, empty=empty)
     if not found["hops"]:
         click.get_current_context().exit(FINDINGS)
 
