@@ -204,7 +204,7 @@ class _Mail:
         """True if the loop is on its way to the news."""
 
     def tell(self, call: Callable[[], object], *, wakes: bool = True) -> bool:
-        """Have the loop call `call()`, in the order of these calls. Return False if the loop has ended.
+        """Make the loop call `call()`, in the order of these calls. Return False if the loop has ended.
         If `wakes` is false, the call waits for `wake`."""
         if self._loop.is_closed():
             return False
@@ -213,7 +213,7 @@ class _Mail:
         return not wakes or self.wake()
 
     def wake(self) -> bool:
-        """Have the loop fetch the news, if there is any. Return False if the loop has ended."""
+        """Make the loop fetch the news, if there is any. Return False if the loop has ended."""
         with self._lock:
             if self._woken or not self._news:
                 return True
@@ -349,7 +349,7 @@ class Bridge:
     # -- from any thread --------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have the thread call `work()`. Never blocks."""
+        """Make the thread call `work()`. Never blocks."""
         self._line.put(work)
 
 

@@ -100,7 +100,7 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
         return found or []
 
     def _unread(self, messages: list[Message]) -> None:
-        """Have the messages of a cancelled poll polled again, on the thread."""
+        """Seek back to the messages of a cancelled poll, on the thread, so that they are polled again."""
         firsts: dict[QueueRef, int] = {}
         for message in messages:
             firsts.setdefault(message.queue, message.offset)

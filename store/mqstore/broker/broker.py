@@ -656,7 +656,7 @@ class Broker(Closing, Sending):
         self.offsets.save()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Let running work end, save every table, and close the store.
+        """Wait for running work, save every table, and close the store.
         Calling it again only closes the store, as `MessageStore.close` does."""
         timeout_s = seconds(timeout, "timeout")
         try:

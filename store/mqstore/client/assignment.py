@@ -392,7 +392,7 @@ class Assignment:
     # -- pulling ----------------------------------------------------------------------------------------------------
 
     def _submit_pull(self, queue: ProcessQueue) -> None:
-        """Have a worker pull. Any thread may call it, even during a dispatch, so it must not wait."""
+        """Make a worker pull. Any thread may call this, even during a dispatch, so it must not wait."""
         queue.submitted = True
         self._workers.submit(partial(self._pull, queue))
 

@@ -92,7 +92,7 @@ class ChunkOwner(Protocol[C]):
     """Decides about handled, failed and unwanted messages."""
 
     def run(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Have the worker handle the rest of a chunk by `ChunkRunner.work`."""
+        """Handle the rest of a chunk in the worker, by `ChunkRunner.work`."""
 
     def part(self, chunk: C, messages: Sequence[Message]) -> C:
         """Return a chunk with `messages`, which were taken from `chunk`."""
@@ -148,11 +148,11 @@ class ChunkRunner(Generic[C]):
     # -- workers at a chunk -----------------------------------------------------------------------------------------
 
     def submit(self, chunk: C) -> None:
-        """Have any worker handle the rest of a chunk."""
+        """Submit the rest of a chunk to any worker."""
         self._workers.submit(partial(self._owner.run, chunk))
 
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Have a worker begin a chunk. If handlers are slow, ask other workers to help."""
+        """Begin a chunk in a worker. If handlers are slow, ask other workers to help."""
         if not self._ordered:
             batches = -(-len(chunk.items) // self._batch_size)
             self._ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)))

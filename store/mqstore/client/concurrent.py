@@ -125,7 +125,7 @@ class ConcurrentService:
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        """Have the worker handle the rest of a chunk."""
+        """Handle the rest of a chunk in the worker."""
         if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
             self._handling.leave(chunk)
             return

@@ -77,7 +77,7 @@ class PopKeeper:
             self._wake()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
-        """Have the order info on disk within `duration_ms`."""
+        """Save the order info within `duration_ms`."""
         due_ms = now_ms + duration_ms
         self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
 

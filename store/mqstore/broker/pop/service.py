@@ -556,7 +556,7 @@ class PopService:
         return self._orders.suspended(group, self._parts.offsets.committed)
 
     def _save_soon(self) -> None:
-        """Have the order info on disk within a second, because a message has failed."""
+        """Save the order info within a second, because a message has failed."""
         self._keeper.save_within(_ATTEMPTS_MS, self._clock.now_ms())
         self._wake()
 

@@ -299,7 +299,7 @@ class PopTables(Desk):
     # -- the agenda -------------------------------------------------------------------------------------------------
 
     def announce(self, state: QueueState, at_ms: int) -> None:
-        """Have the housekeeper check the queue at `at_ms` or earlier. Call under the state's lock."""
+        """Make the housekeeper check the queue at `at_ms` or earlier. Call under the state's lock."""
         if state.announced_ms is not None and state.announced_ms <= at_ms:
             return
         state.announced_ms = at_ms
