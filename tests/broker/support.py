@@ -10,11 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+import pytest
+
 from mqstore.broker.broker import Broker
+from mqstore.broker.delay.levels import DelayService
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
+from mqstore.broker.waiting import Waiters
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
+from mqstore.log import manifest
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile
@@ -34,6 +40,7 @@ __all__ = [
     "new_parts",
     "settle",
     "settle_broker",
+    "shrink_timer_log",
 ]
 
 START_MS = 1_700_000_000_000
@@ -104,6 +111,12 @@ def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> N
         clock.advance(max(1, due_ms - clock.now_ms()))
     clock.advance(max(0, until_ms - clock.now_ms()))
     settle_broker(broker, clock)
+
+
+def shrink_timer_log(monkeypatch: pytest.MonkeyPatch, units: int = 10) -> None:
+    """Let stores that are made from now on have `units` units in a file of the timer's log."""
+    sizes = manifest._SIZES
+    monkeypatch.setitem(sizes, "mqstore", (*sizes["mqstore"][:4], units * 52 + 16))
 
 
 def full(*_: object, **__: object) -> Any:
@@ -222,6 +235,23 @@ class Bench:
         self.asked: list[bytes] = []
         """Bodies of the half messages that `check` was asked about."""
         self.broker = self.open()
+
+    @property
+    def parts(self) -> Parts:
+        """The tables behind the broker's door. Tests look there, and at the three below, only by these names."""
+        return self.broker._parts
+
+    @property
+    def delay(self) -> DelayService:
+        return self.broker._delay
+
+    @property
+    def timer(self) -> TimerService:
+        return self.broker._timer
+
+    @property
+    def waiters(self) -> Waiters:
+        return self.broker._waiters
 
     def open(self, **kwargs: Any) -> Broker:
         self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))

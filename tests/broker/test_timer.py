@@ -12,7 +12,7 @@ import shutil
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 
 from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timercheck import Progress
-from mqstore.broker.delay.timerfiles import decode_unit, encode_unit
+from mqstore.broker.delay.timercheck import Progress, TimerCheck
+from mqstore.broker.delay.timerfiles import TimerLog, decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
+from mqstore.log.store import MessageStore
 from tests.broker.support import START_MS, ServiceBench
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import Unsynced, flip
@@ -209,12 +209,6 @@ def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
 # --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def few_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten units to a file of the timer's log, of stores that are made afterwards."""
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
-
-
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few messages take several of them."""
     monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 2)
@@ -254,19 +248,17 @@ class Timers(ServiceBench[TimerService]):
         return self.parts.statistics.snapshot().total(name, TIMER_TOPIC)
 
 
-def count_looks(timers: Timers) -> Counter[str]:
-    """Count looks at units and at records from now on."""
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Number of looks at units and at records."""
     looked = Counter[str]()
 
-    def counted(call: Callable[[int], Any], name: str) -> Callable[[int], Any]:
-        def counting(position: int) -> Any:
-            looked[name] += 1
-            return call(position)
+    def count(kind: type, name: str, what: str) -> None:
+        real = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *arguments: looked.update([what]) or real(*arguments))
 
-        return counting
-
-    timers.timer._log.unit = counted(timers.timer._log.unit, "unit")  # type: ignore[method-assign]
-    timers.parts.store.at = counted(timers.parts.store.at, "record")  # type: ignore[method-assign]
+    count(TimerLog, "unit", "unit")
+    count(MessageStore, "at", "record")
     return looked
 
 
@@ -427,7 +419,7 @@ def test_steps_are_bounded(timers: Timers) -> None:
     assert timers.timer.waiting() == 500
 
 
-def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers) -> None:
+def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers, looked: Counter[str]) -> None:
     """All of a slot was looked through in the step that began it: four seconds of a million, with everything else at a
     stop."""
     for n in range(13_000):
@@ -435,7 +427,7 @@ def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers)
         timers.put(str(n), 900, properties={"UNIQ_KEY": str(n), **cancels})
     timers.settle()
     timers.clock.advance(1000)
-    looked = count_looks(timers)
+    looked.clear()
     steps: list[Counter[str]] = []
     while timers.timer.waiting():
         timers.timer.run_once(timers.clock.now_ms())
@@ -735,10 +727,9 @@ def test_a_slot_that_is_damaged_at_any_step_is_gone_on_with(
 ) -> None:
     """While it is looked through, or delivered; some of it is recalled."""
     small_steps(monkeypatch)
-    handles = [timers.put(str(n), 900) for n in range(10)]
+    handles = [timers.put(str(n), 1900) for n in range(10)]
     assert all(map(timers.timer.recall, handles[3:5]))
-    timers.pass_ms(0)
-    timers.timer._flush(timers.clock.now_ms())
+    timers.pass_ms(1000)  # all is written down
     timers.clock.advance(1000)
     for _ in range(steps):
         timers.timer.run_once(timers.clock.now_ms())
@@ -752,18 +743,23 @@ def test_a_slot_that_is_damaged_at_any_step_is_gone_on_with(
     assert timers.timer.waiting() == 0
 
 
-def test_the_commitlog_and_the_log_are_on_disk_before_the_checkpoint_is_written(timers: Timers) -> None:
-    timer, store = timers.timer, timers.parts.store
-    save, saves = timer._check.save, []
+def test_the_commitlog_and_the_log_are_on_disk_before_the_checkpoint_is_written(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saves = TimerCheck.save, []
+    timers.reopen(fs := FaultyFileSystem())
+    log = timers.path / "timerlog" / f"{0:020d}"
 
-    def saved(progress: Progress, now_ms: int) -> None:
-        assert store._commit.flushed == store.max_offset
-        assert timer._log.pending_bytes == 0
-        assert progress.log_end == timer._log.end
+    def saved(check: TimerCheck, progress: Progress, now_ms: int) -> None:
+        assert timers.parts.store.stats().flush_lag_bytes == 0
+        written = log.read_bytes().rstrip(b"\0")
+        assert progress.log_end - 52 < len(written) <= progress.log_end
+        kinds = [call.operation for call in fs.changes("timerlog")][::-1]
+        assert "pwrite" not in kinds[: kinds.index("fdatasync")]
         saves.append(progress)
-        save(progress, now_ms)
+        save(check, progress, now_ms)
 
-    timer._check.save = saved  # type: ignore[method-assign]
+    monkeypatch.setattr(TimerCheck, "save", saved)
     for n in range(10):
         timers.put(str(n), 1500 + n * 900)
         timers.pass_ms(700)
@@ -886,15 +882,10 @@ def test_a_late_message_is_not_lost_when_the_files_are(timers: Timers) -> None:
     read, which must not be taken for its delivery when log and wheel are built again."""
     timers.put("first", 100)
     timers.pass_ms(5 * S)
+    timers.timer.run_once(timers.clock.now_ms() + 3 * S)  # its slot is read before it comes
     timers.put("late", 1500)
-    timers.clock.advance(3 * S)
-    timer = timers.timer
-    over = timers.clock.now_ms()
-    timers.parts.store.dispatch()
-    timer._read_ms = over  # as if other slots had been read meanwhile
-    timer._place_some(10, over)
-    timer._flush(over)
-    timers.kill()
+    timers.settle()
+    timers.close()
     _remove(timers.path / "timerlog")
     timers.open()
     timers.pass_ms(5 * S)
@@ -943,7 +934,7 @@ def test_what_was_recalled_stays_so_when_the_files_are_built_again(timers: Timer
     assert timers.bodies() == ["other"]
 
 
-def test_what_waits_after_a_long_stop_can_be_recalled(timers: Timers) -> None:
+def test_what_waits_after_a_long_stop_can_be_recalled(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies where the wheel reaches to while catching up, not where it belongs."""
     timers.put("overdue", 2 * S)
     timers.close()
@@ -951,7 +942,8 @@ def test_what_waits_after_a_long_stop_can_be_recalled(timers: Timers) -> None:
     timers.open()
     handle = timers.put("new", HOUR)
     timers.parts.store.dispatch()
-    timers.timer._place_some(10, timers.clock.now_ms())
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 1)
+    timers.timer.run_once(timers.clock.now_ms())  # places it, and begins to catch up
     assert timers.timer.recall(handle)
     timers.pass_ms(2 * HOUR)
     assert timers.bodies() == ["overdue"]
@@ -1163,7 +1155,7 @@ def test_a_clock_set_back_far_within_the_second_that_is_read(timers: Timers, how
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -> None:
+def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path, looked: Counter[str]) -> None:
     """Calls on files, units and records looked at: the same over a hundred that wait and over five thousand."""
     costs = []
     for waiting in (100, 5_000):
@@ -1172,7 +1164,7 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
         for n in range(waiting):
             timers.put("w", 2 * HOUR + n * 7)
         timers.pass_ms(10 * S)
-        looked = count_looks(timers)
+        looked.clear()
         before = len(fs.calls)
         for n in range(50):
             timers.put(str(n), 1 + 400 * n)
@@ -1180,7 +1172,7 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
         timers.pass_ms(30 * S)
         assert len(timers.bodies()) == 50
         calls = Counter(call.operation for call in fs.calls[before:] if "timer" in call.path)
-        costs.append((calls, looked))
+        costs.append((calls, looked.copy()))
         timers.close()
     assert costs[0] == costs[1]
     assert costs[1][1]["record"] == 50
@@ -1189,7 +1181,9 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(tmp_path: Path, reopened: bool) -> None:
+def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(
+    tmp_path: Path, looked: Counter[str], reopened: bool
+) -> None:
     """Units and records looked at, and calls on files: the same among a hundred of one second and among five
     thousand. It looked at all of them."""
     costs = []
@@ -1200,7 +1194,7 @@ def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(tmp
         timers.pass_ms(10 * S)
         if reopened:
             timers.reopen(fs)
-        looked = count_looks(timers)
+        looked.clear()
         recalled = {0, 1, 40, waiting // 2, waiting - 2, waiting - 1}
         before = len(fs.calls)
         for n in recalled:
@@ -1217,7 +1211,7 @@ def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(tmp
     assert costs[1][1]["unit"] <= 2 * 12 + 6
 
 
-def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers: Timers) -> None:
+def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers: Timers, looked: Counter[str]) -> None:
     """Its place cannot be counted off then: it is searched for."""
     handles = []
     for n in range(1000):
@@ -1225,7 +1219,7 @@ def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers
         if n % 10 == 0:
             timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties={})
     timers.pass_ms(10 * S)
-    looked = count_looks(timers)
+    looked.clear()
     for n in (0, 400, 999):
         assert timers.timer.recall(handles[n])
     assert looked["unit"] <= 3 * 14

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.log.message import Message
+from mqstore.log.writer import Outlet
 from tests.broker.support import START_MS, ServiceBench, full, in_threads
 
 GROUP = "payments"
@@ -236,7 +236,7 @@ def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeyp
 def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.transactions._ops, "_outlet", SimpleNamespace(put=full))
+        patch.setattr(Outlet, "put", full)
         for handle in handles:
             bench.transactions.end(handle, "rollback")
         with pytest.raises(StoreFullError):

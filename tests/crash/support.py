@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.options import Profile, StoreConfig
@@ -25,6 +27,11 @@ def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileS
     )
     config = StoreConfig(clock=SimulatedClock(), **sizes)
     return open_in(mode, path, profile=profile, config=config, fs=fs)
+
+
+def checkpoint_of(timer: TimerService) -> TimerCheck:
+    """The file of the timer's progress, for scripts that note each save."""
+    return timer._check
 
 
 def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:

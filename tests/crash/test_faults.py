@@ -237,17 +237,18 @@ def test_units_whose_sync_failed_are_not_claimed_by_a_later_sync(tmp_path: Path)
 def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
     path = tmp_path / "store"
-    fs = FaultyFileSystem()
-    with MessageStore(path, config=config(), fs=fs) as store:
+    fs, clock = FaultyFileSystem(), SimulatedClock()
+    with MessageStore(path, config=config(clock), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
-        for file in list(store.queue_table._dirty):
-            store.parts.descriptors.forget(file)
+        store.run_once(clock.monotonic_ms())
+        store.parts.descriptors.give_back()
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
-        assert not store._checkpointer.sync_units()
-        assert "units" in store.stats().errors
-        fs.heal()
-        assert store._checkpointer.sync_units()
+        for failed in (True, False):
+            clock.advance(60_000)
+            store.run_once(clock.monotonic_ms())
+            assert ("units" in store.stats().errors) is failed
+            fs.heal()
     check(path, 1)
     with MessageStore(path, config=config()) as store:
         assert store.clean_shutdown

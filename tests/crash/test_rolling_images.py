@@ -30,21 +30,20 @@ from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
 from mqstore.log.outgoing import Copy
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
-from tests.broker.support import settle
+from tests.broker.support import settle, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import checkpoint_of
 from tests.log.support import Unsynced, kill
 
 S, DAY = 1_000, 86_400_000
 LEVELS_MS = (1_000, 20 * DAY)
 SEGMENT = 8192
 POLICY = Retention(age=None, max_bytes=2 * SEGMENT, unconsumed="drop")
-TIMERLOG_SEGMENT = 6 * 52 + 16
 
 
 @dataclass
@@ -120,7 +119,7 @@ def spied(broker: Broker, fs: RecordingFileSystem) -> Broker:
     road = broker.parts.road
     after(road, "copy", lambda message, *_: fs.mark(("copied", ("timer", message.text()))))
     after(road, "copy_many", tell_all)
-    after(broker.timer._check, "save", lambda *_: None)
+    after(checkpoint_of(broker.timer), "save", lambda *_: None)
     after(broker.delay, "save", lambda *_: None)
     return broker
 
@@ -268,7 +267,6 @@ def check_seed(seed: int, tmp: Path) -> None:
 def test_what_a_power_cut_leaves_of_rolling_loses_nothing_and_comes_neither_early_nor_more_often_than_it_may(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = manifest._SIZES["mqstore"]
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
+    shrink_timer_log(monkeypatch, units=6)
     monkeypatch.setattr(retention, "_ROLL_STEP", 2)
     CAMPAIGN.run(first, check_seed, tmp_path)

@@ -24,15 +24,14 @@ from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.broker.support import advance
+from tests.broker.support import advance, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import checkpoint_of
 from tests.log.support import Unsynced, kill
 
-TIMERLOG_SEGMENT = 6 * 52 + 16
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 
 
@@ -71,14 +70,15 @@ def run_script(seed: int, folder: Path) -> Script:
 
     def start() -> tuple[Parts, TimerService]:
         parts, timer = open_broker(root, clock, fs)
-        save = timer._check.save
+        checkpoint = checkpoint_of(timer)
+        save = checkpoint.save
 
         def saved(progress: Progress, now_ms: int) -> None:
             delivered = [body for body, _ in bodies(parts)]
             save(progress, now_ms)
             fs.mark(("saved", delivered))
 
-        timer._check.save = saved  # type: ignore[method-assign]
+        checkpoint.save = saved  # type: ignore[method-assign]
         return parts, timer
 
     parts, timer = start()
@@ -177,8 +177,7 @@ def check_seed(seed: int, tmp: Path) -> None:
 def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_early_nor_again(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = manifest._SIZES["mqstore"]
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
+    shrink_timer_log(monkeypatch, units=6)
     if first // 10 % 2:  # every other script, so that two messages of one second take several steps
         monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 1)
         monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 1)
