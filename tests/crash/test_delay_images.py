@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,6 +38,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import if_new
 from tests.log.support import Unsynced, kill
 
 TABLE_MS = (1_000, 5_000, 12_000)
@@ -62,8 +62,7 @@ class Broker:
 
     def __init__(self, path: Path, fs: FileSystem, clock: SimulatedClock) -> None:
         self.clock = clock
-        new = not (path / "commitlog").exists()
-        config = StoreConfig(clock=clock, delay_levels="1s 5s 12s", **(SIZES if new else {}))
+        config = StoreConfig(clock=clock, delay_levels="1s 5s 12s", **if_new(path, **SIZES))
         self.store = MessageStore(path, config=config, fs=fs)
         self.parts = open_parts(self.store)
         self.service = DelayService(
@@ -94,11 +93,8 @@ class Broker:
         return [message for queue in QUEUES for message in self.queue(*queue)]
 
 
-def run_script(seed: int, folder: Path) -> Script:
+def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     rng = random.Random(f"delay {seed}")
-    root = folder / "store"
-    root.mkdir()
-    fs = RecordingFileSystem(root)
     script = Script(fs.events)
     clock = SimulatedClock()
     broker = Broker(root, fs, clock)
@@ -139,7 +135,6 @@ def run_script(seed: int, folder: Path) -> Script:
         fs.mark(("time", clock.now_ms()))
     fs.observe()
     kill(broker.store)
-    fs.dispose()
     return script
 
 
@@ -165,10 +160,7 @@ def number_of(message: Message) -> int:
     return int(message.body.split(b" ", 1)[0])
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"delay image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     if script.busy and rng.random() < 0.8:
         moment = rng.choice(script.busy)
     else:
@@ -220,11 +212,10 @@ def check_seed(seed: int, tmp: Path) -> None:
     broker.close()
     with ReadOnlyMessageStore(image) as reader:
         assert list(reader.verify()) == []
-    shutil.rmtree(image)
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_after_a_power_cut_every_delayed_message_comes_in_time_in_order_and_as_often_as_the_progress_says(
     tmp_path: Path, first: int
 ) -> None:
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)

@@ -11,7 +11,6 @@ synced by then. MQSTORE_CRASH_SEED=n runs one.
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from mqstore.options import StoreConfig
 from tests.broker.support import advance, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.support import checkpoint_of
+from tests.crash.support import checkpoint_of, if_new
 from tests.log.support import Unsynced, kill
 
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
@@ -46,8 +45,7 @@ class Script:
 
 
 def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> tuple[Parts, TimerService]:
-    new = not (path / "mqstore.json").exists() and not (path / "commitlog").exists()
-    sizes = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64, "index_entries": 256} if new else {}
+    sizes = if_new(path, segment_bytes=1 << 16, consumequeue_units=64, index_slots=64, index_entries=256)
     parts = open_parts(MessageStore(path, config=StoreConfig(clock=clock, **sizes), fs=fs))
     return parts, TimerService(parts, lambda: None)
 
@@ -59,11 +57,8 @@ def bodies(parts: Parts) -> list[tuple[str, int]]:
     return [(message.text(), message.store_timestamp_ms) for message in parts.store.iter("orders", 0)]
 
 
-def run_script(seed: int, folder: Path) -> Script:
+def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     rng = random.Random(f"timer {seed}")
-    root = folder / "store"
-    root.mkdir()
-    fs = RecordingFileSystem(root)
     script = Script(fs.events)
     clock = SimulatedClock()
     handles: dict[str, str] = {}
@@ -121,17 +116,13 @@ def run_script(seed: int, folder: Path) -> Script:
     else:
         kill(parts.store)
     fs.mark(("time", clock.now_ms()))
-    fs.dispose()
     return script
 
 
 CAMPAIGN = Campaign("test_timer_images.py", run_script, images=30, chunk=10, images_a_script=10)
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"timer image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     moment = rng.randrange(1, len(script.events) + 1)
     marks = build_image(script.events[:moment], rng, image)
     told: dict[str, list[object]] = {"time": [SimulatedClock().now_ms()], "put": [], "recalled": [], "saved": [[]]}
@@ -170,7 +161,6 @@ def check_seed(seed: int, tmp: Path) -> None:
     assert not list(timer.pins())
     timer.close()
     parts.store.close()
-    shutil.rmtree(image)
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
@@ -181,4 +171,4 @@ def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_ea
     if first // 10 % 2:  # every other script, so that two messages of one second take several steps
         monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 1)
         monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 1)
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)
