@@ -37,8 +37,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 @pytest.fixture
 def pops(tmp_path: Path) -> Iterator[PopBench]:
     """A pop service alone, with a topic `t` of one queue."""
-    with PopBench(tmp_path / "store") as pops:
-        pops.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", queues=1) as pops:
         yield pops
 
 

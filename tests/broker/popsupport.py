@@ -10,91 +10,49 @@ from typing import Any
 import pytest
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import Mechanism, Parts
+from mqstore.broker.parts import Parts
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.waiting import Waiters
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability
-from tests.broker.support import advance, new_parts, settle
-from tests.log.support import kill
+from tests.broker.support import ServiceBench
 
 __all__ = ["PopBench", "bodies", "fail_once", "interrupted_puts", "memory", "offsets", "orders"]
 
 
-class PopBench:
+class PopBench(ServiceBench[PopService]):
     """Everything that pop needs, opened; `reopen` after `kill` or `close`. Time goes on across them."""
-
-    parts: Parts
-    service: PopService
-    waiters: Waiters
-    mechanisms: list[Mechanism]
 
     def __init__(
         self,
         path: Path,
-        *,
         fs: FileSystem | None = None,
-        durability: Durability = "append",
-        rng: Callable[[], float] | None = None,
-        clock: SimulatedClock | None = None,
+        *,
+        rng: Callable[[], float] = lambda: 0.5,  # no luck: the retry topic comes last
+        queues: int = 0,
         **config: Any,
     ) -> None:
-        self.path = path
-        self.clock = clock or SimulatedClock()
-        self.wakes: list[int] = []
-        """When the service called for the housekeeper."""
+        """Open it. `queues`: with a topic `t` of so many."""
         self._fs = fs
-        self._durability = durability
-        self._rng = rng or (lambda: 0.5)  # no luck: the retry topic comes last
-        self.open(**config)
+        self._rng = rng
+        super().__init__(path, self._service, fs, **config)
+        if queues:
+            self.parts.topics.create("t", queues=queues)
 
-    def open(self, **config: Any) -> None:
-        self.parts = new_parts(self.path, fs=self._fs, durability=self._durability, clock=self.clock, **config)
-        reads = Reads(self.parts)
-        self.waiters = Waiters(self.parts, lambda: None)
-        dead_letter = Retries(self.parts).dead_letter
-        self.service = PopService(self.parts, self._wake, self.waiters, reads, dead_letter, rng=self._rng)
-        self.reads = reads
-        self.mechanisms = [self.service, self.waiters, self.parts.offsets]
-        self._opened = True
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        super().open(fs or self._fs, **config)
+        self.mechanisms += [self.waiters, self.parts.offsets]
 
-    def _wake(self) -> None:
-        self.wakes.append(self.now_ms)
+    def _service(self, parts: Parts, wake: Callable[[], None]) -> PopService:
+        self.reads, self.waiters = Reads(parts), Waiters(parts, lambda: None)
+        return PopService(parts, wake, self.waiters, self.reads, Retries(parts).dead_letter, rng=self._rng)
 
-    def close(self) -> None:
-        for mechanism in self.mechanisms:
-            mechanism.close()
-        self.parts.store.close()
-        self._opened = False
-
-    def kill(self) -> None:
-        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        kill(self.parts.store)
-        self._opened = False
-
-    def crash(self, **config: Any) -> None:
-        """Open again after a kill."""
-        self.kill()
-        self.open(**config)
-
-    def reopen(self, **config: Any) -> None:
-        if self._opened:
-            self.close()
-        self.open(**config)
-
-    def __enter__(self) -> PopBench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._opened:
-            self.close()
+    advance = ServiceBench.pass_ms
+    read = ServiceBench.messages
 
     # -- what is known in memory: tests look there by these names only, and by `memory` and `orders` below ------------
 
@@ -125,17 +83,9 @@ class PopBench:
         if self.state.fifo is not None:
             self.service._fifo.put_anew(self.state)
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
     @property
     def now_ms(self) -> int:
         return self.clock.now_ms()
-
-    def settle(self) -> None:
-        settle(self.parts, self.mechanisms)
-
-    def advance(self, duration_ms: int) -> None:
-        advance(self.parts, self.mechanisms, duration_ms)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -145,11 +95,6 @@ class PopBench:
         """Messages with bodies `first`, `first` + 1 and so on, as text."""
         for i in range(first, first + count):
             self.parts.store.put(topic, str(i).encode().ljust(body_bytes, b"."), queue_id, **options)
-
-    def read(self, topic: str, queue_id: int = 0) -> list[Message]:
-        """All that the queue holds."""
-        bounds = self.parts.store.offsets_or_none(topic, queue_id)
-        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 100_000)
 
     def log_size(self) -> int:
         return self.parts.store.max_offset

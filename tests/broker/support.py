@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import pytest
 
@@ -192,13 +192,14 @@ class ServiceBench(Generic[Service]):
         self._config |= config
         self.parts: Parts = new_parts(self.path, fs=fs, **self._config)
         self.service = self._make(self.parts, self._wake)
+        self.mechanisms: list[Mechanism] = [self.service]
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def close(self) -> None:
-        self.service.close()
-        self.parts.offsets.close()
+        for mechanism in (*self.mechanisms, self.parts.offsets):
+            mechanism.close()
         self.parts.store.close()
 
     def kill(self) -> None:
@@ -206,8 +207,19 @@ class ServiceBench(Generic[Service]):
         kill(self.parts.store)
 
     def reopen(self, fs: FileSystem | None = None, *, killed: bool = False, **config: Any) -> None:
-        (self.kill if killed else self.close)()
+        if not self.parts.store.closed:
+            (self.kill if killed else self.close)()
         self.open(fs, **config)
+
+    def crash(self, **config: Any) -> None:
+        self.reopen(killed=True, **config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.parts.store.closed:
+            self.close()
 
     @property
     def clock(self) -> SimulatedClock:
@@ -215,10 +227,10 @@ class ServiceBench(Generic[Service]):
 
     def settle(self) -> int | None:
         """Run everything that is due now, and return when the next is."""
-        return settle(self.parts, [self.service])
+        return settle(self.parts, self.mechanisms)
 
     def pass_ms(self, duration_ms: int) -> None:
-        advance(self.parts, [self.service], duration_ms)
+        advance(self.parts, self.mechanisms, duration_ms)
 
     def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
         bounds = self.parts.store.offsets_or_none(topic, queue_id)

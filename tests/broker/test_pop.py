@@ -51,8 +51,7 @@ def test_two_groups_do_not_see_each_other(pops: PopBench) -> None:
 
 def test_all_queues_are_popped_from_wherever_it_begins(tmp_path: Path) -> None:
     for lucky in (0.20, 0.21, 0.22, 0.23, 0.99):
-        with PopBench(tmp_path / f"{lucky}", rng=lambda lucky=lucky: lucky) as pops:
-            pops.parts.topics.create("t", queues=3)
+        with PopBench(tmp_path / f"{lucky}", rng=lambda lucky=lucky: lucky, queues=3) as pops:
             for queue_id in range(3):
                 pops.put("t", 2, queue_id=queue_id)
             found = pops.pop(n=5)
@@ -62,8 +61,7 @@ def test_all_queues_are_popped_from_wherever_it_begins(tmp_path: Path) -> None:
 
 
 def test_one_queue_can_be_named(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store") as pops:
-        pops.parts.topics.create("t", queues=2)
+    with PopBench(tmp_path / "store", queues=2) as pops:
         pops.put("t", 1, queue_id=0)
         pops.put("t", 1, queue_id=1)
         assert [d.queue_id for d in pops.pop(queue_id=1, n=5)] == [1]
@@ -425,8 +423,7 @@ def test_copies_are_not_filtered_again(pops: PopBench) -> None:
 
 @pytest.mark.parametrize(("lucky", "expected"), [(0.19, b"0"), (0.20, b"1")])
 def test_one_pop_in_five_looks_at_the_retry_topic_first(tmp_path: Path, lucky: float, expected: bytes) -> None:
-    with PopBench(tmp_path / "store", rng=lambda: lucky) as pops:
-        pops.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", rng=lambda: lucky, queues=1) as pops:
         pops.put("t", 1)
         pops.pop()
         pops.advance(INVISIBLE_MS)
@@ -443,8 +440,7 @@ def test_a_batch_that_is_not_full_is_filled_from_the_retry_topic(pops: PopBench)
 
 
 def test_copies_go_to_version_1_by_option_and_both_are_read(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", pop_retry_version=1) as pops:
-        pops.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", pop_retry_version=1, queues=1) as pops:
         pops.put("t", 1)
         pops.pop()
         pops.advance(INVISIBLE_MS)

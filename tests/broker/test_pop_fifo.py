@@ -23,8 +23,7 @@ def pop(pops: PopBench, n: int = 32, **options: Any) -> list[Delivery]:
 
 
 def test_queues_block_each_for_itself(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store") as pops:
-        pops.parts.topics.create("t", queues=2)
+    with PopBench(tmp_path / "store", queues=2) as pops:
         pops.put("t", 2, queue_id=0)
         pops.put("t", 2, queue_id=1)
         assert [(d.queue_id, d.message.offset) for d in pop(pops, 3)] == [(0, 0), (0, 1), (1, 0)]

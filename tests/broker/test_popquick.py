@@ -659,8 +659,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
 
 
 def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", durability="flush") as bench:
-        bench.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", durability="flush", queues=1) as bench:
         bench.put("t", 5)
         assert not bench.is_compiled
         for i in range(5):
