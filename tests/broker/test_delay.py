@@ -26,7 +26,7 @@ from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
-from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
+from mqstore.options import delay_table_ms
 from tests.broker.delaysupport import Delays
 from tests.broker.support import START_MS, full
 from tests.log.support import Unsynced, flip
@@ -41,10 +41,6 @@ def delays(tmp_path: Path) -> Delays:
 
 
 # -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
-
-
-def test_the_default_table() -> None:
-    assert list(delay_table_ms(DEFAULT_DELAY_LEVELS)) == DEFAULT_MS
 
 
 @pytest.mark.parametrize("levels", ["", " ", "1", "s", "1x", "1s,5s", "-1s", "1.5s", "1s 5", "1 s", "1S", "1ms"])
@@ -63,25 +59,6 @@ def test_any_run_of_blanks_separates_levels() -> None:
 )
 def test_when_a_message_of_a_level_is_due(level: int, stored_ms: int, due_ms: int) -> None:
     assert deliver_time_ms(DEFAULT_MS, level, stored_ms) == due_ms
-
-
-@pytest.mark.parametrize(("level", "served"), [(1, 1), (18, 18), (99, 18)])
-def test_a_delayed_message_waits_in_the_queue_of_its_level_with_its_time_in_the_unit(
-    delays: Delays, level: int, served: int
-) -> None:
-    delays.put(level, b"late", queue_id=3, TAGS="t")
-    [message] = delays.messages(SCHEDULE_TOPIC, served - 1)
-    assert message.tags_code == START_MS + DEFAULT_MS[served - 1]
-    wanted = {"TAGS": "t", "DELAY": str(served), "REAL_TOPIC": "orders", "REAL_QID": "3"}
-    assert message.stored_properties() == wanted
-    assert delays.delivered(queue_id=3) == []
-
-
-def test_level_0_is_no_delay(delays: Delays) -> None:
-    delays.put(0, b"now")
-    [message] = delays.messages()
-    assert message.stored_properties() == {"DELAY": "0"}
-    assert delays.settle() is None
 
 
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from mqstore import Retention
-from mqstore.errors import ConfigError, InvalidMessageError, TransactionStateError
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import TIMER_DELAY_MS, UNIQ_KEY
 from tests.broker.support import Bench
-from tests.log.support import kill
 
 DAY = 86_400_000
 
@@ -85,21 +84,6 @@ def test_half_message_without_room_for_its_timer_is_refused(tmp_path: Path) -> N
             break
         assert refused
         assert broker.transactions.end(half, "commit") is not None
-
-
-def test_commit_before_a_crash_cannot_be_rolled_back(tmp_path: Path) -> None:
-    """It was rolled back, said the answer, while everybody could read it."""
-    broker = Bench(tmp_path).broker
-    half = broker.transactions.begin("t", b"paid", producer_group="till", queue_id=0)
-    broker.transactions.end(half, "commit")
-    kill(broker.store)
-    with Bench(tmp_path).broker as broker:
-        with pytest.raises(TransactionStateError) as error:
-            broker.transactions.end(half.transaction_id, "rollback")
-        assert error.value.outcome == "commit"
-        assert broker.transactions.end(half.transaction_id, "commit") is None
-        assert broker.transactions.open_count() == 0
-        assert [message.body for message in broker.store.read("t", 0)] == [b"paid"]
 
 
 def test_ended_transactions_leave_the_list_of_checks(bench: Bench) -> None:

@@ -42,17 +42,12 @@ def offsets(tmp_path: Path) -> Any:
 # -- committed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0)])
-def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: int) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0), (0, 1.0), (0, "1"), (0, None)]
+)
+def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: Any) -> None:
+    with pytest.raises(ConfigError if type(offset) is int else TypeError):
         offsets.table.commit("g", "t", queue_id, offset)
-    assert not offsets.table.dirty
-
-
-@pytest.mark.parametrize("bad", [1.0, "1", None])
-def test_what_is_no_integer_is_refused(offsets: _Offsets, bad: Any) -> None:
-    with pytest.raises(TypeError):
-        offsets.table.commit("g", "t", 0, bad)
     assert not offsets.table.dirty
 
 

@@ -44,11 +44,6 @@ def test_a_delivery_tells_what_a_receiver_needs(pops: PopBench) -> None:
     assert delivery.receipt == f"0 {now_ms} 60000 0 0 mqstore 0 0"
 
 
-def test_two_groups_do_not_see_each_other(pops: PopBench) -> None:
-    pops.put("t", 2)
-    assert bodies(pops.pop(n=2)) == bodies(pops.pop(group="other", n=2)) == [b"0", b"1"]
-
-
 def test_all_queues_are_popped_from_wherever_it_begins(tmp_path: Path) -> None:
     for lucky in (0.20, 0.21, 0.22, 0.23, 0.99):
         with PopBench(tmp_path / f"{lucky}", rng=lambda lucky=lucky: lucky, queues=3) as pops:
@@ -268,16 +263,6 @@ def test_a_time_out_of_range_is_refused(pops: PopBench, invisible_ms: int) -> No
     pops.ack(delivery)
 
 
-def test_a_nack_with_a_delay_waits_that_long(pops: PopBench) -> None:
-    pops.put("t", 1)
-    [delivery] = pops.pop()
-    pops.clock.advance(1)
-    assert pops.service.nack("g", "t", delivery.receipt, 0)
-    pops.settle()
-    [again] = pops.pop()
-    assert again.attempt == 2
-
-
 # -- dead letters -----------------------------------------------------------------------------------------------------
 
 
@@ -484,13 +469,6 @@ def test_a_reset_during_flight_begins_anew_and_expires_what_is_out(pops: PopBenc
     assert pops.committed() == 6
     pops.advance(INVISIBLE_MS)
     assert pops.read(RETRY) == []
-
-
-def test_a_reset_that_nobody_told_of_counts_at_the_next_pop(pops: PopBench) -> None:
-    pops.put("t", 6)
-    pops.pop(n=4)
-    pops.parts.offsets.reset(QueueKey("g", "t", 0), 5)
-    assert bodies(pops.pop(n=5)) == [b"5"]
 
 
 def test_a_deleted_topic_takes_its_deliveries_along(pops: PopBench) -> None:

@@ -248,20 +248,6 @@ def test_a_reset_is_not_undone_by_an_older_order_info_file(pops: PopBench, resta
     assert offsets(pops.pop(order=True, n=3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("popped", [False, True])
-def test_a_reset_outlives_a_crash(pops: PopBench, popped: bool) -> None:
-    """The group's position was on disk with the next save, up to five seconds later: a crash before that undid what an
-    operator had been told was done."""
-    pops.parts.groups.create("g")
-    pops.put("t", 5)
-    if popped:
-        pops.ack(*pops.pop(n=5))
-    pops.reset(3)
-    pops.crash()
-    assert pops.committed() == 3
-    assert offsets(pops.pop(n=5)) == [3, 4]
-
-
 def test_releasing_what_is_settled_changes_nothing(pops: PopBench, restart: Any) -> None:
     pops.put("t", 1)
     [delivery] = pops.pop(order=True)

@@ -406,19 +406,6 @@ def test_a_record_is_not_delivered_before_its_own_time_whatever_its_unit_says(ti
     assert timers.delivered() == [("a", 3500)]
 
 
-def test_steps_are_bounded(timers: Timers) -> None:
-    for n in range(1500):
-        timers.put(str(n), 900)
-    timers.parts.store.dispatch()
-    assert timers.timer.run_once(timers.clock.now_ms()) == timers.clock.now_ms()
-    timers.settle()
-    timers.clock.advance(1000)
-    assert timers.timer.run_once(timers.clock.now_ms()) == timers.clock.now_ms()
-    timers.parts.store.dispatch()
-    assert len(timers.bodies()) == 1000
-    assert timers.timer.waiting() == 500
-
-
 def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers, looked: Counter[str]) -> None:
     """All of a slot was looked through in the step that began it: four seconds of a million, with everything else at a
     stop."""

@@ -499,5 +499,3 @@ def test_queues_count_for_both_when_altered_as_when_created(topics: _Topics) -> 
     assert topics.again().need("a") == TopicConfig("a", 12, 10)
     with pytest.raises(ConfigError, match="write_queues"):
         topics.table.alter("a", queues=2)
-    with pytest.raises(ConfigError, match="queues"):
-        topics.table.alter("a", queues=0)
