@@ -16,7 +16,7 @@ from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.store import MessageStore
 from tests.broker.scraping import scraped, series
-from tests.broker.support import Bench, full
+from tests.broker.support import Bench, full, in_threads
 from tests.faults import FaultyFileSystem
 
 HOUR = 3_600_000
@@ -134,15 +134,13 @@ def test_looks_from_many_threads_count_each_put_once(broker: Broker) -> None:
         while not done.is_set():
             broker.stats()
 
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        broker.put("t", b"x")
-        broker.store.dispatch()
-    done.set()
-    for thread in threads:
-        thread.join()
+    def put() -> None:
+        for _ in range(200):
+            broker.put("t", b"x")
+            broker.store.dispatch()
+        done.set()
+
+    in_threads(put, *[look] * 3)
     assert totals(broker, "TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", key="t") == [200, 0]
 
 

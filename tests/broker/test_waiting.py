@@ -340,23 +340,6 @@ def test_a_woken_waiter_that_cannot_be_removed_any_more_says_so(hall: Hall) -> N
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def test_deadlines_are_exact(hall: Hall) -> None:
-    for name, in_ms in (("c", 300), ("a", 100), ("never", None), ("b", 200), ("b2", 200), ("now", 0)):
-        hall.park(name, in_ms=in_ms)
-    start_ms = hall.clock.now_ms()
-    seen = []
-    due_ms = hall.turn()
-    while due_ms is not None:
-        hall.pass_ms(due_ms - hall.clock.now_ms() - 1)
-        before = list(hall.told)
-        hall.pass_ms(1)
-        seen.append((hall.clock.now_ms() - start_ms, [t for t in hall.told if t not in before]))
-        due_ms = hall.turn()
-    assert hall.told[0] == ("now", False)
-    assert seen == [(100, [("a", False)]), (200, [("b", False), ("b2", False)]), (300, [("c", False)])]
-    assert hall.waiters.parked == 1
-
-
 def test_the_housekeeper_is_roused_for_an_earlier_deadline_only(hall: Hall) -> None:
     hall.park("a", in_ms=1000)
     assert hall.wakes == 1
@@ -374,24 +357,6 @@ def test_deadlines_do_not_follow_the_wall_clock(hall: Hall) -> None:
     hall.clock.set_wall(hall.clock.now_ms() + 3_600_000)
     assert hall.turn() == hall.clock.now_ms() + 1000
     assert hall.told == []
-
-
-@pytest.mark.parametrize("offset", [0, None])
-def test_five_seconds_after_a_unit_was_passed_over_the_reader_is_sent_on(hall: Hall, offset: int | None) -> None:
-    hall.park("w", offset=offset, filter=PAID, in_ms=20_000)
-    hall.turn()
-    hall.pass_ms(1_000)
-    hall.put(tag="open")
-    assert hall.turn() == hall.clock.now_ms() + 5_000
-    hall.pass_ms(3_000)
-    hall.put(tag="open")  # does not put it off
-    hall.pass_ms(1_999)
-    assert hall.told == []
-    hall.pass_ms(1)
-    assert hall.told == [("w", True)]
-    hall.pass_ms(60_000)
-    assert hall.told == [("w", True)]
-    assert hall.is_empty()
 
 
 def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
