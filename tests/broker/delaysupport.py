@@ -40,12 +40,8 @@ class Delays(ServiceBench[DelayService]):
         """Put a record into a level's queue as another program might have."""
         return self.store.append(SCHEDULE_TOPIC, level - 1, body, properties={"DELAY": str(level), **properties}).offset
 
-    def delivered(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
-        return [message.body for message in self.messages(topic, queue_id)]
+    delivered = ServiceBench.bodies
 
     def file(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.path / "config" / "delayOffset.json").read_bytes())
         return value
-
-    def counted(self, name: str) -> int:
-        return sum(total[0] for (kind, _), total in self.parts.statistics.snapshot().totals.items() if kind == name)

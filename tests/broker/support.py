@@ -36,9 +36,12 @@ __all__ = [
     "advance",
     "advance_broker",
     "clock_of",
+    "counted",
     "full",
     "in_threads",
+    "messages_of",
     "new_parts",
+    "parked_thread",
     "settle",
     "settle_broker",
     "shrink_timer_log",
@@ -143,6 +146,31 @@ def in_threads(*calls: Callable[[], object]) -> None:
         sys.setswitchinterval(interval)
 
 
+def parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:
+    """A started thread that has parked."""
+    before = waiters.parked
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    for _ in range(30_000):
+        if waiters.parked > before:
+            break
+        thread.join(0.001)
+    assert waiters.parked == before + 1
+    return thread
+
+
+def messages_of(parts: Parts, topic: str, queue_id: int = 0) -> list[Message]:
+    """All messages of a queue, which need not exist."""
+    bounds = parts.store.offsets_or_none(topic, queue_id)
+    return parts.store.read(topic, queue_id, bounds[0], 1_000_000) if bounds and bounds[1] else []
+
+
+def counted(parts: Parts, name: str) -> int:
+    """Sum of a counter over all its keys."""
+    totals = parts.statistics.snapshot().totals
+    return sum(total.value for (kind, _), total in totals.items() if kind == name)
+
+
 Table = TypeVar("Table")
 
 
@@ -239,8 +267,13 @@ class ServiceBench(Generic[Service]):
         advance(self.parts, self.mechanisms, duration_ms)
 
     def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
-        bounds = self.parts.store.offsets_or_none(topic, queue_id)
-        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 1_000_000)
+        return messages_of(self.parts, topic, queue_id)
+
+    def bodies(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
+        return [message.body for message in self.messages(topic, queue_id)]
+
+    def counted(self, name: str) -> int:
+        return counted(self.parts, name)
 
 
 class Bench:

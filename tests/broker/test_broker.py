@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -34,7 +33,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Retention
-from tests.broker.support import Bench, full
+from tests.broker.support import Bench, full, parked_thread
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
@@ -306,10 +305,7 @@ def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
         except Exception as error:
             raised.append(error)
 
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    while thread.is_alive() and not bench.waiters.parked:
-        time.sleep(0.001)
+    thread = parked_thread(bench.waiters, receive)
     change(broker)
     thread.join(5)
 

@@ -881,17 +881,7 @@ def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
     monkeypatch.setattr(PopLog, "put_pop", watched(PopLog.put_pop))
     monkeypatch.setattr(Road, "append", watched(Road.append))
-    monkeypatch.setattr(popjava.JavaTakeover, "mark", _mark_watched(watched))
-
-
-def _mark_watched(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., None]:
-    original = popjava.JavaTakeover.mark
-
-    def mark(self: popjava.JavaTakeover) -> None:
-        self._offsets.save = watched(self._offsets.save)  # type: ignore[method-assign]
-        original(self)
-
-    return mark
+    monkeypatch.setattr(OffsetTable, "save", watched(OffsetTable.save))
 
 
 def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(

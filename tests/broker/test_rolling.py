@@ -82,16 +82,14 @@ class Bench(support.Bench):
         return self.store.max_offset - self.store.min_offset
 
     def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
-        bounds = self.store.offsets_or_none(topic, queue_id)
-        return self.store.read(topic, queue_id, bounds[0], 100_000) if bounds and bounds[1] else []
+        return support.messages_of(self.parts, topic, queue_id)
 
     def arrived(self) -> list[tuple[str, int]]:
         """(body, ms from START_MS) of what was delivered."""
         return [(message.text(), message.store_timestamp_ms - START_MS) for message in self.messages()]
 
     def counted(self, name: str) -> int:
-        totals = self.broker.stats().counters.totals
-        return sum(total[0] for (kind, _), total in totals.items() if kind == name)
+        return support.counted(self.parts, name)
 
 
 @pytest.fixture(autouse=True)

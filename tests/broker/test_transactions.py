@@ -41,9 +41,6 @@ class Bench(ServiceBench[Transactions]):
     def begin(self, body: bytes = b"b", **options: Any) -> TransactionHandle:
         return self.transactions.begin("orders", body, **{"producer_group": GROUP, "queue_id": 0, **options})
 
-    def bodies(self, topic: str = "orders") -> list[bytes]:
-        return [message.body for message in self.messages(topic)]
-
     def crash(self, *, save: bool = False) -> None:
         """Open again after a kill, with progress as it was or saved."""
         if save:

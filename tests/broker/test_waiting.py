@@ -28,6 +28,7 @@ from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.signalsafe import Bell
+from tests.broker.support import parked_thread
 from tests.log.support import open_store
 
 PAID = parse_filter("paid")
@@ -467,7 +468,7 @@ def test_closing_ends_every_wait(hall: Hall) -> None:
     hall.park("a", in_ms=100)
     hall.park("b", ANY_QUEUE, group="g", also=["u"])
     results: list[bool] = []
-    thread = _parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 100)))
+    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 100)))
     hall.waiters.close()
     hall.waiters.close()
     thread.join(HANGS_S)
@@ -484,19 +485,6 @@ def test_closing_ends_every_wait(hall: Hall) -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def _parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:
-    """A started thread that has parked."""
-    before = waiters.parked
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    for _ in range(30_000):
-        if waiters.parked > before:
-            break
-        thread.join(0.001)
-    assert waiters.parked == before + 1
-    return thread
-
-
 @pytest.mark.parametrize(
     ("happens", "result"),
     [
@@ -507,7 +495,7 @@ def _parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.
 )
 def test_a_thread_by_the_clock_of_a_test(hall: Hall, happens: Callable[[Hall], object], result: bool) -> None:
     results: list[bool] = []
-    thread = _parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 20, PAID)))
+    thread = parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 20, PAID)))
     assert hall.is_awaited
     happens(hall)
     thread.join(HANGS_S)
@@ -676,7 +664,7 @@ def test_a_thread_times_itself_by_the_machine(live: tuple[MessageStore, Waiters]
     assert not waiters.wait("t", 0, 0, 0.001)
     assert not waiters.wait("t", ANY_QUEUE, None, 0.001, group="g")
     assert waiters.parked == 0
-    thread = _parked_thread(waiters, lambda: waiters.wait("t", 0, 0, float("inf")))
+    thread = parked_thread(waiters, lambda: waiters.wait("t", 0, 0, float("inf")))
     store.put("t", b"")
     thread.join(HANGS_S)
     assert not thread.is_alive()
