@@ -26,7 +26,8 @@ def test_half_message_above_a_lowered_limit_is_given_up(bench: Bench) -> None:
     assert bench.broker.store.offsets_or_none("TRANS_CHECK_MAX_TIME_TOPIC", 0) == (0, 1)
 
 
-def test_producers_are_asked_after_four_closed_days(bench: Bench) -> None:
+@pytest.mark.parametrize("come_back", [True, False])
+def test_producers_are_asked_after_four_closed_days_if_they_come_back(bench: Bench, come_back: bool) -> None:
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.begin("t", b"half", producer_group="p")
     bench.broker.close()
@@ -35,20 +36,11 @@ def test_producers_are_asked_after_four_closed_days(bench: Bench) -> None:
     bench.settle()  # before they are back
     bench.jump(30_000)
     assert bench.broker.stats().open_transactions == 1
-    bench.broker.transactions.on_check("p", bench.check)
-    bench.jump(60_000)
-    assert bench.asked == [b"half"]
-    assert bench.drain() == [b"half"]
-
-
-def test_half_message_without_a_checker_is_given_up(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    bench.broker.transactions.begin("t", b"half", producer_group="p")
-    bench.broker.close()
-    bench.clock.advance(4 * DAY)
-    bench.open()
+    if come_back:
+        bench.broker.transactions.on_check("p", bench.check)
     for _ in range(25):
         bench.jump(30_000)
+    assert bench.asked == bench.drain() == ([b"half"] if come_back else [])
     assert bench.broker.stats().open_transactions == 0
 
 

@@ -75,12 +75,6 @@ def test_a_new_group_begins_where_it_is_told_and_that_is_committed(
     assert bodies(pops.pop(n=5)) == [b"2"]
 
 
-def test_a_group_begins_where_its_config_says(pops: PopBench) -> None:
-    pops.put("t", 2)
-    pops.parts.groups.create("g", start="latest")
-    assert pops.pop(n=5) == []
-
-
 @pytest.mark.parametrize(
     ("n", "invisible_ms"), [(0, 60_000), (33, 60_000), (1, 99), (1, 12 * 3_600_000 + 1), (-1, 100)]
 )

@@ -369,27 +369,30 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
     assert all(bench.service.in_flight() == 0 for bench in pair.benches)
 
 
+@pytest.fixture
+def ordered(pair: Pair) -> Pair:
+    """A pair that pops in order, and whose last batch is settled."""
+    pair.way = ORDERS["in order"]
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    return pair
+
+
 @compiled
-def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
+def test_a_last_batch_that_is_not_noted_yet_is_for_python(ordered: Pair) -> None:
     """As an exception of a signal handler may leave it, between the record in the log and the order info."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    for bench in pair.benches:
+    for bench in ordered.benches:
         bench.state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
-    tables, state = pair.benches[0].tables, pair.benches[0].state
-    assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, True) is None
+    tables, state = ordered.benches[0].tables, ordered.benches[0].state
+    assert tables.hand_out(state, 1, ordered.benches[0].now_ms, 60_000, "t", True, True) is None
 
 
 @compiled
-def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    for bench in pair.benches:  # as no call leaves it
+def test_deliveries_without_order_have_to_end_first(ordered: Pair) -> None:
+    for bench in ordered.benches:  # as no call leaves it
         bench.state.in_flight[8] = Batch(99, [8], 1, 1, True)
-    assert pair.pop() == 0
-    pair.check()
+    assert ordered.pop() == 0
+    ordered.check()
 
 
 @compiled
@@ -485,16 +488,13 @@ def test_single_messages_take_the_compiled_way(
 
 
 @compiled
-def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
+def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(ordered: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    pair.pop(n=3)
+    ordered.pop(n=3)
     told: list[bool] = []
-    bench = pair.benches[0]
+    bench = ordered.benches[0]
     bench.service.add_waiter("g", "t", -1, None, told.append, order=True)
-    for one, _ in pair.deliveries[-3:]:
+    for one, _ in ordered.deliveries[-3:]:
         bench.waiters.run_once(bench.now_ms)
         seen = bench.waiters.seen("t")
         assert told == []
@@ -509,27 +509,24 @@ def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
 
 @compiled
 @pytest.mark.parametrize("change", ["nack", "attempt of the queue model", "cleaned away", "reset"])
-def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> None:
+def test_a_record_that_says_more_is_not_replaced(ordered: Pair, change: str) -> None:
     """Compiled code asks the order info, and not only the last batch that it has seen."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
     if change == "nack":
-        pair.pop()
-        step(pair, "nack", -1, 0, 0)
-    for bench in pair.benches:
+        ordered.pop()
+        step(ordered, "nack", -1, 0, 0)
+    for bench in ordered.benches:
         if change == "attempt of the queue model":
             bench.service.note_attempt("g", "t", 0, 3, 2)
         elif change == "cleaned away":
             bench.tables.orders.put(QueueKey("g", "t", 0), None)
         elif change == "reset":
             bench.reset(3)
-    pair.pop()
+    ordered.pop()
     attempt = {"nack": 2, "attempt of the queue model": 3}.get(change, 1)
-    assert [(one.message.offset, one.attempt) for one, _ in pair.deliveries[-1:]] == [(3, attempt)]
-    pair.check()
-    pair.ack([pair.deliveries[-1][0].receipt])
-    pair.check()
+    assert [(one.message.offset, one.attempt) for one, _ in ordered.deliveries[-1:]] == [(3, attempt)]
+    ordered.check()
+    ordered.ack([ordered.deliveries[-1][0].receipt])
+    ordered.check()
 
 
 @compiled

@@ -21,7 +21,6 @@ from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
     MQStoreError,
-    ReadOnlyStoreError,
     StoreFullError,
     StoreIOError,
 )
@@ -268,27 +267,6 @@ def test_short_writes_are_continued(tmp_path: Path, length: int) -> None:
         check(tmp_path / f"store-{nth}", COUNT)
 
 
-def test_dispatch_that_finds_no_room_waits_while_puts_go_on(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with MessageStore(tmp_path / "store", config=config(), fs=fs) as store:
-        fs.fail("truncate_sparse", errno.ENOSPC, times=None)
-        for n in range(5):
-            store.put("t", body_of(n), durability="flush")
-        with pytest.raises(StoreFullError):
-            store.dispatch()
-        assert store.stats().dispatch_lag_bytes > 0
-        fs.heal()
-        store.dispatch()
-        assert [m.body for m in store.read("t")] == [body_of(n) for n in range(5)]
-
-
-def test_a_read_only_folder_is_told_as_such(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    fs.fail("create", errno.EROFS, times=None)
-    with pytest.raises(ReadOnlyStoreError):
-        MessageStore(tmp_path / "store", config=config(), fs=fs)
-
-
 # --- a disk that is really full ---
 
 
@@ -314,6 +292,16 @@ def fill(store: MessageStore, n: int, durability: Durability = "flush") -> int:
         except (StoreFullError, StoreIOError):
             return number
     raise AssertionError("nothing was refused")
+
+
+@contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -350,14 +338,10 @@ def test_a_limit_on_file_size_is_an_error_not_a_dead_process(tmp_path: Path) -> 
         for n in range(3):
             store.put("t", body_of(n))
         store.dispatch()
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+        with limited(resource.RLIMIT_FSIZE, 2048):
             n = fill(store, 3)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, old)
+        signal.signal(signal.SIGXFSZ, old)
         store.put("t", body_of(n))
         assert [m.body for m in store.iter("t")] == [body_of(i) for i in range(n + 1)]
 
@@ -367,12 +351,8 @@ def test_too_many_open_files(tmp_path: Path) -> None:
     with MessageStore(path, config=config(), fs=REAL) as store:
         for n in range(20):
             store.put("t", body_of(n))
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # what is open stays so
+        with limited(resource.RLIMIT_NOFILE, 3):  # what is open stays so
             n = fill(store, 20, "append")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for i in range(n, n + 20):
             store.put("t", body_of(i))
         assert [m.body for m in store.iter("t")] == [body_of(i) for i in range(n + 20)]
