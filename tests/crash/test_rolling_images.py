@@ -33,7 +33,7 @@ from mqstore.log.outgoing import Copy
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
-from tests.broker.support import settle, shrink_timer_log
+from tests.broker.support import messages_of, settle, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.crash.support import checkpoint_of, if_new
@@ -76,8 +76,7 @@ class Broker:
 
     def arrived(self) -> list[tuple[str, int, int]]:
         """(body, when delivered, where) of what came."""
-        bounds = self.store.offsets_or_none("orders", 0)
-        found = self.store.read("orders", 0, bounds[0], 100_000) if bounds and bounds[1] else []
+        found = messages_of(self.parts, "orders")
         return [(message.text(), message.store_timestamp_ms, message.physical_offset) for message in found]
 
     def close(self) -> None:
