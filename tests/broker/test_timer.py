@@ -605,17 +605,6 @@ def test_a_recall_holds_for_what_is_not_delivered_when_the_clock_is_set_back(tim
     assert timers.texts() == [str(n) for n in range(1500) if n != 1400]
 
 
-def test_a_recall_holds_after_opening_within_the_second(timers: Timers) -> None:
-    """Some of its second are out, and which these are shows when all units were looked at."""
-    timers.put("a", 100)
-    handle = timers.put("b", 900)
-    timers.pass_ms(200)
-    timers.reopen()
-    assert timers.timer.recall(handle)
-    timers.pass_ms(2 * S)
-    assert timers.texts() == ["a"]
-
-
 def test_a_recall_in_the_last_millisecond_holds(timers: Timers) -> None:
     """Its cancellation is seen before the message is delivered, also if nobody has dispatched it by then."""
     handle = timers.put("a", 700)
