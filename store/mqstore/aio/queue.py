@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -144,9 +144,7 @@ class Queue(Closable[_Told]):
     True
     """
 
-    def __init__(
-        self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Unpack[queue.QueueOptions]
-    ) -> None:
+    def __init__(self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
         sync = _Told(store.broker, name, **options)
         sync.on_settled = self._settled

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
@@ -60,7 +60,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["Handler", "PushConsumer", "PushConsumerOptions"]
+__all__ = ["Handler", "PushConsumer"]
 
 _log = logging.getLogger("mqstore")
 
@@ -69,29 +69,6 @@ _SAMPLE_MS = 10_000
 # A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
 Handler = Callable[[Message], object] | Callable[[tuple[Message, ...]], object]
 H = TypeVar("H", bound=Handler)
-
-
-class PushConsumerOptions(TypedDict, total=False):
-    """Options of a `PushConsumer`, which describes them."""
-
-    workers: int | None
-    ordered: bool | None
-    mode: Literal["queue", "pop"]
-    model: Literal["clustering", "broadcasting"]
-    client_id: str | None
-    start: Start | None
-    batch_size: int
-    prefetch: int
-    prefetch_bytes: int
-    prefetch_total: int | None
-    prefetch_total_bytes: int | None
-    max_span: int | None
-    retry: RetryPolicy | None
-    consume_timeout: Duration
-    suspend: Duration | None
-    strategy: str | Strategy | None
-    interceptors: Sequence[Interceptor]
-    on_error: OnError | None
 
 
 class PushConsumer(AbstractContextManager["PushConsumer"]):
@@ -424,8 +401,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         Return when to call again (monotonic ms). Call `Broker.run_once` first."""
         return self._workers.run_once()
 
-    def _halt(self) -> None:
-        """Start no more handlers, without waiting. The caller stops several consumers, and calls `stop` next."""
+    @property
+    def running(self) -> int:
+        """Number of handlers that run now."""
+        return len(self._workers.busy())
+
+    def halt(self) -> None:
+        """Start no more handlers, without waiting. For who stops several consumers, and calls `stop` next."""
         with self._lock:
             if self._state != "running":
                 return
@@ -577,7 +559,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
                 for info, committed in infos
             },
-            running=len(self._workers.busy()),
+            running=self.running,
             suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
 

@@ -203,6 +203,13 @@ class WriterLock:
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 
+    def disown(self) -> None:
+        """Forget the lock in a forked child. Closes without unlocking, which would take it from the parent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
     def _try(self) -> None:
         with _registry_lock:
             directory = _identity(self._fs.stat(self._root))
@@ -337,14 +344,11 @@ def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) ->
 
 
 def _close_in_child() -> None:
-    """Drop what a forked child inherited. Closes without unlocking: unlocking would take the lock from the parent."""
+    """Drop the locks that a forked child inherited."""
     global _registry_lock
     _registry_lock = threading.RLock()  # the inherited one is held by the thread that forked, in the parent
     for lock in set(_registry.values()):
-        fd, lock._fd = lock._fd, None
-        if fd is not None:
-            with suppress(OSError):
-                os.close(fd)
+        lock.disown()
     _registry.clear()
 
 
