@@ -240,9 +240,9 @@ def _restore(directory: Path, files: tuple[str, ...], report: library.Progress) 
 
 def _as_dict(done: library.Restore) -> dict[str, Any]:
     queues = []
-    for (topic, queue_id), count in sorted(done.queues.items()):
-        first, end = done.offsets.get((topic, queue_id), (None, None))
-        row = {"topic": topic, "queue_id": queue_id, "messages": count, "first_offset": first, "end_offset": end}
+    for ref, count in sorted(done.queues.items()):
+        first, end = done.offsets.get(ref, (None, None))
+        row = {**ref._asdict(), "messages": count, "first_offset": first, "end_offset": end}
         queues.append(row)
     return {"files": [tally.as_dict() for tally in done.files], "queues": queues}
 

@@ -45,6 +45,7 @@ from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
+from mqstore.log.tip import QueueRef
 
 __all__ = ["Encoded", "Encoder", "derived_prefix"]
 
@@ -64,7 +65,7 @@ class Encoded(NamedTuple):
     """Adjacent records."""
     sizes: _Int64s
     """Bytes of each."""
-    queues: dict[tuple[str, int], int]
+    queues: dict[QueueRef, int]
     """(topic, queue id) -> records."""
     topics: dict[str, TopicRule | None]
     """Where they go at once or, if they wait, in the end, each with the rule that they were given queues by; None for
@@ -463,11 +464,11 @@ class _Slice:
         whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
         return [whole, *cleared[1:]]
 
-    def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
+    def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[QueueRef, int]:
         names = list(self._found)
         pairs, counts = np.unique(topics.astype(np.int64) << 32 | queues, return_counts=True)
         return {
-            (names[pair >> 32], pair & 0xFFFF_FFFF): number
+            QueueRef(names[pair >> 32], pair & 0xFFFF_FFFF): number
             for pair, number in zip(pairs.tolist(), counts.tolist(), strict=True)
         }
 

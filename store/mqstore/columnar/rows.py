@@ -36,7 +36,7 @@ from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, walk
-from mqstore.log.checking import ordinary_bodies, sound_records
+from mqstore.log.checking import check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
@@ -396,17 +396,21 @@ class QueueScan:
     def _checked(self, queue: ConsumeQueue, piece: Piece) -> Iterator[Piece]:
         """The records of a piece, to which units lead, and the damaged messages apart from them."""
         assert piece.positions is not None
-        if self._are_ordinary(queue, piece):
-            yield piece
-            return
-        checksum = self.store.checksum if self.policy.verify else None
-        units = piece.physical, piece.sizes, piece.slots
-        rows, headers = sound_records(queue, piece.buffer, piece.positions, *units, checksum)
-        if len(rows) == len(piece):
+        sound, headers, ends, bodies = check_units(
+            queue,
+            *(piece.buffer, piece.positions, piece.physical, piece.sizes, piece.slots),
+            self.store.checksum if self.policy.verify else None,
+            copied=self.bodies,
+            headers=self.headers,
+        )
+        if headers is not None:
             piece.headers = headers
+        if bodies is not None:
+            assert ends is not None
+            piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
+        if sound.all():
             yield piece
             return
-        sound = np.isin(np.arange(len(piece)), rows)
         for run in np.split(np.arange(len(piece)), np.flatnonzero(np.diff(sound)) + 1):
             part = piece.take(run)
             if sound[run[0]]:
@@ -417,30 +421,6 @@ class QueueScan:
                     self.store.records.loss_at(physical, size, queue.ref, slot) for physical, size, slot in places
                 ]
                 yield from part.damaged(findings, self.policy)
-
-    def _are_ordinary(self, queue: ConsumeQueue, piece: Piece) -> bool:
-        """Return True if all records are sound and ordinary, by one compiled pass that also keeps the wanted columns.
-
-        All other records are examined by `_checked`."""
-        verifies = self.policy.verify
-        assert piece.positions is not None
-        if verifies and self.store.checksum != "crc32c-record":
-            return False
-        found = ordinary_bodies(
-            *(piece.buffer, piece.positions, piece.physical, piece.sizes, piece.slots),
-            *(queue.queue_id, queue.topic_bytes),
-            copied=self.bodies,
-            headers=self.headers,
-            checksums=verifies,
-        )
-        if found is None:
-            return False
-        ends, bodies, headers = found
-        if headers is not None:
-            piece.headers = headers
-        if bodies is not None:
-            piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
-        return True
 
 
 # -- log scan ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from mqstore.columnar.encode import Encoded
 from mqstore.columnar.rules import TopicRule
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
+from mqstore.log.tip import QueueRef
 from mqstore.options import Profile
 
 __all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
@@ -48,8 +49,8 @@ class ShardInfo:
     records: int
     bytes: int
     largest: int
-    queues: dict[tuple[str, int], int]
-    """(topic, queue id) -> records."""
+    queues: dict[QueueRef, int]
+    """Number of records by queue."""
     topics: dict[str, TopicRule | None]
     """As those of `Encoded`."""
 
@@ -75,7 +76,7 @@ class ShardWriter:
         self._size = 0
         self._crc = 0
         self._largest = 0
-        self._queues: Counter[tuple[str, int]] = Counter()
+        self._queues: Counter[QueueRef] = Counter()
         self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
         self._fds = [fs.open(self.folder / "records.bin", _NEW)]

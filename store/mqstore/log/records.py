@@ -156,8 +156,8 @@ class RecordReader:
         bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
         for low, high in pairwise([0, *bounds, len(units)] if len(units) else []):
             here = slice(low, high)
-            checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
-            buffer, good = checked.buffer, checked.good
+            buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
+            good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention took it meanwhile
                 if stretches:  # reported when it is asked for
@@ -225,7 +225,8 @@ class RecordReader:
             segments = physical // self._run.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
-                if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
+                _, checked = self.checker.check(queue, physical[here], sizes[here], live[here] + slot)
+                if checked.good.any():
                     return True
             slot += count
         return False

@@ -44,6 +44,7 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.tip import QueueRef
 
 __all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]
 
@@ -66,13 +67,13 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Bulk append under way. `start` is a physical offset, `queues` are offsets by (topic, queue id)."""
+    """Bulk append under way. `start` is a physical offset, `queues` are offsets by queue."""
 
     app: str
     version: int
     start: int
     stamp_ms: int
-    queues: Mapping[tuple[str, int], int]
+    queues: Mapping[QueueRef, int]
 
     def as_json(self) -> dict[str, Any]:
         queues: dict[str, dict[str, int]] = {}
@@ -90,7 +91,7 @@ class Intent:
     def from_json(cls, value: Mapping[str, Any]) -> Intent:
         """Return the intent in `value`. Raises ValueError for a member that is missing or of the wrong type."""
         queues = {
-            (topic, int(queue_id)): _number(offset, "queues")
+            QueueRef(topic, int(queue_id)): _number(offset, "queues")
             for topic, offsets in _object(value, "queues").items()
             for queue_id, offset in _object({"queues": offsets}, "queues").items()
         }
