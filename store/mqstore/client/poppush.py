@@ -56,7 +56,7 @@ HOLD_MS = 20_000
 """Time within which fetched messages should begin, so that almost no lease is renewed before."""
 FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
-_WHERE = attrgetter("topic", "message.topic", "redeliveries")
+_WHERE = attrgetter("topic", "message.queue", "redeliveries")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
@@ -293,8 +293,8 @@ class PopEngine:
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
-        for (topic, lies_in, redeliveries), together in groupby(found, _WHERE):
-            if lies_in == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
+        for (topic, queue, redeliveries), together in groupby(found, _WHERE):
+            if queue.topic == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
                 continue
             for delivery in together:
