@@ -36,7 +36,7 @@ from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, walk
-from mqstore.log.checking import check_units
+from mqstore.log.checking import Units, check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
@@ -398,7 +398,8 @@ class QueueScan:
         assert piece.positions is not None
         sound, headers, ends, bodies = check_units(
             queue,
-            *(piece.buffer, piece.positions, piece.physical, piece.sizes, piece.slots),
+            piece.buffer,
+            Units(piece.positions, piece.physical, piece.sizes, piece.slots),
             self.store.checksum if self.policy.verify else None,
             copied=self.bodies,
             headers=self.headers,

@@ -31,7 +31,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.stretch import FEW
 from mqstore.native import kernel
 
-__all__ = ["Checked", "RecordChecker", "check_units"]
+__all__ = ["Checked", "RecordChecker", "Units", "check_units"]
 
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
@@ -48,6 +48,15 @@ class Checked(NamedTuple):
     Only the compiled check finds them."""
     bodies: npt.NDArray[np.uint8] | None = None
     """All bodies one behind the other, if they were asked for, and no end is -1."""
+
+
+class Units(NamedTuple):
+    """Units of a queue, and where their records begin in a buffer. An array of each."""
+
+    starts: npt.NDArray[np.int64]
+    physical: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
 
 
 class RecordChecker:
@@ -93,37 +102,34 @@ class RecordChecker:
             return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
         checksum = self._checksum if self._verify_reads else None
-        return buffer, check_units(queue, buffer, physical - segment.start, physical, sizes, slots, checksum)
+        units = Units(physical - segment.start, physical, sizes, slots)
+        return buffer, check_units(queue, buffer, units, checksum)
 
 
 def check_units(
     queue: ConsumeQueue,
     buffer: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+    units: Units,
     checksum: Checksum | None,
     *,
     copied: bool = False,
     headers: bool = False,
 ) -> Checked:
-    """Check which records at `starts` verify as what the units of `queue` say (format#readers, format#verifies).
+    """Check which records verify as what the units of `queue` say (format#readers, format#verifies).
 
     One compiled pass checks records that are all sound and ordinary, and keeps bodies (`copied`) and `headers` if they
     are wanted. All others are checked by arrays, or one by one if they are few. With `checksum` None, checksums over
     whole records are not compared.
     """
-    units = starts, physical, sizes, slots
     if checksum in (None, "crc32c-record"):
-        found = _ordinary(queue, buffer, *units, copied=copied, headers=headers, checksums=checksum is not None)
+        found = _ordinary(queue, buffer, units, copied=copied, headers=headers, checksums=checksum is not None)
         if found is not None:
             return found
-    if checksum is not None and len(starts) <= FEW:
+    if checksum is not None and len(units.starts) <= FEW:
         rows = zip(*(column.tolist() for column in units), strict=True)
         return Checked(np.array([_is_sound(queue, buffer, checksum, *row) for row in rows], np.bool_))
-    chosen, known = _sound(queue, buffer, *units, checksum)
-    good = np.zeros(len(starts), np.bool_)
+    chosen, known = _sound(queue, buffer, units, checksum)
+    good = np.zeros(len(units.starts), np.bool_)
     good[chosen] = True
     return Checked(good, known if good.all() else None)
 
@@ -155,10 +161,7 @@ def _is_sound(
 def _ordinary(
     queue: ConsumeQueue,
     buffer: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+    units: Units,
     *,
     copied: bool,
     headers: bool,
@@ -168,15 +171,13 @@ def _ordinary(
     Headers of the same pass are cheaper than gathering them again."""
     if kernel is None:
         return None
+    starts, physical, sizes, _ = units
     view = memoryview(buffer)
     good, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
     # The sizes may be anything. Those of good records add up to no more than the view, unless they overlap.
     bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
     table = np.empty((6, len(starts)), np.int64) if headers else None
-    length = kernel.check_units(
-        *(view, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes),
-        *(good, ends, bodies, table, checksums),
-    )
+    length = kernel.check_units(view, *units, queue.queue_id, queue.topic_bytes, good, ends, bodies, table, checksums)
     if not good.all():
         return None
     found = None
@@ -191,13 +192,11 @@ def _ordinary(
 def _sound(
     queue: ConsumeQueue,
     buffer: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+    units: Units,
     checksum: Checksum | None,
 ) -> tuple[npt.NDArray[np.intp], Headers]:
     """Check records by arrays. Return the indices of the good ones, and their headers."""
+    starts, physical, sizes, slots = units
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
     headers = gather(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
