@@ -136,7 +136,7 @@ def test_a_closed_broker_refuses_and_leaves_the_files_to_who_has_the_lock_now(be
     late.put("t", b"a")
     late.save()
     if forked:
-        late.store._disown()  # as a child finds itself, whose parent goes on
+        late.store.disown()  # as a child finds itself, whose parent goes on
     else:
         late.close()
         bench.open().groups.create("new")
