@@ -508,7 +508,7 @@ class Store(Closing, Sending):
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs.
-        pushing.sort(key=lambda each: each.running)
+        pushing.sort(key=PushConsumer.halt)
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):

@@ -401,18 +401,15 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         Return when to call again (monotonic ms). Call `Broker.run_once` first."""
         return self._workers.run_once()
 
-    @property
-    def running(self) -> int:
-        """Number of handlers that run now."""
-        return len(self._workers.busy())
-
-    def halt(self) -> None:
-        """Start no more handlers, without waiting. For who stops several consumers, and calls `stop` next."""
+    def halt(self) -> int:
+        """Start no more handlers, without waiting. Return the number of handlers that run.
+        The caller stops several consumers, and calls `stop` next."""
         with self._lock:
             if self._state != "running":
-                return
+                return 0
         self._engine.halt()
         self._workers.halt()
+        return len(self._workers.busy())
 
     def stop(self, timeout: Duration = 30) -> bool:
         """Start no more handlers, wait up to `timeout` seconds for running ones, and release everything.
@@ -559,7 +556,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
                 for info, committed in infos
             },
-            running=self.running,
+            running=len(self._workers.busy()),
             suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
 
