@@ -198,7 +198,7 @@ class Splicer:
             start = self._log.hold()  # inside `try`, so that Ctrl-C right after it does not leave puts waiting
             numbers = {key: queue.next_offset for key, queue in queues.items()}
             stamp_ms = self._clock.now_ms()
-            intent = Intent(app, version, start, stamp_ms, numbers)
+            intent = Intent(app, version, start, stamp_ms)
             cleared = replace(before, intent=None)
             recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
             try:

@@ -4,11 +4,10 @@
     {"version": 1,
      "apps":   {APP: {"version": n, "used_ms": ms}},           the last version that was spliced for each application
      "create": {TOPIC: queues},                                topics that the next broker has to create
-     "intent": {"app", "version", "start", "stamp_ms",         only there while a bulk append is under way
-                "queues": {TOPIC: {"0": n}}}}
+     "intent": {"app", "version", "start", "stamp_ms"}}        only there while a bulk append is under way
 
-`start` is the end of the log before the bulk append, `queues` the next offset of each queue it appends to. Each of its
-records has the store time `stamp_ms`, which distinguishes them from other records.
+`start` is the end of the log before the bulk append. Each of its records has the store time `stamp_ms`, which
+distinguishes them from other records.
 
     state on disk        means                                   opening the store for writing
     no intent            all records in the log count            continues
@@ -30,7 +29,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +43,6 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.scanner import Good, scan_log
-from mqstore.log.tip import QueueRef
 
 __all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]
 
@@ -67,39 +65,24 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Bulk append under way. `start` is a physical offset, `queues` are offsets by queue."""
+    """Bulk append under way. `start` is a physical offset."""
 
     app: str
     version: int
     start: int
     stamp_ms: int
-    queues: Mapping[QueueRef, int]
 
     def as_json(self) -> dict[str, Any]:
-        queues: dict[str, dict[str, int]] = {}
-        for (topic, queue_id), offset in self.queues.items():
-            queues.setdefault(topic, {})[str(queue_id)] = offset
-        return {
-            "app": self.app,
-            "version": self.version,
-            "start": self.start,
-            "stamp_ms": self.stamp_ms,
-            "queues": queues,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Intent:
         """Return the intent in `value`. Raises ValueError for a member that is missing or of the wrong type."""
-        queues = {
-            QueueRef(topic, int(queue_id)): _number(offset, "queues")
-            for topic, offsets in _object(value, "queues").items()
-            for queue_id, offset in _object({"queues": offsets}, "queues").items()
-        }
         app = value.get("app")
         if not isinstance(app, str):
             raise ValueError(f"intent.app must be a text, not {app!r:.80}")
         version, start, stamp_ms = (_number(value.get(name), name) for name in ("version", "start", "stamp_ms"))
-        return cls(app, version, start, stamp_ms, queues)
+        return cls(app, version, start, stamp_ms)
 
 
 @dataclass(frozen=True, slots=True)
