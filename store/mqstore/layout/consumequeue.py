@@ -67,6 +67,6 @@ def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.
 
 
 def is_message(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that point at a record: offset >= 0, size > 0 (format#queue-repair), and not void."""
+    """Mask of the units that point at a record (format#queue-repair): offset >= 0, size > 0, not void."""
     mask: npt.NDArray[np.bool_] = (units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units)
     return mask

@@ -34,7 +34,7 @@ def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.voi
 
 
 def lengths_of(bodies: list[Any]) -> tuple[int, int] | None:
-    """The greatest length, in bytes, and the sum of all; None if not all of `bodies` are plain bytes.
+    """Return (greatest length, sum of lengths) in bytes, None if not all `bodies` are plain bytes.
 
     >>> lengths_of([b"ab", b"cde"]), lengths_of([]), lengths_of([b"ab", bytearray()])
     ((3, 5), (0, 0), None)
@@ -103,7 +103,7 @@ def _assembled(
     store_host: bytes,
     checksum: Checksum,
 ) -> npt.NDArray[np.uint8]:
-    """Headers, which lack what says where and when they are stored, bodies and tails as consecutive records."""
+    """Join headers, bodies and tails to records. Sets the fields that say where and when they are stored."""
     count = len(headers)
     starts = np.cumsum(sizes) - sizes
     headers["size"] = sizes

@@ -3,8 +3,8 @@
     IPv4   address  4 bytes | port i32      8 bytes
     IPv6   address 16 bytes | port i32     20 bytes
 
-The port is a full i32, not the two bytes of the network. Which of the two forms a record holds stands in its sysFlag,
-not here. Names are never resolved: a layout module has no network.
+The port is a full i32, not the two bytes of the network. A record's sysFlag says which form it holds. Names are never
+resolved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode_host(text: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def decode_host(data: bytes) -> str:
-    """The text of an encoded host; whatever the i32 port holds is printed as it is.
+    """Return the text of an encoded host. Any number in the i32 port is printed as it is.
 
     Raises `FormatError` (field "host") when `data` is neither 8 nor 20 bytes long.
 

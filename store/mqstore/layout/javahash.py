@@ -1,4 +1,4 @@
-"""Java's `String.hashCode`, the hash behind tags codes and index slots: of one string, or of many at once.
+"""Java's `String.hashCode`, the hash behind tags codes and index slots, of one string or of many.
 
     h = 0;  h = h * 31 + unit   for each UTF-16 code unit, in wrapping 32-bit arithmetic, read as signed
 
@@ -46,7 +46,7 @@ def java_hash(text: str, initial: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def tag_hash(tags: str) -> int:
-    """`java_hash` of a TAGS string, remembered: tags are few and come back with every message (format#tags-code)."""
+    """Return `java_hash` of a TAGS string, cached: tags are few and repeat (format#tags-code)."""
     return java_hash(tags)
 
 
