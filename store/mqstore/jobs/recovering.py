@@ -1,4 +1,4 @@
-"""Bring stores in order, each by a task of its own: `log/recovery/repair.py` in one store or many."""
+"""Recovery of stores, each by a task: `log/recovery/repair.py` in one store or many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a store set: which stores a folder holds (spark#options). Only those it names count.
+"""The manifest of a store set, which names the stores in a folder (spark#options). Others do not count.
 
 mqstore-set.json
 {"version": 1,
@@ -21,15 +21,13 @@ __all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
 SET_FILE = "mqstore-set.json"
 RECORDED = "recorded"
 MEMBERS: Final = "shards"
-"""Folder of a set in which the stores lie that the sink made. It never deletes any other."""
+"""Folder of a set for the stores that the sink made. It deletes no others."""
 
 
 def read_set(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the set in `root`, or None if there never was one.
 
-    Members that only newer programs know are included.
-
-    ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
+        ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
     StoreIOError for no permission.
     """
     path = root / SET_FILE

@@ -1,5 +1,6 @@
-"""The data source for PySpark: the only room that imports pyspark. What it reads and writes by is in `mqstore.jobs`
-(options, plans, tasks, commits) and `mqstore.columnar` (records as columns).
+"""The data source for PySpark, the only room that imports pyspark.
+
+Options, plans, tasks and commits are in `mqstore.jobs`, records as columns in `mqstore.columnar`.
 
     source, stream   batches and streams of messages, and the small tables
     sink             rows become messages
