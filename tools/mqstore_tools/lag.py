@@ -1,4 +1,4 @@
-"""`mqstore lag`: how far consumer groups are behind."""
+"""`mqstore lag`: the lag of consumer groups."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def lag(
     jobs: int,
     json_output: bool,
 ) -> None:
-    """Show how many messages each group of the stores in DIR has not consumed, how old the oldest of them is, and how
-    many are in flight: popped and not acknowledged yet, and among the former.
+    """Show how many messages each group of the stores in DIR has not consumed, and the age of the oldest.
 
-    As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight. `-`
-    (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
-    as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
+    Messages in flight, popped and not acknowledged yet, are among them. As `broker.lag` has it: popped and acknowledged
+    is consumed, also behind a message that is still in flight. `-` (null in JSON) means not known: the group has not
+    started in that queue, or, of a group, in any. Retry topics count as topics; what waits for its next attempt counts
+    once that is due (`mqstore delay` shows how much waits).
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under
