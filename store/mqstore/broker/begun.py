@@ -134,11 +134,9 @@ class Suspects:
         self._line: deque[tuple[object, object, Callable[[], object]]] = deque()
 
     def holds(self, group: str, address: Address) -> bool:
-        """Return True if this message is suspected."""
         return address in self.left.get(group, ())
 
     def add(self, group: str, addresses: Iterable[Address]) -> None:
-        """Add suspects."""
         self._change(group, self.left.get(group, set()).union(addresses))
 
     def clear(self, group: str, addresses: Iterable[Address]) -> None:

@@ -20,7 +20,7 @@ A replay sends each letter to the group that failed at it, into a retry topic wh
     reads by offset         %RETRY%group, `retry_queues`        do not
     is the engine's own     nothing                             are delayed messages that never arrived: to their topic
 
-This module knows the log, topics, groups and offsets, but no consumers. Letters are made in `retry.py`.
+Letters are made in `retry.py`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,6 @@ class Halves:
         self._by_id[half.handle.transaction_id] = self._open[half.handle.offset] = half
 
     def end(self, half: Half, outcome: Ended) -> None:
-        """Note that a half has ended."""
         identity = half.handle.transaction_id
         with self._lock:
             half.ended = outcome

@@ -1,6 +1,6 @@
 """Committed offsets of each group in each queue, and forced restarts (delivery#offsets).
 
-This module knows names, numbers and the bounds of queues. Its callers check that a group or topic is registered.
+Callers check that a group or topic is registered.
 
 =========  ==================================  =====  ==========================================================
 table      key -> value                        kept   meaning

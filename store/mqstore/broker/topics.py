@@ -1,7 +1,5 @@
 """Topics: names, queue counts, permissions and attributes (delivery#topics, delivery#system-names).
 
-This module knows no messages. It asks the store which queues exist, and the offset table whether a group needs them.
-
 A topic exists in one of two ways:
 
 =========  =================================  ==========================================================================

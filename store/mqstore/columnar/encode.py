@@ -10,7 +10,7 @@
 queueOffset, physicalOffset, storeTimestamp and the checksum are 0, for the splice knows them. Arrow joins arrays of
 pieces (header, body, topic, each property) row by row, so the records lie side by side in one buffer. Only text that is
 not printable ASCII and delayed rows are handled one by one. Every rule of a put is applied before the first byte is
-handed out.
+handed out. Long because each column has rules of its own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
 strings under case-insensitive names. An unknown name is refused, with the nearest known one, or all if none is near. A
 value that does not fit is refused with what would fit.
+
+Long because the tables are the documentation, too.
 """
 
 from __future__ import annotations

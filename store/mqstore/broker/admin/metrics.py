@@ -6,8 +6,8 @@
     lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
 
 A put pays nothing: the dispatcher reports each queue once a pass, and sizes are summed over the units afterwards,
-thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody asks.
-Queues that did not grow have no entry, so opening costs the same with one queue or a hundred thousand.
+thousands at once. `harvest` runs every ten seconds and on demand. Queues that did not grow have no entry, so opening
+costs the same with one queue or a hundred thousand.
 
 Puts are messages that came into a queue. A delayed message counts where it waited and again in its own topic. A
 redelivered copy counts in its retry topic. Gets are messages delivered to a consumer by a read or a pop. Messages that

@@ -1,8 +1,7 @@
 """Counters of the broker, and their rates of growth (delivery#statistics, delivery#read-status).
 
-This module has counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to
-retention, and the text that Prometheus scrapes. It knows nothing of stores. The broker passes measured values (lags,
-sizes, messages in flight) to `prometheus_text` as gauges.
+Each counter has three windows: minute, hour, day. The broker passes measured values (lags, sizes, messages in flight)
+to `prometheus_text` as gauges.
 
 ========================================================================  ==============================================
 name                                                                      key
@@ -24,8 +23,7 @@ COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
 A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between its oldest and newest sample, tps is
 the growth of the value in a second, and average is the growth for each addition.
 
-Only the changes between two samples are kept, so a counter that does not grow costs nothing. Otherwise a hundred
-thousand queues, a few of them busy, would fill the memory with thirty-nine copies of their counters.
+Only the changes between two samples are kept, so a counter that does not grow costs nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ class StatisticsSnapshot:
     """All statistics at one moment. Immutable."""
 
     taken_ms: int
-    """Wall time of the snapshot."""
     totals: Mapping[CounterKey, Total]
     """Since the store was opened."""
     latest: Mapping[CounterKey, int]

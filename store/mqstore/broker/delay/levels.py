@@ -25,11 +25,9 @@ a relocated message may come behind messages of the level that were put later.
 Progress is the next unit of each level to look at. It is written to `delayOffset.json` every ten seconds and at the
 end, after the log has been synced. So progress on disk rests on copies on disk. In between it is saved without a sync
 (`configfile`), 100 ms after a delivery. So `kill -9` repeats at most the deliveries of that time, and a power cut those
-of ten seconds. Neither loses a message. After opening, until nothing more is due, progress is written at the end of
-each step. So it is after messages were relocated. Then a machine that crashes again and again within ten seconds
-repeats a message once, not each time.
-
-This module knows the store's queues, the road and the progress file, but no consumers.
+of ten seconds. Neither loses a message. After opening, until nothing more is due, and after messages were relocated,
+progress is written at the end of each step. So a machine that crashes again and again within ten seconds repeats a
+message once, not each time.
 """
 
 from __future__ import annotations
@@ -148,8 +146,7 @@ class DelayService:
         self._save_due_ms: int | None = None
         self._quick_due_ms: int | None = None
         self._saves_each_step = True
-        """True until overdue messages are delivered after opening, and after messages were relocated.
-        Saving each step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated."""
         self._saved_ms = self._clock.now_ms()
         self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
         # Corrected offsets are written before the queues grow. Otherwise a queue might grow beyond the old offset
@@ -561,7 +558,6 @@ class DelayService:
         self._table = table
 
     def close(self) -> None:
-        """Save the progress."""
         self._store.on_growth.remove(self._on_growth)
         self.save(self._clock.now_ms())
 

@@ -44,8 +44,6 @@ returned True holds: it is refused once its message is due, and all new messages
     late             overdue before they could be placed: such messages go to the slot that is being read, or the next
                      one, and are delivered at once, behind those already delivered from it
 
-This module knows the store, the road and its files, but no consumers.
-
 Long because placing, delivering, rolling and saving move one progress under one lock. The files have their own.
 """
 
@@ -140,8 +138,7 @@ class TimerService:
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
         self._flushes_each_step = True
-        """True until overdue messages are delivered after opening, and after messages were relocated.
-        Saving each step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated."""
         self._pinned: tuple[int | None, int] = (None, 0)
         self._stuck: int | None = None
         """Physical offset of a message that cannot be relocated before it is due."""
@@ -223,7 +220,6 @@ class TimerService:
             yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls)
 
     def waiting(self) -> int:
-        """Return the number of waiting messages."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
         return self._units.waiting + not_in_the_wheel_yet

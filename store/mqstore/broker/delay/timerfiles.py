@@ -31,10 +31,9 @@ After a crash the checkpoint is trusted. Its two records are written in turn, ea
 written. So one of them is intact. A Java broker writes its 56 bytes and leaves the records. If these differ from its
 bytes, it has used the store since, and the records are outdated. The log is trusted up to the end in the checkpoint,
 since it was synced before. Later units were never promised, and are written again. The wheel is not trusted. It is
-rebuilt from the log at each opening (52 MB to read for a million messages), and never synced. RocketMQ instead searches
-the log for its end, trusts it, and repairs the wheel.
+rebuilt from the log at each opening (52 MB to read for a million messages), and never synced.
 
-This module knows bytes and files. `timer.py` knows the meaning of slots. Not thread-safe: its owner is.
+Not thread-safe: its owner is.
 """
 
 from __future__ import annotations
@@ -344,7 +343,6 @@ class TimerLog:
         self._writer.drop_before(low)
 
     def close(self) -> None:
-        """Close mappings and descriptors."""
         self._run.close()
 
 

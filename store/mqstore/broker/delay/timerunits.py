@@ -102,11 +102,9 @@ class TimerUnits:
         return self._next_ms
 
     def done(self, unit: TimerUnit) -> None:
-        """Note that a unit was handled."""
         self.waiting -= not unit.magic & CANCELS
 
     def slot_done(self) -> None:
-        """Note that a slot was read to its end."""
         self._next_ms = None
 
     def chain(self, slot_ms: int) -> Slot:

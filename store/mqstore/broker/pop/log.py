@@ -12,8 +12,6 @@ delivery#pop-log explains the letters. `cm` and `rel` say what a batch with `ski
 not deliver. `k` is the queue offset of a `ck` in this log, the batch's name. All values are absolute, so records that
 are read twice have the same effect as once. `rst` is mqstore's own: without it a replay would take batches from before
 a reset for later ones. Unknown kinds and members are ignored.
-
-This module knows the form of the records, not their meaning.
 """
 
 from __future__ import annotations

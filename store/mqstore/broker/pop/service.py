@@ -542,12 +542,10 @@ class PopService:
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Return the noted failed attempts by queue offset."""
         return self._orders.attempts(group, topic, queue_id)
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
-        """Note that the message at `offset` has failed `count` times, the last time by `error`.
-        It is on disk within a second (delivery#order-file)."""
+        """Note failed attempts as `OrderInfoTable.note_attempt` does, on disk within a second."""
         self._orders.note_attempt(group, topic, queue_id, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
@@ -599,7 +597,6 @@ class PopService:
         self._routes.close()
 
     def pins(self) -> Iterable[Pin]:
-        """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
         return self._keeper.pins()
 
 
