@@ -642,7 +642,6 @@ class Assignment:
             return [self._queues[ref] for ref in refs if ref in self._queues]
 
     def owned(self) -> frozenset[QueueRef]:
-        """Return the queues that are ours now."""
         with self._lock:
             return frozenset(self._queues)
 

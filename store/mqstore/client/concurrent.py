@@ -119,13 +119,11 @@ class ConcurrentService:
         return live
 
     def close(self) -> None:
-        """Settle what is done."""
         self._runner.close()
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        """Handle the rest of a chunk in the worker."""
         if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
             self._handling.leave(chunk)
             return
@@ -135,7 +133,6 @@ class ConcurrentService:
             self.assignment.leave(chunk.queue)
 
     def part(self, chunk: _Chunk, messages: Sequence[Message]) -> _Chunk:
-        """Return a chunk with `messages`, which were taken from `chunk`."""
         return _Chunk(chunk.queue, messages)
 
     def settle(self, chunk: _Chunk) -> bool:

@@ -108,7 +108,6 @@ class OrderlyService:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._begin, queue)))
 
     def close(self) -> None:
-        """Settle what is done."""
         self._runner.close()
 
     # -- the task of a queue ----------------------------------------------------------------------------------------
@@ -166,7 +165,6 @@ class OrderlyService:
         return _Line(line.queue, messages, line.failed)
 
     def settle(self, line: _Line) -> bool:
-        """Settle what is done of a line. Return False if its worker is to stop."""
         done, took_ms = line.take_done()
         if done and self.assignment.settle(line.queue, done):
             self._handling.settled(done, "ack", took_ms)

@@ -67,7 +67,6 @@ class Overdue(Generic[T]):
             self._begin_ticks()
 
     def end(self, worker: Worker) -> None:
-        """Note that a worker has ended its work."""
         worker.is_cancelled = None
         self._at[worker] = None
 

@@ -342,7 +342,6 @@ class PopEngine:
     # -- as the owner of units (chunks.py) ----------------------------------------------------------------------------
 
     def run(self, unit: Unit, worker: Worker) -> Flow[None]:
-        """Have the worker handle the rest of a unit."""
         try:
             yield from self._runner.work(unit, worker)
         finally:
@@ -353,7 +352,6 @@ class PopEngine:
                     self._units.pop(unit, None)
 
     def part(self, unit: Unit, messages: Sequence[Message]) -> Unit:
-        """Return a unit with `messages`, which were taken from `unit`."""
         part = Unit(self, unit.topic, unit.held, messages, ordered=self._ordered)
         with self._lock:
             self._units[part] = None

@@ -6,8 +6,7 @@
           topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists: what the group
           failed at while it read by offset (popretries.py)
 
-Queues have no owner, so there is nothing to share out. This module knows topics, filters and turns. The holder of a
-delivery decides what becomes of it.
+Queues have no owner, so there is nothing to share out. The holder of a delivery decides what becomes of it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ class Positions:
             self.turns.append(position)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:
-        """Forget these queues."""
         for queue in queues:
             position = self.by_queue.pop(queue, None)
             if position is not None:

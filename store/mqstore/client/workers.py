@@ -277,7 +277,6 @@ class Workers:
         threading.Thread(target=turn, name=f"{self.name}-late", daemon=True).start()
 
     def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
-        """Run the rest of a job."""
         with self._lock:
             self._suspended -= 1
         self._work(worker, flow, error)

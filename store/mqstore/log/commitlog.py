@@ -5,8 +5,6 @@
 Records are only added by `append` and its variants. Under one lock they number the record, pack it, store it into the
 mapping and move `end`. `end` is moved last, so readers below it, without the lock, see whole records. Large batches are
 written by a system call instead, which waits for memory if the disk is far behind. Nothing here waits for a sync.
-
-This module knows segments and the record layout. Of a queue it knows only `next_offset`, which it increments.
 """
 
 from __future__ import annotations

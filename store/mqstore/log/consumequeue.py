@@ -6,8 +6,6 @@ A queue is a function of the commitlog: lost units are rebuilt from there. Its f
 `pwrite` through a bounded set of descriptors. So a hundred thousand small queues cost a few KiB each, and a full disk
 is an error of the write, never a SIGBUS. Files appear at full length by a rename. They are not synced before it, so
 after a power cut a new one may be short. The next opening for writing extends it.
-
-This module knows files and layout. It knows nothing of records except their units, and nothing of consumer groups.
 """
 
 from __future__ import annotations
@@ -449,7 +447,6 @@ class QueueTable:
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
-        """Queues by topic and then queue id."""
         self._lock = threading.Lock()
         self.news_lock = threading.RLock()
         """Lock of readers for moving the end of a queue."""

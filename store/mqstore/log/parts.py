@@ -1,7 +1,6 @@
 """Parts of an opened store: its files, and how its last writer ended.
 
-`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them. They know nothing of threads,
-puts or reads.
+`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class StoreParts:
         return self.log_files
 
     def load_checkpoint(self) -> None:
-        """Read the checkpoint."""
         self.has_checkpoint = self.checkpoint_file.load()
         self.checkpoint = self.checkpoint_file.current
 
@@ -107,7 +105,6 @@ class StoreParts:
         self.checkpoint = checkpoint
 
     def close(self) -> None:
-        """Close all files."""
         self.log_files.close()
         self.descriptors.close()
         self.index.close()

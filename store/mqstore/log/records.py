@@ -61,8 +61,6 @@ class Request(NamedTuple):
 
 
 class RecordReader:
-    """Reads the records of a store that units lead to."""
-
     def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
         self.checker = checker
         self.bytes_read = 0

@@ -11,8 +11,7 @@ Earlier versions added a member "index" and a file records.idx. Both are ignored
 raised before any record is stored. `windows` then yields the records in pieces, in bounded memory, and compares the CRC
 again. So a file that changed between check and copy is found before the bulk append counts.
 
-All that a put would refuse is refused here, since programs that read the log trust its bytes to be records. This module
-writes nothing.
+All that a put would refuse is refused here, since programs that read the log trust its bytes to be records.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ half a transaction may stay, but no stored message is lost.
 
 Beyond 10,000 applications, those that were not used for 30 days are removed. Beyond 100,000, the oldest are. A
 streaming query uses its entry with every batch, so this removes batch jobs that will hardly be run again.
-
-This module knows JSON and the log's scanner, but neither shards nor how they are appended.
 """
 
 from __future__ import annotations
@@ -213,7 +211,6 @@ class TxnFile:
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
-        """Return the current value of the file, as the page cache has it."""
         return read_txn(self._root, self._fs)
 
     def _make_folders(self) -> None:

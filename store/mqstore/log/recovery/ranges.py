@@ -17,8 +17,7 @@ A result says for every queue whether its records followed each other. Such a *s
                                                 may have begun at a false start: a record image inside a body, or a
                                                 record that only a start from its front accepts
 
-Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings. This module knows
-neither Spark nor what is done with the records.
+Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@
 
 Committed offsets are as old as the log or older, as after any crash: messages may be redelivered, but none is skipped.
 A topic that a record names is in the table. A bundle is recorded as appended, or it waits.
-
-This module only reads the store.
 """
 
 from __future__ import annotations
