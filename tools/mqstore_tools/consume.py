@@ -244,9 +244,6 @@ def _check_names(broker: Broker, asked: Asked) -> None:
         as_filter(asked.tags)
 
 
-# -- what is said about it ---------------------------------------------------------------------------------------------
-
-
 def _progress_of(run: Run, source: Source) -> tuple[int, int]:
     """Return how many messages were taken, and how many there are in all."""
     try:
@@ -287,9 +284,6 @@ def _text(summary: dict[str, Any]) -> str:
         f"{summary['group']}: {summary['messages']} messages in {seconds:.1f} s{rate}: {', '.join(facts)}; "
         f"{summary['left']} left (stopped by {summary['stopped_by']})"
     )
-
-
-# -- what would be done ------------------------------------------------------------------------------------------------
 
 
 def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:

@@ -70,9 +70,6 @@ KILLS = ((0.25, 0.45), (0.6, 0.8))
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 
 
-# --- the workload ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file of the standard library, and the place of its lines."""
@@ -384,9 +381,6 @@ class _Demo:
             data[position] ^= 1 << self.rng.randrange(8)
             (copy / file).write_bytes(data)
         return [*flips, unit], body_of, damaged
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 @click.command(

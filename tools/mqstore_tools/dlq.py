@@ -149,9 +149,6 @@ def show(
         ctx.exit(FINDINGS)
 
 
-# -- changes -----------------------------------------------------------------------------------------------------------
-
-
 @dlq.command(
     cls=StoreCommand,
     short_help="Send dead letters again to their group.",

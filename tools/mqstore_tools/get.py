@@ -224,9 +224,6 @@ def _check_queue(store: StoreReader, topic: str, queue_id: int) -> None:
         )
 
 
-# -- the newest, and those that come ----------------------------------------------------------------------------------
-
-
 def _queues(store: StoreReader, topic: str, queue_id: int | None) -> list[QueueRef]:
     if queue_id is None:
         return store.queues(topic)

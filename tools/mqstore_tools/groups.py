@@ -159,9 +159,6 @@ def _word(duration_ms: int) -> str:
     return show_ms(duration_ms).replace(" ", "")
 
 
-# -- what is typed -----------------------------------------------------------------------------------------------------
-
-
 def _retry(value: Any) -> RetryPolicy:
     """Parse the value of `--retry`: `standard`, a list of delays, or `INITIAL xFACTOR MAXIMUM`."""
     words = str(value).split()
@@ -238,9 +235,6 @@ def _given(
         attempts = old.max_attempts if max_attempts is None else max_attempts or None
         settings["retry_policy"] = (retry or old).with_attempts(attempts)
     return {name: value for name, value in settings.items() if value is not None}
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 @groups.command(

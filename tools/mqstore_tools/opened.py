@@ -114,9 +114,6 @@ class DefaultGroup(click.Group):
         return list(self.commands)  # as they were added, the default first
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
-
-
 def moment(value: Any) -> datetime:
     """Parse the value of an option: ISO 8601, by default UTC, or how long ago (90m, 36h, 30d)."""
     if isinstance(value, datetime):

@@ -57,9 +57,6 @@ class Asked:
     workers: int
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
 class Run(Interceptor):
     """State that all threads of a run share: tickets, counts, and the wish to stop."""
 
@@ -217,9 +214,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(ours)
-
-
-# -- where messages come from ------------------------------------------------------------------------------------------
 
 
 class Source:

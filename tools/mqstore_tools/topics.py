@@ -111,9 +111,6 @@ def _messages(tables: Tables, topic: str) -> int:
     return count
 
 
-# -- changes -----------------------------------------------------------------------------------------------------------
-
-
 @topics.command(
     cls=StoreCommand,
     short_help="Create a topic.",

@@ -346,7 +346,6 @@ class GroupTable:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> GroupConfig | None:
-        """Return the group's configuration, or None if there is no such group."""
         return self._groups.get(name)
 
     def need(self, name: str) -> GroupConfig:

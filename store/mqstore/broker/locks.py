@@ -19,8 +19,7 @@ no other client may get its queue. A handler that is about to begin asks first, 
 Listeners are called with the group whose locks were released, outside the mutex, in the releasing thread. So a member
 that was refused need not poll. No listener is called when a lease expires.
 
-All calls, renewals included, run under one mutex. RocketMQ renews without it: after a renewal of a lease that was just
-taken over, two clients both believe that the queue is theirs.
+All calls, renewals included, run under one mutex (delivery#x7).
 """
 
 from __future__ import annotations

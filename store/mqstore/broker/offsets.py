@@ -18,15 +18,10 @@ A forced restart, queue by queue::
     published(x)  pending: the reset ends, and committed := x. A publisher asks nobody where to start, so a reset that
                   no read takes would keep its offsets out for good.
 
-The file is `config/consumerOffset.json`, as in RocketMQ, and never ahead of the messages: a save takes a copy, flushes
-the commitlog, then writes the copy. So its offsets rest on messages that no power cut takes back. Between two such
-saves there are quick ones (`configfile`), so that `kill -9` takes back only the last moment::
+The file is `config/consumerOffset.json` (delivery#saved-offsets). Between two synced saves there are quick ones::
 
     commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
                                                  later, if quick saves would take more than 2 % of a processor
-
-A file of another program may be ahead: an offset above its queue's end is lowered to the end at load, because new
-messages will get the offsets between.
 
 Offsets that processes beside the owner publish (`published.py`; Spark's `commitGroup`) are added as commits at opening,
 every `commit_interval` and at closing. A process that opens the store for reading sees them earlier.
@@ -330,7 +325,6 @@ class OffsetTable:
             return {group for groups in self._committed.values() for group in groups if _is_user(group)}
 
     def groups_of(self, topic: str) -> set[str]:
-        """Return the consumer groups that have committed offsets in `topic`."""
         with self._lock:
             return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
 
@@ -390,12 +384,10 @@ class OffsetTable:
 
     @property
     def problems(self) -> list[str]:
-        """Problems found when the file was loaded, and what was done about them."""
         return list(self._file.problems)
 
     @property
     def dirty(self) -> bool:
-        """True if something changed since the last save."""
         return self._changes != self._saved
 
     def save(self) -> None:
@@ -475,7 +467,6 @@ class OffsetTable:
         return ()
 
     def _log_end(self) -> int:
-        """Return the log end, or the end that a recovery found."""
         end = self._store.max_offset
         return end if self._noted is None else min(end, self._noted.log_end)
 

@@ -6,12 +6,6 @@
     offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` set
     all other reads                                                       status of the store
 
-    status                                                 what the reader does                 clients#contract
-    FOUND                                                  consumes, continues at next          FOUND
-    NO_MATCHED_MESSAGE MESSAGE_WAS_REMOVING                reads on at next, at once            NO_MATCHED_MSG
-    OFFSET_OVERFLOW_ONE                                    waits (waiting.py)                   NO_NEW_MSG
-    NO_MESSAGE_IN_QUEUE NO_MATCHED_LOGIC_QUEUE, offset 0   waits                                NO_NEW_MSG
-    the same two, offset not 0                             continues at next: wrong offset      OFFSET_ILLEGAL
     OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    continues at next                    OFFSET_ILLEGAL
 
 `first` is the queue's first message, or its logical start if that is higher (dead letters that were replayed or purged,
@@ -280,12 +274,10 @@ class Reads:
     # -- bounds -----------------------------------------------------------------------------------------------------
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the first message that counts, or `max_offset`. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[1]
 

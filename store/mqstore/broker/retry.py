@@ -218,8 +218,6 @@ class Retries:
             durability=durability,
         )
 
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
     def _check_arguments(
         self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None
     ) -> None:

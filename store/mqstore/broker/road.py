@@ -123,8 +123,6 @@ class Road(Sending):
             precision_ms=PRECISION_MS,
         )
 
-    # -- a user's message -------------------------------------------------------------------------------------------
-
     @compiled_put
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
@@ -185,8 +183,6 @@ class Road(Sending):
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
         return self._store.put_many(topic, bodies, queue_id, durability=durability)
-
-    # -- any record -------------------------------------------------------------------------------------------------
 
     def append(
         self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]

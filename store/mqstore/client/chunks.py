@@ -145,10 +145,7 @@ class ChunkRunner(Generic[C]):
         self.pace_ms = WORTH_MS
         """Recent average duration of a handler call. The first call may be slow."""
 
-    # -- workers at a chunk -----------------------------------------------------------------------------------------
-
     def submit(self, chunk: C) -> None:
-        """Submit the rest of a chunk to any worker."""
         self._workers.submit(partial(self._owner.run, chunk))
 
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
@@ -184,8 +181,6 @@ class ChunkRunner(Generic[C]):
             if not self._ordered:
                 self._ask(chunk, len(chunk.items))
         self._tell_held_up(worker)
-
-    # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def work(self, chunk: C, worker: Worker) -> Flow[None]:
         """Hand the messages of a chunk to handlers, batch by batch, until there is a reason to stop."""

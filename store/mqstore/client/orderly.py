@@ -9,9 +9,7 @@
 
 A queue has at most one task, and a message is not begun before its predecessor is done. The broker keeps the number of
 failures of a message, also over a restart. A message that always fails stops its queue for ever, unless the group
-limits attempts. Then it becomes a dead letter, and leaves a hole in the order. RocketMQ's autoCommit=false has no
-counterpart. A handler that wants to commit many messages at once takes them as one batch (`batch_size`), and its end is
-the commit.
+limits attempts. Then it becomes a dead letter, and leaves a hole in the order.
 """
 
 from __future__ import annotations
@@ -109,8 +107,6 @@ class OrderlyService:
 
     def close(self) -> None:
         self._runner.close()
-
-    # -- the task of a queue ----------------------------------------------------------------------------------------
 
     def _begin(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         line = self._next_line(queue)
@@ -210,8 +206,6 @@ class OrderlyService:
         line.items.extendleft(reversed(messages))
         line.again_ms = NOBODY_AGAIN_MS
         return False
-
-    # -- failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, line: _Line, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
         """Count the attempt, dead-letter messages without further attempts, and suspend the queue for others."""

@@ -1,10 +1,8 @@
 """Detection of handlers that take long or exceed their timeout (clients#overdue).
 
-    a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
-    at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
-                         in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
-
-Without order the result of an overdue call does not count.
+a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
+at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
+                     in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
 """
 
 from __future__ import annotations

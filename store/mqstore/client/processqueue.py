@@ -9,9 +9,8 @@
                pulls nothing, starts          nothing that is still running counts
                nothing; what runs counts
 
-The position is the offset of the first unsettled message, or else the start of the next pull. Everything below is
-settled, whatever ended first. Messages come in ascending order, and both maps keep it. They are OrderedDicts, because
-finding the first key of a plain dict takes longer the more keys were deleted before it.
+Messages come in ascending order, and both maps keep it. They are OrderedDicts, because finding the first key of a plain
+dict takes longer the more keys were deleted before it.
 """
 
 from __future__ import annotations

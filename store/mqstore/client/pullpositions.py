@@ -235,7 +235,6 @@ class Positions:
                 _log.warning("group %s: %s was not committed: %s", self.group, position.queue, error)
 
     def commit(self, position: Position, offset: int) -> None:
-        """Note for the group that everything below `offset` is consumed."""
         self._broker.commit(self.group, *position.queue, offset, owner=self.client_id)
 
 

@@ -37,9 +37,6 @@ _LARGEST: Final = 1 << 52
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 
-# -- how often which value ---------------------------------------------------------------------------------------------
-
-
 def _bins_of(values: _Int64s) -> _Int64s:
     """Return the bin of each value: itself below 32, then 16 to a doubling. Negative values count as 0."""
     values = np.clip(values, 0, _LARGEST)
@@ -85,9 +82,6 @@ class Bins:
             if seen >= rank:
                 return min(_middle_of(bin_), self.largest)
         return None
-
-
-# -- a queue -----------------------------------------------------------------------------------------------------------
 
 
 class Tally:

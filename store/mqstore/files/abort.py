@@ -2,8 +2,7 @@
 
 ``ROOT/abort``: the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot id of
 the machine. The boot id tells the next opening whether the machine went down, too: if not, everything that was written
-is still in the page cache. The mark is set right after the locks are taken, before anything else changes. It is cleared
-as the last change of a clean close.
+is still in the page cache.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ saves the two thread switches that a flusher thread would cost each lone put. A 
 
 While anybody waits, somebody leads: a leader leaves by covering all or by promoting the next. Where Ctrl-C keeps it
 from that, those in line find within `_LOOK_S` that nobody leads. A round covers what was appended before it began, so a
-thread that joins during a round needs one more. A failed sync ends it all: the kernel may have dropped the pages it
-could not write, and a second sync would report success without them.
+thread that joins during a round needs one more. A failed sync ends it all.
 """
 
 from __future__ import annotations
@@ -108,8 +107,6 @@ class GroupCommit:
         """Declare the medium failed: as if a sync had raised `error`. The first failure is kept."""
         with self._lock:
             self._fail_all(error)
-
-    # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _join(self, target: int | None, timeout_s: float | None) -> bool:
         waiter: _Waiter | None = None

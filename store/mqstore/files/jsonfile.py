@@ -30,8 +30,6 @@ A *quick save* leaves the syncs out: the kernel has the value, so it survives `k
 
 A synced save that follows leaves the ``.bak`` alone: the file that it replaces may be torn on disk.
 
-Two dialects are read: strict JSON, which is what we write, and fastjson's, whose integer keys carry no quotes.
-
 Limits keep somebody else's file from filling the memory: an object of five bytes takes 230 as a dict. Both are checked
 before anything is decoded, and before anything is written. Sizes as `encode_json` writes them, names of 30 characters::
 

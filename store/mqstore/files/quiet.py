@@ -60,8 +60,6 @@ class QuietFileSystem(FileSystem):
         finally:
             os.close(fd)
 
-    # -- changes, refused ---------------------------------------------------------------------------------------------
-
     def replace(self, source: StrPath, target: StrPath) -> None:
         self._refuse(source, "replace")
 

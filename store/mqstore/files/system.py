@@ -93,9 +93,6 @@ def boot_id() -> str | None:
     return None
 
 
-# -- calls of the C library -------------------------------------------------------------------------------------------
-
-
 def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
     """Return a function of the C library of Linux, None elsewhere and where there is none."""
     if sys.platform == "linux" and sys.maxsize > 1 << 32:

@@ -1,9 +1,7 @@
 """Limits of a batch of a stream, in messages or bytes (spark#pacing).
 
-A limit is shared among queues in proportion to what waits in each. Queues whose share is less than their next message
-get one message each, for up to half of the limit. Rests from rounding go to any queue that can use them. The first
-queue changes from batch to batch, so none starves behind the large ones. A batch is larger than its limit only if it is
-a single message, and it is never empty while something waits.
+Rests from rounding the shares go to any queue that can use them. The first queue changes from batch to batch, so none
+starves behind the large ones.
 
 Bytes are those of records. The size of a backlog is estimated from samples. What is taken is counted by the sizes in
 units. A stream that reads whole logs (readBy=log) has no limit: the options refuse one.

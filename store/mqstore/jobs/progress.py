@@ -15,17 +15,12 @@ not there, or not its store  nowhere, its position is kept: it goes on if it com
 no longer wanted             likewise, and nothing is lost
 ===========================  =========================================================================================
 
-Lost messages fail the stream, unless `fail_on_data_loss` is off. They are looked for when the next offset is asked for,
-again when a batch is planned, since Spark may have logged it long ago, and by tasks.
-
 Between two offsets there is always the same sequence of messages, so that a sink which takes a batch once sees each
 message once. For that the first offset must be in the checkpoint before a message is read, but Spark asks for it again
 until the first batch is done. So where it depends on the moment (latest, times, groups), the first batch is empty and
 pins the position.
 
-An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message. With readBy=log it is
-`{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so names are sorted. A store without a name goes
-by its absolute path, however the query spelled it.
+In an offset a store without a name goes by its absolute path, however the query spelled it.
 """
 
 from __future__ import annotations

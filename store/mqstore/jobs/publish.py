@@ -6,9 +6,8 @@
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
 A crash before that step leaves nothing that counts, one behind it all of the batch; `clean_target` removes the rest. A
-version that is not above the last one recorded for its app is in, and a commit of it only cleans up. A batch job
-without a transaction id gets a random one. It is never committed again, so only the owner of an inbox, who may see a
-bundle twice after a crash, remembers it.
+batch job without a transaction id gets a random one. It is never committed again, so only the owner of an inbox, who
+may see a bundle twice after a crash, remembers it.
 
 `abort` may come after a commit that succeeded and then raised. It deletes what is staged, which counts no more.
 """

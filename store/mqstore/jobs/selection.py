@@ -37,9 +37,6 @@ Bound = datetime | str | None
 _NAMED = 20
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
 class Shaped:
     """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
 
@@ -47,9 +44,6 @@ class Shaped:
         """Return plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
         return found
-
-
-# -- which messages ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The manifest of a store set, which names the stores in a folder (spark#options). Others do not count.
+"""The manifest of a store set, which names the set's stores: others in its folder do not count (spark#options).
 
 mqstore-set.json
 {"version": 1,

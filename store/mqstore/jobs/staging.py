@@ -5,10 +5,9 @@
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
-`root` is the store, or the set: a commit is renames within one file system. Attempts number from 0 again in each Spark
-application. The random part tells those of a restarted job apart. A commit names one attempt; others go with the folder
-of their transaction. If two drivers have one (app, version) and one is aborted, the commit of the other finds its
-shards gone, and says so.
+`root` is the store, or the set: a commit is renames within one file system. A commit names one attempt; others go with
+the folder of their transaction. If two drivers have one (app, version) and one is aborted, the commit of the other
+finds its shards gone, and says so.
 """
 
 from __future__ import annotations
@@ -150,9 +149,6 @@ def write_shards(
             writer.write(piece)
         if writer is not None:
             yield writer.finish(profile)
-
-
-# -- taking away -------------------------------------------------------------------------------------------------------
 
 
 def clean(

@@ -15,9 +15,8 @@
            12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
            16  4 i32 prevEntry        the next older entry of the chain, 0 = end
 
-Entry e lies at 40 + 4 slots + 20 e; entry 0 is never used. Nothing in a file tells how many slots it has: the manifest
-does, or a guess from the length. Entries hold hashes, so a query may return those of another key: compare hits with the
-record.
+Entry e lies at 40 + 4 slots + 20 e. Nothing in a file tells how many slots it has: the manifest does, or a guess from
+the length.
 """
 
 from __future__ import annotations

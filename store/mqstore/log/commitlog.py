@@ -2,9 +2,8 @@
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
-Records are only added by `append` and its variants. Under one lock they number the record, pack it, store it into the
-mapping and move `end`. `end` is moved last, so readers below it, without the lock, see whole records. Large batches are
-written by a system call instead, which waits for memory if the disk is far behind. Nothing here waits for a sync.
+Records are only added by `append` and its variants, under one lock (format#append). Large batches are written by a
+system call instead of the mapping, which waits for memory if the disk is far behind.
 """
 
 from __future__ import annotations

@@ -109,8 +109,6 @@ class StoreParts:
         self.descriptors.close()
         self.index.close()
 
-    # -- the log ----------------------------------------------------------------------------------------------------
-
     def watermark(self, start: int | None = None) -> int:
         """Return the watermark: the log had been synced below this physical offset (format#watermark).
         The log must not be empty or open for writing. `start` is as in `log.watermark`. May read much of the log."""
@@ -164,8 +162,6 @@ class StoreParts:
             LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
             for name, place in self.log_files.places.items()
         ]
-
-    # -- queues and index -------------------------------------------------------------------------------------------
 
     def has_no_queues(self) -> bool:
         """Return True if the log holds records and no queue exists.

@@ -43,8 +43,12 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Make `messages` and each small table a temporary view of the session, and return their names.
-    Raises ConfigError, and what Spark raises."""
+    """Return the frame of a query, after making the views of `create_views` that it names.
+
+
+    The views stay until the session ends, or the next query over other stores. `messages` has the columns that this
+    query names. Raises ConfigError, and what Spark raises.
+    """
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 

@@ -22,12 +22,9 @@ before they are due, and wait there for the rest of their time. The queue of a l
 front, and progress passes them. The timer delivers them at the same time, as the level would have. If delivery is late,
 a relocated message may come behind messages of the level that were put later.
 
-Progress is the next unit of each level to look at. It is written to `delayOffset.json` every ten seconds and at the
-end, after the log has been synced. So progress on disk rests on copies on disk. In between it is saved without a sync
-(`configfile`), 100 ms after a delivery. So `kill -9` repeats at most the deliveries of that time, and a power cut those
-of ten seconds. Neither loses a message. After opening, until nothing more is due, and after messages were relocated,
-progress is written at the end of each step. So a machine that crashes again and again within ten seconds repeats a
-message once, not each time.
+Progress is the next unit of each level to look at (delivery#level-progress, delivery#level-crash). After opening, until
+nothing more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So
+a machine that crashes again and again within ten seconds repeats a message once, not each time.
 """
 
 from __future__ import annotations
@@ -545,7 +542,6 @@ class DelayService:
         self._quick_due_ms = None
 
     def _moved(self) -> dict[_Level, int]:
-        """Return the progress of the levels that has changed since the last synced save."""
         return {level: level.offset for level in self._levels.values() if level.offset != level.saved}
 
     def _write(self, offsets: Mapping[_Level, int], now_ms: int, quick_log_end: int | None = None) -> None:

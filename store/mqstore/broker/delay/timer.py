@@ -24,12 +24,11 @@ Never early. A unit is handled when the wall clock has reached its due time, and
 delivery. If the clock is set back by more than a few seconds, waiting messages are placed again, and are not late
 (`_turn_back`).
 
-Never lost. The checkpoint says which slots were read and which messages were placed. The commitlog is flushed before
-it is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again,
-in the same order. At most one second of deliveries is repeated. While catching up, progress is saved after each step:
-a process that crashes within each second repeats a message once, not each time. Missing or damaged files are rebuilt
-from the timer topic's queue. `placement` shows for each message, and each rolled copy, whether it was done by then.
-Retention keeps the oldest waiting record (`pins`).
+Never lost (delivery#timer-crash). After a crash everything since the checkpoint is done again, in the same order: at
+most one second of deliveries is repeated. While catching up, progress is saved after each step: a process that crashes
+within each second repeats a message once, not each time. Missing or damaged files are rebuilt from the timer topic's
+queue. `placement` shows for each message, and each rolled copy, whether it was done by then. Retention keeps the oldest
+waiting record (`pins`).
 
 Relocated (`roll`). Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
 So units before `TimerUnits.low` are done. A crash falls back to `low` in the checkpoint, which is written when the

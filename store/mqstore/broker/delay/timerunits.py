@@ -195,7 +195,6 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.
 
 
 def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Return `TimerUnit.due_ms` of each unit."""
     return slots_of_units(units) + 1 + (units["write_ms"].astype(np.int64) - 1) % PRECISION_MS
 
 

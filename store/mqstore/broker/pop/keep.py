@@ -77,7 +77,6 @@ class PopKeeper:
             self._wake()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
-        """Save the order info within `duration_ms`."""
         due_ms = now_ms + duration_ms
         self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
 

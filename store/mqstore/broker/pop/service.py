@@ -356,7 +356,6 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """Extend a delivery as `change_invisible` does. The given receipt stays valid, and is returned."""
         return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def change_invisible(
@@ -479,7 +478,6 @@ class PopService:
     # -- deliveries in flight ---------------------------------------------------------------------------------------
 
     def pending(self, group: str) -> list[Pending]:
-        """Return the deliveries of a group that are in flight, by topic, queue and offset."""
         found: list[Pending] = []
         for key, state in sorted(self._tables.states.items()):
             if key.group == group:
@@ -502,7 +500,6 @@ class PopService:
         return found
 
     def in_flight(self) -> int:
-        """Return the number of messages that are popped and not settled."""
         count = 0
         for state in list(self._tables.states.values()):
             with state.lock:
@@ -592,7 +589,6 @@ class PopService:
                         self._fifo.visit(state, now_ms)
 
     def close(self) -> None:
-        """Save the state and remove the listeners."""
         self._keeper.close()
         self._routes.close()
 

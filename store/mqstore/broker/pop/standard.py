@@ -5,9 +5,8 @@
     settle, to release: rel record, then popped again first         then rev record, then settled
     change   chg record, then visible at another time
 
-Each record is appended under the queue's lock before memory changes, so a replay of the log always gives the same state
-as memory. After a crash between copy and `rev` the message is copied once more. Nothing else happens twice, and nothing
-is lost.
+Each record is appended under the queue's lock before memory changes (delivery#pop-state). After a crash between copy
+and `rev` the message is copied once more. Nothing else happens twice, and nothing is lost.
 """
 
 from __future__ import annotations

@@ -336,8 +336,6 @@ class Inbox:
         trouble.due_ms = self._clock.monotonic_ms() + pause_ms
         return False
 
-    # -- folders ----------------------------------------------------------------------------------------------------
-
     def _refuse(self, folder: Path, error: Exception) -> None:
         """Move a bundle aside, with the reason."""
         fs = self._fs

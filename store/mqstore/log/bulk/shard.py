@@ -124,8 +124,6 @@ class Shard:
     def file(self) -> Path:
         return self.folder / "records.bin"
 
-    # -- shard.json -------------------------------------------------------------------------------------------------
-
     @classmethod
     def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
         """Read the `shard.json` in `folder`. Its records are not examined.
@@ -170,8 +168,6 @@ class Shard:
         if sum(shard.queues.values()) != shard.records:
             _refuse(path, f"its queues get {sum(shard.queues.values())} records, but it has {shard.records}", "queues")
         return shard
-
-    # -- records.bin ------------------------------------------------------------------------------------------------
 
     def check(self, progress: Callable[[int], None], remember: int = 0) -> list[Groups] | None:
         """Read and check every record. Calls `progress(bytes)` after each window.

@@ -118,8 +118,6 @@ class Original:
         self._intents = IntentWatch(root, QUIET)
         self._odd_before: frozenset[tuple[str, bytes]] = frozenset()
 
-    # -- looking ----------------------------------------------------------------------------------------------------
-
     def moment(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None = None) -> Moment:
         """Examine the store until nothing that matters has changed meanwhile. Raises StoreBusyError.
         `bring` copies the files that must be copied meanwhile, again for each attempt. None copies nothing. `opened`
@@ -268,8 +266,6 @@ class Original:
 
     def _is_empty(self, segment: Segment) -> bool:
         return not any(self._run.mapping(segment)[:8]) and not used_end(self._run, segment)
-
-    # -- files ------------------------------------------------------------------------------------------------------
 
     def bulk(self) -> Iterator[Found]:
         """Yield the files that may be copied without hurry, apart from the segments."""
