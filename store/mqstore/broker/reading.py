@@ -1,12 +1,10 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Reads of a queue by offset, first positions and resets of groups (delivery#group-start).
+"""Reads of a queue by offset, first positions and resets of groups (delivery#read, delivery#group-start).
 
     may the group consume, may the topic be read, has it that queue?      else an error
     is a reset pending?                                                   OFFSET_RESET, once
     offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` set
-    all other reads                                                       status of the store
-
-    OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    continues at next                    OFFSET_ILLEGAL
+    all other reads                                                       status of the store (delivery#read-status)
 
 `first` is the queue's first message, or its logical start if that is higher (dead letters that were replayed or purged,
 topics that were deleted and created again). A read never blocks, and changes only the offset tables in memory.
