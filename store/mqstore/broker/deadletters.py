@@ -131,8 +131,6 @@ class DeadLetters:
         self._tables = tables
         self._turns = RoundRobin()
 
-    # -- looking ----------------------------------------------------------------------------------------------------
-
     @property
     def bounds(self) -> tuple[int, int]:
         """Return (offset of the first letter, offset of the next new one), which are equal without letters."""
@@ -200,8 +198,6 @@ class DeadLetters:
                 for message in self._tables.store.get(self.topic, _QUEUE, offset, 1).messages:
                     if message.offset == offset:  # otherwise it is damaged, and this is the next one
                         yield message
-
-    # -- sending again ----------------------------------------------------------------------------------------------
 
     def replay(
         self,
@@ -328,8 +324,6 @@ class DeadLetters:
         else:
             queue_id = group_queue(group, queues, self._tables.store.manifest.group_hash)
         return queue_id, properties
-
-    # -- purging ----------------------------------------------------------------------------------------------------
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
         """Remove all letters, or those below `before_offset`, or stored before `before_ms`. Return how many.

@@ -324,9 +324,7 @@ assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown
 
 
 class GroupTable:
-    """All consumer groups of a store. Thread-safe. A look-up of a known group takes no lock.
-    A change is saved before it counts: if a method raises, nothing changed. The functions in `on_change` are called
-    with the name of a created, changed or deleted group. They run in the thread that changed it, without a lock."""
+    """All consumer groups of a store. Changes, calls of `on_change` and look-ups are as in `TopicTable`."""
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""

@@ -67,11 +67,10 @@ _QUICK_REST = 50
 class OffsetTable:
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
-    Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
-    before a `commit` with "flush" returns. The kernel has a `commit` about 100 ms later (`run_once`).
 
     The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
-    together."""
+    together.
+    """
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
@@ -122,8 +121,7 @@ class OffsetTable:
     # -- committed --------------------------------------------------------------------------------------------------
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
-        """Return the group's committed offset in a queue, or None if it never committed, which is not 0.
-        While a reset is pending this is its offset, because `reset` stores it here as well."""
+        """Return the group's committed offset in a queue, or None if it never committed, which is not 0."""
         groups = self._committed.get(topic)
         if groups is None or (queues := groups.get(group)) is None:
             return None
@@ -134,10 +132,12 @@ class OffsetTable:
     ) -> None:
         """Note that `group` has consumed everything of the queue before `offset`.
 
-        The last writer wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
-        on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
-        0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
-        memory and is saved later."""
+        With "flush" it is on disk when this returns, together with its messages, and is never lost. Raises ConfigError
+        for a
+        number below 0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the
+        commit
+        stays in memory and is saved later.
+        """
         if type(offset) is not int or type(queue_id) is not int:
             offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail
         if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):

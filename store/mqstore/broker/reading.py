@@ -269,8 +269,6 @@ class Reads:
         with self._told_lock:
             return tuple(self._losses.pop(group, ()))
 
-    # -- bounds -----------------------------------------------------------------------------------------------------
-
     def min_offset(self, topic: str, queue_id: int) -> int:
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[0]
@@ -289,8 +287,6 @@ class Reads:
             return max(low, self._store.offset_at(topic, queue_id, when, bound))
         except TopicNotFoundError:
             return low
-
-    # -- where a group begins ---------------------------------------------------------------------------------------
 
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Return the group's committed offset in a queue, or commit and return its first position.
@@ -334,8 +330,6 @@ class Reads:
         if type(start) is int or isinstance(start, datetime):
             return self.offset_for_time(topic, queue_id, start)
         raise ConfigError(f"start is 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
-
-    # -- resets -----------------------------------------------------------------------------------------------------
 
     def reset(
         self,

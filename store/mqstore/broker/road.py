@@ -174,9 +174,7 @@ class Road(Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> SendReceipts:
-        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
-        Raises what `MessageStore.put_many` raises. `options` are those of one message: InvalidMessageError says which
-        method takes them."""
+        """Append many messages as `Broker.put_many` does. Raises what `MessageStore.put_many` raises."""
         if options:
             refuse_options(options)
         config = self._topics.for_send(topic)

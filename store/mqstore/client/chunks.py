@@ -174,8 +174,7 @@ class ChunkRunner(Generic[C]):
             self._owner.settle(chunk)
 
     def _held_up(self, worker: Worker, chunk: C) -> None:
-        """Settle what is done and share the rest of a chunk with other workers, on the timer thread.
-        Called when a handler takes long."""
+        """Settle what is done and share the rest of a chunk with other workers, on the timer thread."""
         if chunk.items or chunk.done:
             self._owner.settle(chunk)
             if not self._ordered:

@@ -196,8 +196,6 @@ class OrderlyService:
             line.again_ms = AGAIN_MS
 
     def unwanted(self, line: _Line, messages: Sequence[Message]) -> bool:
-        """Deal with messages of a topic without subscription. A retry counts as failed again.
-        Other messages wait, since their queue is about to leave."""
         if line.queue.retries:
             topic = messages[0].topic
             why = f"a retry of topic {topic!r}, to which nobody of group {self._group!r} subscribes any more"

@@ -81,8 +81,6 @@ class Positions:
         self.uncommitted: set[Position] = set()
         """Positions whose `done` was not committed."""
 
-    # -- adding and removing ----------------------------------------------------------------------------------------
-
     def add(self, begins: Mapping[QueueRef, int]) -> None:
         """Read these queues, too, each from its offset on."""
         for queue in sorted(begins):
@@ -109,8 +107,6 @@ class Positions:
             has = named(sorted(self.by_queue)[:8]) or "none (with `subscribe` they come by a poll)"
             raise ConfigError(f"queue {queue[1]} of {queue[0]!r} is not this consumer's now; it has {has}")
         return position
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_some(self, count: int, by_hand: bool) -> bool:
         """Read up to `count` messages, one queue after the other. Return True if another look may find more."""
@@ -188,8 +184,6 @@ class Positions:
         """Continue at another offset. Everything below counts as done."""
         position.move(offset)
         self.uncommitted.add(position)
-
-    # -- committing -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Note that the caller is done with the messages that were handed out."""

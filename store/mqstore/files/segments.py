@@ -90,8 +90,6 @@ class SegmentRun:
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, the last used at the end
         self._lock = threading.RLock()  # guards the four above and each segment's mapping and file
 
-    # -- what there is ----------------------------------------------------------------------------------------------
-
     @property
     def starts(self) -> tuple[int, ...]:
         """Starts of all segments, ascending."""
@@ -118,8 +116,6 @@ class SegmentRun:
         """Return all segments, ascending."""
         by_start = self._by_start
         return [segment for start in self._starts if (segment := by_start.get(start)) is not None]
-
-    # -- listing ----------------------------------------------------------------------------------------------------
 
     def load(self) -> list[LoadProblem]:
         """List the folder, which may be missing. Return the problems with names and lengths."""
@@ -258,8 +254,6 @@ class SegmentRun:
         elif length < size:
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
-    # -- bytes ------------------------------------------------------------------------------------------------------
-
     def mapping(self, segment: Segment) -> mmap.mmap:
         """Return the mapping of `segment`, of `length` bytes, made when there is none.
         The run keeps `max_mappings` read-only ones, the last used. A reference or view keeps others alive.
@@ -306,8 +300,6 @@ class SegmentRun:
             for segment in self._by_start.values():
                 self._let_go(segment)
             self._set([])
-
-    # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _let_go(self, segment: Segment) -> None:
         """Drop the references of a segment that leaves the run. The lock is held."""

@@ -124,9 +124,6 @@ class Bounds(NamedTuple):
     top: int
 
 
-# -- stores ------------------------------------------------------------------------------------------------------------
-
-
 def stores_of(options: SourceOptions) -> list[StoreName]:
     """Return the stores that the options name, in order. ConfigError for an empty glob or a repeated id."""
     if isinstance(options.paths, dict):
@@ -203,9 +200,6 @@ def queues_of(store: StoreReader) -> list[ConsumeQueue]:
     """Return the queues of a store opened a moment ago, by topic and queue id, with their bounds.
     `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
-
-
-# -- planning ----------------------------------------------------------------------------------------------------------
 
 
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:

@@ -58,8 +58,6 @@ __all__ = ["Snapshot", "StreamProgress", "advance", "decode_offset", "encode_off
 
 _VERSION = 1
 
-# -- offsets -----------------------------------------------------------------------------------------------------------
-
 
 def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
     """Return the JSON of an offset, its names sorted.
@@ -95,9 +93,6 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
     except (KeyError, AttributeError, ValueError) as error:
         raise ConfigError(f"the checkpoint has a damaged offset ({error}): {value!r:.200}") from error
     return found
-
-
-# -- what there is -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +149,6 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
 
 
-# -- the next offset ---------------------------------------------------------------------------------------------------
-
-
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
     """Note the loss of a store, or with `queue` of its queue. `stores` are the named ones by id."""
     text = f"{key} is wanted from offset {wanted}, but "
@@ -194,9 +186,6 @@ def advance(
             _gone(losses, key, position, now.stores, queue=key.store not in now.absent)
     losses.settle()
     return begin, end
-
-
-# -- a stream ----------------------------------------------------------------------------------------------------------
 
 
 class StreamProgress:

@@ -408,9 +408,6 @@ def as_kept(
     return kept
 
 
-# --- few ------------------------------------------------------------------------------------------------------------
-
-
 def few(
     buf: ReadableBuffer,
     start: int,
@@ -526,9 +523,6 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
         bytes(view[topic : topic + topic_size]),
         bytes(view[properties : properties + spare]),
     )
-
-
-# --- one record -----------------------------------------------------------------------------------------------------
 
 
 def _named(properties: bytes) -> dict[bytes, bytes]:

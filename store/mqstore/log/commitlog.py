@@ -154,8 +154,6 @@ class CommitLog(Tip):
         self._base = segment.start
         self._limit = segment.start + self.run.segment_bytes - BLANK_BYTES
 
-    # -- appending --------------------------------------------------------------------------------------------------
-
     def append(
         self,
         queue: Numbered,
@@ -371,8 +369,6 @@ class CommitLog(Tip):
             return self.run.create(start)
         finally:
             self._creating = False
-
-    # -- holding ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> int:
         """Keep every put waiting until `release`. Return the end of the log.

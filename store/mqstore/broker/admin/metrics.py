@@ -210,8 +210,7 @@ class Metrics:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def lag(self, group: str) -> dict[tuple[str, int], int]:
-        """Return (topic, queue id) -> number of messages that the group has not consumed.
-        Messages in flight and the group's retry topics are included."""
+        """Return (topic, queue id) -> number of messages of the group, counted as by `Broker.lag`."""
         return {
             queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
             for queue, offset in self._offsets.of_group(group).items()
@@ -246,8 +245,7 @@ class Metrics:
                 yield "DLQ_PUT_NUMS", f"{topic}@{group}"
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
-        """Return the samples of each series, as of now.
-        Costs a look at every queue in which a group has a committed offset, and two more if messages wait there."""
+        """Return the samples of each series, as of now."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]

@@ -170,9 +170,7 @@ class DelayService:
                     self._kept.append(number)
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
-        """Return a level at its stored offset, or at the end of its queue if that is lower.
-        A crash may have taken the end of the queue. The next messages get the same offsets, and must not be skipped
-        (delivery#level-progress)."""
+        """Return a level at its stored offset, or its queue's end if lower (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
         if stored > high:
             self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")

@@ -110,8 +110,9 @@ class TimerMessages:
         without: frozenset[str],
         marks: Mapping[str, str],
     ) -> None:
-        """Copy a message to its next queue. A message that can never be stored there becomes a dead letter. Any other
-        error is raised, and the put is tried again."""
+        """Copy a message to its next queue.
+        A message that can never be stored there becomes a dead letter. Any other error is raised, and the put is tried
+        again."""
         kept = {name: value for name, value in properties.items() if name not in without}
         copy = self._parts.road.copy
         try:

@@ -89,8 +89,7 @@ def order_members(record: OrderInfo) -> str:
 
 class PopLog:
     """Writer and reader of the pop log.
-    Each `put_...` returns the record's queue offset and never waits for the disk. A caller that needs the disk flushes
-    the store after it has released its locks, and shares the sync with others."""
+    Each `put_...` returns the record's queue offset and never waits for the disk."""
 
     def __init__(self, store: StoreReader) -> None:
         self._store = store
