@@ -19,8 +19,6 @@ A replay sends each letter to the group that failed at it, into a retry topic wh
     pops, in order or not   %RETRY%group+topic, queue 0         have 1ST_POP_TIME
     reads by offset         %RETRY%group, `retry_queues`        do not
     is the engine's own     nothing                             are delayed messages that never arrived: to their topic
-
-Letters are made in `retry.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Consumer groups: permissions, and redelivery of failed messages (delivery#groups).
 
-A group is created at its first use.
-
 A retry policy is used in two ways (delivery#backoff). `r` is the number of times a message was sent back, `attempt`
 the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
 

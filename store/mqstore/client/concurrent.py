@@ -1,11 +1,9 @@
 """Service that has many workers handle messages, in no order (clients#concurrent, clients#overdue).
 
-    pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
-                                 done      settled together (chunks.py)
-                                 failed    sent back, and settled; if that fails, again here after 5 s
-                                 hung      after `consume_timeout` sent back and settled; its end counts for nothing
-
-A chunk holds the messages of one pull.
+pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
+                             done      settled together (chunks.py)
+                             failed    sent back, and settled; if that fails, again here after 5 s
+                             hung      after `consume_timeout` sent back and settled; its end counts for nothing
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ class _Chunk(Chunk):
 
 
 class ConcurrentService:
-    """Handling of messages by a push consumer that is not ordered."""
-
     def __init__(
         self,
         broker: Broker,

@@ -67,8 +67,6 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure of a handler for these messages."""
-
     kind: Literal["retry", "reject"]
     reason: str
     delay_s: float | None = None

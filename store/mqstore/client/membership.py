@@ -11,8 +11,6 @@
 Within a process a member does not die alone, but it may hang or be forgotten. So a seat is a lease, too, renewed by
 `share` and `renew`. A member that finds an expired seat in a clustering group unregisters its client, so that the
 others get its queues. A client that returns takes its seat again, and learns by `renew` which queues it has lost.
-
-The consumer decides who holds a queue, and when to rebalance.
 """
 
 from __future__ import annotations

@@ -62,8 +62,6 @@ class _Line(Chunk):
 
 
 class OrderlyService:
-    """Handling of messages by an ordered push consumer."""
-
     def __init__(
         self,
         broker: Broker,

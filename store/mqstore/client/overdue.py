@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 
 class Overdue(Generic[T]):
-    """Observes the workers of one consumer while they are at work."""
-
     def __init__(
         self,
         workers: Workers,

@@ -43,8 +43,6 @@ _EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
 
 
 class Position:
-    """Position of a consumer in one queue."""
-
     __slots__ = ("done", "missing", "next", "paused", "queue", "read")
 
     def __init__(self, queue: QueueRef, offset: int) -> None:

@@ -30,8 +30,6 @@ _ALWAYS = 1 << 62
 
 
 class KeyIndex:
-    """Places of some keys in an opened store, by its index."""
-
     def __init__(self, store: StoreReader, keys: Sequence[str]) -> None:
         self._store = store
         self._keys = keys

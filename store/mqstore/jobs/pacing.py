@@ -27,8 +27,6 @@ _CHUNK_UNITS = 8192
 
 
 class Limit(NamedTuple):
-    """Limit of one batch of a stream."""
-
     most: int
     unit: Literal["messages", "bytes"]
 

@@ -81,8 +81,6 @@ class JavaPlaces:
 
 
 class TimerCheck:
-    """The file `config/timercheck`."""
-
     def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
         self._fs = fs

@@ -58,8 +58,6 @@ _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
 class TimerMessages:
-    """Delivers, rolls and counts the messages of the timer's units."""
-
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._store = parts.store

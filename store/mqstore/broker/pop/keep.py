@@ -33,8 +33,6 @@ _ANEW = 4_096
 
 
 class PopKeeper:
-    """Housekeeping of all states together: replay position, pins, order info file."""
-
     def __init__(
         self,
         tables: PopTables,

@@ -13,8 +13,6 @@ were pops. Visible times are kept in buckets of one millisecond. A pop adds to a
 time has come, or when most entries of all buckets are settled.
 
 FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`).
-
-Every call is made under `lock`.
 """
 
 from __future__ import annotations
