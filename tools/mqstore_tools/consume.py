@@ -302,7 +302,7 @@ def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | 
 
 
 def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) -> list[dict[str, Any]]:
-    """Return a row a queue, retry queues included."""
+    """Return a row for each queue, retry queues included."""
     begins = start or (tables.groups.get(group) or GroupConfig(group)).start
     reads = Reads(tables)
     pops = pop_view(tables, tables.clock.now_ms())

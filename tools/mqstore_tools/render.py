@@ -65,7 +65,7 @@ def _escape(char: str) -> str:
 def safe(text: object) -> str:
     """Return `text` on one line, with everything that does not print escaped.
 
-    That are control characters, line ends, bidirectional overrides, lone surrogates.
+    Escaped are control characters, line ends, bidirectional overrides and lone surrogates.
 
     >>> print(safe("red\\x1b[31m \\u202eabc"))
     red\\x1b[31m \\u202eabc

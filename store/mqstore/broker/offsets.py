@@ -133,10 +133,8 @@ class OffsetTable:
         """Note that `group` has consumed everything of the queue before `offset`.
 
         With "flush" it is on disk when this returns, together with its messages, and is never lost. Raises ConfigError
-        for a
-        number below 0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the
-        commit
-        stays in memory and is saved later.
+        for a number below 0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then
+        the commit stays in memory and is saved later.
         """
         if type(offset) is not int or type(queue_id) is not int:
             offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail

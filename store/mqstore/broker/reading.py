@@ -1,5 +1,5 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Reads of a queue by offset, first positions and resets of groups (delivery#read, delivery#group-start).
+"""Reads by offset, first positions and resets of groups (delivery#read, delivery#group-start).
 
     may the group consume, may the topic be read, has it that queue?      else an error
     is a reset pending?                                                   OFFSET_RESET, once

@@ -1,4 +1,4 @@
-"""Queues of a push consumer, and the pulls of their messages (clients#rebalance, clients#pull, clients#revoke).
+"""Queues of a push consumer, and their pulls (clients#rebalance, clients#pull, clients#revoke).
 
     rebalance (timer thread)                       pull (any worker)
     share - owned  ---> lock ---> begin ---> pull ----> FOUND              cached, dispatched; pull again, or wait

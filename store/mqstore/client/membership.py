@@ -1,4 +1,4 @@
-"""Membership of a client in a group: registration, share of the queues, locks (clients#group, clients#seat).
+"""Membership in a group: registration, share of the queues, locks (clients#group, clients#seat).
 
     join ──► share ──► take ──► read, commit ──► give ──► leave
                ▲         │refused                  │

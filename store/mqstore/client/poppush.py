@@ -1,4 +1,4 @@
-"""Engine of a push consumer in mode "pop": deliveries by receipt, no owned queues (clients#pop-push, clients#overdue).
+"""Engine of a push consumer in mode "pop", which owns no queues (clients#pop-push, clients#overdue).
 
     fetch: look ---- found ---> units of work ---> workers ---> handler ---> settled
             ^ \\---- nothing --> waits at all topics, without a thread

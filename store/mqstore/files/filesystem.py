@@ -72,7 +72,7 @@ class SyncNotBegunError(StoreIOError):
 
 
 def is_not_begun(error: OSError) -> bool:
-    """Return True if an error of syncing files one by one means what `SyncNotBegunError` says."""
+    """Return True if an error of syncing files one by one means that no sync began (`SyncNotBegunError`)."""
     return isinstance(error, StoreIOError) and error.errno in TOO_MANY_OPEN and error.operation != "fdatasync"
 
 

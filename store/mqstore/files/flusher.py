@@ -189,8 +189,8 @@ class GroupCommit:
 
     def _judge(self, error: BaseException, before: BaseException | None) -> None:
         """Keep what the sync raised as a failure of the disk, unless it is Ctrl-C alone.
-        Ctrl-C raised while a failed sync was handled hides one. `before` is what the caller was handling, and is
-        ignored."""
+        Ctrl-C that was raised while a failed sync was handled hides that failure. `before` is what the caller was
+        handling, and is ignored."""
         verdict: BaseException | None = error
         while verdict is not None and verdict is not before and not isinstance(verdict, Exception):
             verdict = verdict.__context__

@@ -1,4 +1,4 @@
-"""Runs of fixed-size segments: a folder of files that hold one endless stream of bytes (format#sizes).
+"""Runs of fixed-size segments: folders of files that hold one endless stream of bytes (format#sizes).
 
     <directory>/<20 digits>     the offset in the stream of the file's first byte, a multiple of the segment size
 

@@ -109,7 +109,7 @@ class SegmentWriter(SegmentRun):
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def load(self) -> list[LoadProblem]:
-        """List the folder and mend its end (format#sizes). Return what was amiss.
+        """List the folder and mend its end (format#sizes). Return the problems.
         Empty last files are removed, a short last one is extended with zeros."""
         problems = super().load()
         last = self.last

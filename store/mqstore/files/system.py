@@ -66,7 +66,7 @@ else:
 
 
 def allocate(fd: int, length: int) -> bool:
-    """Reserve blocks for [0, length) of a file. Return False, with nothing changed, if that cannot be."""
+    """Reserve blocks for [0, length) of a file. Return False, with nothing changed, if it cannot."""
     if sys.platform == "darwin":
         return False
     else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch

@@ -437,7 +437,7 @@ class Wanted:
         return self.start(key, bounds), min(self.losses.clamp(key, at, bounds), bounds.high)
 
     def check(self, goes_on: str) -> None:
-        """Raise what is missing after the last store.
+        """Raise an error for names that no store has. Called after the last store.
         ConfigError for a group that no store knows, TopicNotFoundError for `missing` topics and queues, and the error
         of `Losses`. If data loss is allowed, warn that the query `goes_on`."""
         if not self._knows_group:

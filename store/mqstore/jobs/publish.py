@@ -330,8 +330,8 @@ def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: Topic
 
 def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
     """Note, durably, where the topics end before the splice.
-    Old messages are taken from consumers only when the new ones are in. A kill in between leaves both, and a commit
-    that is done again goes on."""
+    Old messages are taken from consumers only when the new ones are in. A kill in between leaves both, and a
+    repeated commit continues."""
     ends = {
         name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
         for name in wanted.topics

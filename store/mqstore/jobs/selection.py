@@ -87,7 +87,7 @@ def select(
 ) -> Selection:
     """Choose the messages of `topics` (all topics of users) in `stores`.
 
-    They are stored from `start` up to before `stop`, and their properties match `where` (SQL92). `options` are further
+    Chosen are those stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further
     ones of the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is
     returned as it is; other arguments are then refused. Raises ConfigError.
     """

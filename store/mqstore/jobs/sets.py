@@ -1,4 +1,4 @@
-"""The manifest of a store set, which names the set's stores: others in its folder do not count (spark#options).
+"""Manifest of a store set. Stores in the folder that it does not name do not count (spark#options).
 
 mqstore-set.json
 {"version": 1,

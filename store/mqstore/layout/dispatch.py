@@ -128,7 +128,7 @@ class Rows:
     """Number of rows that are records. The others repeat one, except for topic, queue id and queue offset."""
     topics: list[str]
     topic: _Int64s
-    """Index in `topics`, per row."""
+    """Index in `topics` for each row."""
     queue_id: _Int32s
     queue_offset: _Int64s
     physical_offset: _Int64s

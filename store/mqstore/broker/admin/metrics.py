@@ -210,7 +210,7 @@ class Metrics:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def lag(self, group: str) -> dict[tuple[str, int], int]:
-        """Return (topic, queue id) -> number of messages of the group, counted as by `Broker.lag`."""
+        """Return (topic, queue id) -> number of messages, as `Broker.lag` does."""
         return {
             queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
             for queue, offset in self._offsets.of_group(group).items()

@@ -1,8 +1,8 @@
 """The pop log: what happened to popped messages, as ordinary records of one queue (delivery#pop-log).
 
-`cm` and `rel` say what a batch with `skip_acked` knows of messages that it does not deliver. `k` is the queue offset of
-a `ck` in this log, the batch's name. `rst` is mqstore's own: without it a replay would take batches from before a reset
-for later ones.
+delivery#pop-log lists the kinds of records (TAGS) and their members. `k` is the queue offset of a `ck` in this log, the
+batch's name. `cm` and `rel` say what a batch with `skip_acked` knows of messages that it does not deliver. Without
+`rst` a replay would take batches from before a reset for later ones.
 """
 
 from __future__ import annotations
