@@ -408,7 +408,7 @@ def demo(
     """Store, kill, recover, read, inspect and break a real workload.
 
     Every line of the Python standard library becomes a message. The writing process is killed twice with SIGKILL, and
-    another goes on; readers put every file together again and compare SHA-256; then a copy is damaged and mended. Exit
+    another goes on. Readers put every file together again and compare SHA-256. Then a copy is damaged and mended. Exit
     code 1 if any check fails.
     """
     screen = render.console()

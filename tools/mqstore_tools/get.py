@@ -101,7 +101,7 @@ def get(
     --follow, or one of them (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or
     --physical-offset. With --json one object a line, as `export` has it.
 
-    Exit code 1 if there is no such message, or if there may be more than is shown: damage is named on stderr, and so is
+    Exit code 1 if there is no such message, or if there may be more than is shown. Damage is named on stderr, and so is
     a queue that lacks messages of the log, or an index that is lost.
     """
     ways = [f"--{name.replace('_', '-')}" for name in _WAYS if was_given(ctx, name)]

@@ -58,8 +58,8 @@ def lag(
     `suspended` in JSON.
 
     By what is on disk: a running broker notes failures within a second, and writes its groups' progress a moment after
-    it is made. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
-    what a Java broker had handed out, until mqstore has opened its store for writing.
+    it is made. Files do not show how far a group has read what it has not committed: that counts, but not as in flight.
+    Nor do they show what a Java broker had handed out, until mqstore has opened its store for writing.
     """
     from mqstore.jobs import lag_report
 

@@ -97,7 +97,7 @@ def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or a RocketMQ broker.
 
     Only produce, consume, recover and demo change a store, and what is called create, alter, delete, reset, cancel,
-    replay, restore or purge; all others read, also beside a running writer.
+    replay, restore or purge. All others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler
 
@@ -126,8 +126,8 @@ def main() -> None:
 
 def _furnish_streams() -> None:
     """Make the standard streams usable, so that no command fails half-way at its own output.
-    A stream that the shell closed (`>&-`) becomes the null device: its number would go to the next file opened, and
-    Python has None for it. Characters that a terminal lacks are escaped."""
+    A stream that the shell closed (`>&-`) becomes the null device. Otherwise its number would go to the next file
+    opened, and Python has None for it. Characters that a terminal lacks are escaped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: lowest first
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)

@@ -134,7 +134,7 @@ def reset(
 ) -> None:
     """Let a group go on at another place of a topic in the store in DIR.
 
-    Asks first: messages that are skipped are not delivered to the group, others are delivered again, and what it has in
+    Asks first. Messages that are skipped are not delivered to the group, others are delivered again, and what it has in
     flight in these queues is forgotten.
     """
     with planning(directory) as tables:

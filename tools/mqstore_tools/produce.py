@@ -130,9 +130,9 @@ def produce(
 ) -> None:
     """Send a message to TOPIC in the store in DIR for each line of the FILEs or stdin (-), or one --body.
 
-    A VALUE is taken as it stands; @FIELD takes it from that field of a JSON object or row, where there is one and it is
-    not empty; @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
-    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves; in CSV a column property.NAME is
+    A VALUE is taken as it stands. @FIELD takes it from that field of a JSON object or row, where there is one and it is
+    not empty. @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
+    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves. In CSV a column property.NAME is
     a property. Other fields are left alone.
 
     Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on. Takes

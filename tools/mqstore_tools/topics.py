@@ -175,7 +175,7 @@ def alter(
 ) -> None:
     """Change what is given of the topic NAME in the store in DIR.
 
-    Groups of ordered messages choose their queue by the number of write queues: with another number they go on in
+    Groups of ordered messages choose their queue by the number of write queues. With another number they go on in
     another queue, and the order across the change is lost. While such a topic is being consumed it takes --force.
     """
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):

@@ -1,6 +1,6 @@
 """The columns that a frame may have to be written: one table to check and document them.
 
-By name, in any order. A column of another name or type is refused: a misspelt `tag` that was left out silently would be
+By name, in any order. A column of another name or type is refused. A misspelt `tag` that was left out silently would be
 missed only when a consumer filters by it.
 """
 

@@ -93,7 +93,7 @@ class Tally:
         self.sizes = Bins()
         """Sizes of bodies, as they are stored (bytes)."""
         self.delays = Bins()
-        """Time from produced to stored (ms); 0 where clocks disagree."""
+        """Time from produced to stored (ms), 0 where clocks disagree."""
         self.retries = 0
         """Messages that were delivered before."""
         self._messages: Counter[int] = Counter()

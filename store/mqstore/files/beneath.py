@@ -11,8 +11,8 @@ makes, renames or removes a name      refuses a link in any part of the path abo
 ====================================  ======================================================================
 
 Nothing waits and no device is touched: a name is looked at before it is opened, opened with O_NONBLOCK, and looked at
-again. A refusal is an OSError that says which name is what: ELOOP for a link, EISDIR for a folder in place of a
-file, ENOTDIR for a file in place of a folder, EINVAL for the rest.
+again. A refusal is an OSError that says which name is what. It is ELOOP for a link, EISDIR for a folder in place of a
+file, ENOTDIR for a file in place of a folder, and EINVAL for the rest.
 
 The path of a store, and every other place that a user names, may lead through links. So it is resolved once, where it
 comes in (`resolved`). After that no part of a path is a link of the user's.

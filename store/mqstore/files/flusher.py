@@ -37,7 +37,7 @@ __all__ = ["GroupCommit"]
 
 _WAITING, _COVERED, _LEADING, _FAILED = range(4)
 _LOOK_S = 0.1
-"""How often a waiter checks by itself that somebody leads."""
+"""Seconds after which a waiter checks by itself that somebody leads."""
 
 
 class _Waiter:

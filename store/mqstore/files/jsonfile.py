@@ -249,7 +249,7 @@ def save_json(
 
     With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
     is of a quick save. `check` is that of `load_json`. Returns the state of the new file, which the next save takes as
-    `last`: a file that is still in this state is known to be good.
+    `last`. A file that is still in this state is known to be good.
 
     Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
     the new one if only the last sync failed; the call may be repeated. One caller at a time for each file.

@@ -4,7 +4,7 @@ There is one rule. Everything that is only cached is given back, and the call th
 belongs to the process, so all caches of all its stores give back.
 
 `FileSystem` makes every call that takes a descriptor, and applies the rule there (`takes_descriptor`). A cache takes
-part by `register`. Its `give_back` runs in any thread and with any lock of a store held, so it must not wait for a lock
+part by `register`. Its `give_back` runs in any thread and with any lock of a store held. So it must not wait for a lock
 under which a file is opened or mapped.
 """
 

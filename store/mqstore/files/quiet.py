@@ -1,8 +1,8 @@
 """A file system to look through: reading leaves no trace, not even in access times.
 
-Where the platform has O_NOATIME (Linux) and grants it (to the owner of a file, and to root), files are opened and
-folders listed with it. Elsewhere access times may move, as with any reader, but not bytes, mtime and ctime. Every call
-that would change a file raises.
+Files are opened and folders listed with O_NOATIME, where the platform has it (Linux) and grants it (to the owner of a
+file, and to root). Elsewhere access times may move, as with any reader, but not bytes, mtime and ctime. Every call that
+would change a file raises.
 """
 
 from __future__ import annotations

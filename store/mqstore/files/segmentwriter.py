@@ -8,17 +8,17 @@ How bytes are kept safe:
 
 * A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed with their last
   reference, as mappings are unmapped: `sync` may be using one while the segment is retired.
-* What is written through a mapping has its disk blocks beforehand, so that a full disk is an error of `create` or
-  `prepare` and never a SIGBUS.
+* What is written through a mapping has its disk blocks beforehand (format#allocation). So a full disk is an
+  error of `create` or `prepare`, and never a SIGBUS.
 * The last segment is mapped for writing, and the one before it until the next is prepared, for its end may still be
   written. All others are read-only, so that a stray store can't damage what was long durable.
 
-Mappings for writing get MADV_RANDOM: on file systems with large folios (xfs, ext4 of recent kernels) a fault that reads
-ahead, or a long write, fills the cache with folios of up to megabytes, and one byte stored through a mapping makes the
-whole folio dirty, so that a sync of one record writes all of it. Random means folios of one page. For the same reason
+Mappings for writing get MADV_RANDOM, which means folios of one page. On file systems with large folios (xfs, ext4 of
+recent kernels) a fault that reads ahead, or a long write, fills the cache with folios of up to megabytes. One byte
+stored through a mapping makes the whole folio dirty, so a sync of one record writes all of it. For the same reason
 zeros are written page by page (`zero`), and `write` exists. The kernel tracks by block what `pwrite` changes, whatever
 the folio, and the page needn't be made writable again after each sync. So it is faster for writers that sync every
-record, and it is coherent with the mappings. A long write leaves large folios, which nobody stores to again: the kernel
+record, and it is coherent with the mappings. A long write leaves large folios, which nobody stores to again. The kernel
 rounds down, so the page it ends in is a folio of its own.
 """
 

@@ -50,7 +50,7 @@ class DeadLetterRow(Shaped):
     newest_ms: int
     max_attempts: int
     reasons: Mapping[str, int]
-    """Number of letters by reason, the ten most frequent first; `""` for letters that do not say."""
+    """Number of letters by reason, the ten most frequent first. `""` stands for letters that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def dlq_report(
 ) -> DeadLetterReport:
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
-    A selection says which, as for `dlq_resend`: bounds are of when letters were filed, topics name where they came
-    from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError,
-    also for a group that no store knows, and what opening a store raises.
+    A selection says which, as for `dlq_resend`. Its bounds are of when letters were filed, its topics name where they
+    came from, and its filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises
+    ConfigError, also for a group that no store knows, and what opening a store raises.
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
@@ -157,9 +157,9 @@ def dlq_resend(
     filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run` changes nothing.
     `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
-    Raises ConfigError for a group that no store knows and for an offset without a letter; StoreLockedError for a store
-    that is open for writing; NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter that cannot be
-    sent. Then nothing was sent in any store.
+    Raises ConfigError for a group that no store knows and for an offset without a letter. Raises StoreLockedError for a
+    store that is open for writing. Raises NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter
+    that cannot be sent. Then nothing was sent in any store.
     """
     picked = None if offsets is None else tuple(sorted(set(offsets)))
     job = _Job.of(stores, groups, offsets=picked, all_groups=all_groups, to_topic=to_topic)

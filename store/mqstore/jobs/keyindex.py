@@ -5,7 +5,7 @@
     plan       these few slots, and whatever the index does not vouch for
 
 Tasks read the slots and compare the keys themselves, so a plan may be too wide, never too narrow. Each file vouches for
-the records from its first entry to its last, as far as entries are known to be on disk (a clean end, or the
+the records from its first entry to its last. It does so as far as entries are known to be on disk (a clean end, or the
 checkpoint's `dispatched`). All else is read, since a file may be lost (`answered`). The queue is scanned if index files
 are missing or damaged, for more hits than a scan is worth, and for a hit whose record cannot be read. An entry that is
 damaged in a file that looks whole is noticed only by `verify`.

@@ -9,7 +9,7 @@
 A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
 
 `readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
-record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
+record has to be found by walking. Measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
 """
 
 from __future__ import annotations
@@ -275,9 +275,9 @@ def plan(
     which a query would read by its log. `by_region`: read queues that share a log in alternation, for a query that
     reads every record. Each queue stays in order.
 
-    Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
-    messages that are gone (both only with `fail_on_data_loss`) and for a queue that ends before `after`, ConfigError,
-    and what opening a store raises.
+    With `fail_on_data_loss` raises TopicNotFoundError for a topic or queue that is named and that no store has, and
+    OffsetOutOfRangeError for messages that are gone. Raises OffsetOutOfRangeError for a queue that ends before `after`,
+    ConfigError, and what opening a store raises.
     """
     stores = stores_of(options)
     wanted = Wanted(options, stores)

@@ -28,7 +28,7 @@ class Recovered:
     path: str
     report: RecoveryReport | None
     error: str | None
-    """Why the store could not be recovered; None when it could."""
+    """Reason why the store could not be recovered, or None if it could."""
 
 
 def recover(

@@ -43,7 +43,7 @@ class Where(TypedDict, total=False):
     """Keyword arguments that every job takes: where its tasks run, and who is told how far they are."""
 
     jobs: int
-    """Number of processes; 1 is this one."""
+    """Number of processes. 1 means this one."""
     spark: Any
     """Spark session whose executors run the tasks. Not together with `jobs`."""
     progress: Progress | None

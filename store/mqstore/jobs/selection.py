@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
-"""A store, a store set or a glob of stores; several; or paths by the ids that rows and reports show."""
+"""One store, store set or glob of stores, several of them, or paths by the ids that rows and reports show."""
 Bound = datetime | str | None
 """Store time at which reading begins, or ends before. UTC by default. Text as the options have it."""
 

@@ -52,8 +52,8 @@ def read_set(root: Path) -> dict[str, Any] | None:
 def _check(value: Mapping[str, Any]) -> None:
     """Check the shape of a manifest. Raises ValueError, and ConfigError for the shape of a newer program.
 
-    The check is strict: folders that it names are read, and deleted by an overwrite, and rows of a version that it does
-    not name are written a second time."""
+    The check is strict. Folders that the manifest names are read, and deleted by an overwrite. Rows of a version that
+    it does not name are written a second time."""
     version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
     if type(version) is int and version > 1:
         raise ConfigError(f"{SET_FILE} is of version {version}; this mqstore knows 1: upgrade it")

@@ -20,8 +20,8 @@
        124    4       zero
        128            the file is a page of 4096 bytes; the rest stays zero
 
-The CRC covers the first five fields as well: once a Java broker has changed one of them, the extension no longer
-counts, because the broker may have cut the log below the watermarks.
+The CRC covers the first five fields as well. Once a Java broker has changed one of them, the extension no longer
+counts: the broker may have cut the log below the watermarks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Checkpoint:
     queues: int | None = None
     """Digest of the queues and their ends at a clean close. None if not known."""
     log_start: int | None = None
-    """Physical offset at which the log begins; None: not known."""
+    """Physical offset at which the log begins. None if not known."""
 
     def __post_init__(self) -> None:
         if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):

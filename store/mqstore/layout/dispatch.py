@@ -102,7 +102,7 @@ class Listed(NamedTuple):
     """Indices in `Rows`."""
     queue_offset: _Int64s
     units: npt.NDArray[np.void]
-    """As an array of `UNIT_DTYPE`."""
+    """Array of `UNIT_DTYPE`."""
     follow: bool
     """Their queue offsets are consecutive."""
 

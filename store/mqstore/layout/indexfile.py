@@ -252,8 +252,8 @@ def _wrapped(value: int) -> int:
 def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
     """Return physical offsets of entries with this hash and a time in `[begin_ms, end_ms]`, newest first.
 
-    At most `limit` entries. An entry knows its time to the second, so up to 999 ms before `begin_ms` are included:
-    compare topic, key and store time with the record. The caller chooses files by begin and end of their headers.
+    At most `limit` entries. An entry knows its time to the second, so up to 999 ms before `begin_ms` are included.
+    Compare topic, key and store time with the record. The caller chooses files by begin and end of their headers.
 
     A chain ends at 0, at a number that was not given out, at an entry older than `begin_ms`, and where it does not lead
     to an older entry. So it ends in any file, however damaged. FormatError if `buf` is shorter than header and slots.
@@ -292,8 +292,8 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
 def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProblem]:
     """Return the faults of a whole index file, an empty list for one that Java's engine or ours wrote.
 
-    Checked are the length, the header against the entries that it counts, and that each slot and entry leads to an
-    older entry of the same slot. The first fault of each kind is reported, with their number.
+    Checked are the length, and the header against the entries that it counts. Each slot and entry must lead to an older
+    entry of the same slot. The first fault of each kind is reported, with their number.
 
     Not checked are the records that entries point at, and the header's two times, since clocks step back.
     """

@@ -103,8 +103,8 @@ MAX_PROPERTIES_BYTES: Final = 32767  # propertiesLength is a signed i16
 def encode_properties(properties: Mapping[str, str | None]) -> bytes:
     """Return the stored bytes: pairs in the order of the mapping, without those whose value is None.
 
-    Raises `InvalidMessageError` (field "properties") for an empty name or value, for 0x01 or 0x02 in either (there is
-    no escaping), for text that UTF-8 cannot hold, and beyond 32767 bytes.
+    Raises `InvalidMessageError` (field "properties") for an empty name or value, and for 0x01 or 0x02 in either, since
+    there is no escaping. It also raises it for text that UTF-8 cannot hold, and beyond 32767 bytes.
 
     >>> encode_properties({"TAGS": "a", "WAIT": None})
     b'TAGS\\x01a\\x02'

@@ -225,9 +225,9 @@ def encode_record(
     above. The two host bits of `sys_flag` are set to what the hosts are; all others are kept. `crc_tail` appends the
     `__CRC32#` property, which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
 
-    Raises `InvalidMessageError`, whose `field` is the argument at fault, for an empty topic or one over 255 bytes,
-    properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked where
-    messages come in, not here.
+    Raises `InvalidMessageError`, whose `field` is the argument at fault. Reasons are an empty topic or one over 255
+    bytes, properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked
+    where messages come in, not here.
     """
     topic_data = topic.encode("utf-8") if isinstance(topic, str) else topic
     topic_size = len(topic_data)
@@ -408,8 +408,9 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
 
     `limit` is the index in `buf` of the segment's end; when `buf` ends earlier, only what it holds is looked at.
     `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
-    offset (a stale one from a recycled file must not come back), no length may be negative, the topic may not be empty,
-    the checksum is the profile's, a `__CRC32#` tail must fit when there is one, and a BLANK must end with its segment.
+    offset: a stale one from a recycled file must not come back. No length may be negative, and the topic may not be
+    empty. The checksum is the profile's. A `__CRC32#` tail must fit if there is one, and a BLANK must end with its
+    segment.
     """
     if kernel is not None and checksum == "crc32c-record":
         size = kernel.record_holds(buf, position, limit, physical_offset)

@@ -15,7 +15,7 @@ Everything here is fed damaged bytes on purpose. Nothing reads outside the buffe
 compared with the room there is, and every loop moves forward by at least the smallest record.
 
 Strided arrays over the buffer are used freely: `ndarray((n,), dtype, buffer, position, (stride,))` reads a field of n
-records `stride` bytes apart, and with stride 1 "the value at any position", which indexing by positions then gathers.
+records `stride` bytes apart. With stride 1 it is "the value at any position", which indexing by positions then gathers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = No
     """Follow the chain of records that starts at `start` and stays within `end`.
 
     Returns `(positions, stop)`: int64 starts of the records, and the position behind the last of them. A record counts
-    if its magic is V1 or V2 and its totalSize is at least the smallest possible and does not cross `end`; nothing else
+    if its magic is V1 or V2, and its totalSize is at least the smallest possible and does not cross `end`. Nothing else
     is looked at. So `stop` is where a BLANK, zeros, damage or `end` lies, or the next record when `max_records` cut the
     walk short.
 
@@ -308,7 +308,7 @@ class Headers:
     reconsume_times = _field("reconsume_times", np.int32, moves=True)
     prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
     plain_body_size = _field("body_size", np.int32)
-    """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
+    """`body_size` of records whose hosts are both IPv4, unchecked and without a parse. Useless for others."""
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:
@@ -538,7 +538,7 @@ def find_next(
 ) -> int | None:
     """Return the first position in `[start, end)` where a record verifies and ends by `end`, else None.
 
-    `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
+    `base` is the physical offset of byte 0 of `buf`. A record counts only where its own physicalOffset says it lies, so
     copies of records inside a body do not. With `before` it must begin below that position, and may reach beyond.
     ValueError if the range is not within `buf`.
 

@@ -178,7 +178,7 @@ def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:
 def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
     """Return `frame` with all rows of a key in one partition, in the order of the columns `by`.
 
-    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block: so the
+    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block. So the
     messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
     `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
     key all meet in one partition, which may become large.

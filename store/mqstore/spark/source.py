@@ -3,14 +3,14 @@
     driver's planner process    __init__, schema, reader, partitions
     executors' workers          read: opens the store that a slice names, yields Arrow batches
 
-Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
+Spark copies readers by pickling and starts workers by forking. So nothing here is opened before `read`, nothing is kept
 after it, and no state is shared between the two.
 
 Spark plans a frame once, when it is first used: all its queries read the messages that were there then. While
 `spark.sql.python.filterPushdown.enabled` is on, it plans it anew for each query that has a filter.
 
-Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded,
-and gives it to every other query of that frame, whose filters are others: a union of two filters of one frame would
+Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded.
+It gives this to every other query of that frame, whose filters are others. So a union of two filters of one frame would
 read one of them twice.
 """
 
