@@ -14,7 +14,7 @@ The cells of a worker name the messages of its last handler call::
     -1           end of the list: the cells behind it are left over from earlier calls
 
 The cells are written through a mapping. This takes no system call, and the kernel keeps the bytes when the process is
-killed. A power cut may lose them; then the attempt is not counted.
+killed. A power cut may lose them. Then the attempt is not counted.
 
     at the next open, a message that is not settled    is redelivered with
     and whose handler had begun                        one attempt more; after its last attempt it is a dead letter

@@ -316,7 +316,7 @@ class ColumnReader:
     `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression over
     properties. `keys`: keys or unique keys of which a message must have one. `decompress` False leaves bodies as they
     are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
-    reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt` "fail" raises
+    reading a body. Without it every length, magic and offset is still checked. `policy.on_corrupt` "fail" raises
     CorruptStoreError at the first damaged message. "skip" leaves such messages out, and `policy.corrupt` counts them.
     "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
     read without the records.

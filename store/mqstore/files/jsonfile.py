@@ -252,7 +252,7 @@ def save_json(
     `last`. A file that is still in this state is known to be good.
 
     Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
-    the new one if only the last sync failed; the call may be repeated. One caller at a time for each file.
+    the new one if only the last sync failed. The call may be repeated. One caller at a time for each file.
 
     Cost: two syncs (the file, the folder), and one read of the old file unless it is `last`. A quick save without
     `back_up`: none.

@@ -57,7 +57,7 @@ class SegmentWriter(SegmentRun):
 
     `sparse`: files get their length without disk blocks and are never mapped for writing, only `write` changes them.
 
-    `create`, `write`, `zero` and `drop_from` belong to the thread that appends; `prepare`, `populate`, `sync` and
+    `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `populate`, `sync` and
     `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there is no room
     (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
 
@@ -138,7 +138,7 @@ class SegmentWriter(SegmentRun):
     def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
         """Prepare the segment that starts at `start` in the tmp folder, so that `create` only renames it.
 
-        For a background thread. One is kept; preparing another gives up the first. With `populate_bytes` the pages of
+        For a background thread. One is kept. Preparing another gives up the first. With `populate_bytes` the pages of
         its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and no longer
         kept ready for writing.
         """

@@ -6,7 +6,7 @@
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
                 four times that where a tag is asked for
 
-A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
+A slice names a store by its path, so every task opens what it needs. Nothing but plain values travels.
 
 `readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
 record has to be found by walking. Measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.

@@ -5,7 +5,7 @@
     set      the manifest                   the manifest's rename                               old stores, staging go
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
-A crash before that step leaves nothing that counts, one behind it all of the batch; `clean_target` removes the rest. A
+A crash before that step leaves nothing that counts, one behind it all of the batch. `clean_target` removes the rest. A
 batch job without a transaction id gets a random one. It is never committed again, so only the owner of an inbox, who
 may see a bundle twice after a crash, remembers it.
 

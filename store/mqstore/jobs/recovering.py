@@ -36,9 +36,9 @@ def recover(
 ) -> tuple[Recovered, ...]:
     """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
 
-    A store that cannot be recovered is named with its error, and the others are recovered; with a single store the
-    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`;
-    with a single store in this process, progress is in bytes of its log. Raises ConfigError.
+    A store that cannot be recovered is named with its error, and the others are recovered. With a single store the
+    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. With a single
+    store in this process, progress is in bytes of its log. Raises ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)

@@ -87,9 +87,9 @@ def select(
 ) -> Selection:
     """Choose the messages of `topics` (all topics of users) in `stores`.
 
-    Chosen are those stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further
-    ones of the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is
-    returned as it is; other arguments are then refused. Raises ConfigError.
+    Chosen are those stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further ones of
+    the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is returned
+    as it is. Other arguments are then refused. Raises ConfigError.
     """
     if isinstance(stores, Selection):
         if (topics, start, stop, where, options) != (None,) * 5:

@@ -1,7 +1,7 @@
 """Many records at once: the bytes of a contiguous batch, built with numpy (format#record).
 
-One record costs a `struct` pack and a join (`record.header_struct`); a batch of a thousand costs a thousandth of a
-handful of array operations each. Both give the same bytes, which the tests hold against each other.
+One record costs a `struct` pack and a join (`record.header_struct`); a record in a batch of a thousand costs a
+thousandth of a few array operations. Both give the same bytes, which the tests hold against each other.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
 class Pairs:
     """Pairs of many blobs, in their order. All attributes are arrays with an element a pair.
 
-    `blob`: which blob it is in. `start`, `name_size`: of the name in `data`; `value`, `value_size`: of the value.
-    `distinct`: no blob has a name twice, and all are ASCII; False: it is not so, or nobody has looked.
+    `blob`: which blob it is in. `start` and `name_size` are those of the name in `data`, `value` and `value_size` those
+    of the value. `distinct` is True if no blob has a name twice, and all are ASCII. It is also False if nobody has
+    looked.
 
     >>> pairs = Pairs.of([b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2", b"", b"TAGS\\x01b\\x02TAGS\\x01c\\x02"])
     >>> pairs.blob.tolist(), pairs.value_size.tolist(), pairs.named(b"TAGS").tolist()

@@ -222,7 +222,7 @@ def encode_record(
     """One record, ready to be written at `physical_offset` (format#record).
 
     `properties` and the hosts are encoded already (`encode_properties`, `encode_host`). V1 up to 127 topic bytes, V2
-    above. The two host bits of `sys_flag` are set to what the hosts are; all others are kept. `crc_tail` appends the
+    above. The two host bits of `sys_flag` are set to what the hosts are. All others are kept. `crc_tail` appends the
     `__CRC32#` property, which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
 
     Raises `InvalidMessageError`, whose `field` is the argument at fault. Reasons are an empty topic or one over 255
@@ -392,9 +392,9 @@ def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None =
 class Check(NamedTuple):
     """Kind and size of what lies at a position of the log (format#verifies).
 
-    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size`: bytes to
-    the next position for "ok" and "blank"; for "bad" the record's claim when it can be believed (magic and lengths
-    fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
+    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size` is the
+    number of bytes to the next position for "ok" and "blank". For "bad" it is the record's claim if it can be believed
+    (magic and lengths fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
     """
 
     status: Literal["ok", "blank", "bad"]
@@ -406,7 +406,7 @@ class Check(NamedTuple):
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
     """Check for a record, or the BLANK that ends the segment, at `buf[position]`. Raises nothing.
 
-    `limit` is the index in `buf` of the segment's end; when `buf` ends earlier, only what it holds is looked at.
+    `limit` is the index in `buf` of the segment's end. If `buf` ends earlier, only what it holds is looked at.
     `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
     offset: a stale one from a recycled file must not come back. No length may be negative, and the topic may not be
     empty. The checksum is the profile's. A `__CRC32#` tail must fit if there is one, and a BLANK must end with its

@@ -136,7 +136,7 @@ def read_run(
     At most `limit` records. `base` is the physical offset of byte 0 of `buf`: a record must lie where it says it lies.
     All of format#verifies is checked except for numbers in properties, and for checksums if `checksums` is False.
 
-    Returns (headers, end, met). The last record ends at `end`; if there are fewer than `limit`, one that does not
+    Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, one that does not
     verify, or `stop`, comes next. `met` is how far the pages of the buffer, a mapping, have been brought in: pass it to
     the next call. `spares` is for callers that read range after range.
     """
@@ -246,8 +246,8 @@ class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
     `positions` are the record starts (int64, bytes from the start of the buffer). Columns are native-endian, int32 or
-    int64 as in the record; those of body, topic and properties, positions and sizes in bytes, are int64. Do not write
-    to them.
+    int64 as in the record. Positions and sizes of body, topic and properties are in bytes, as int64. Do not write to
+    them.
 
     `ok` says whether the magic is V1 or V2, the record lies within the buffer, its topic is not empty and its inner
     lengths add up to its size. In other rows the columns behind bornTimestamp mean nothing, and those of body, topic
@@ -442,10 +442,10 @@ def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     """Return which records of `headers`, gathered from `buf`, hold what their checksums say.
 
-    `crc32c-record` covers the whole record with the checksum field read as zero; `crc32-body` the stored body, and is
-    not compared when that is empty. A `__CRC32#` tail is compared too where there is one. Rows
-    whose lengths do not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset
-    says (compare the column), and whether its numbers can be read (format#verifies).
+    `crc32c-record` covers the whole record with the checksum field read as zero. `crc32-body` covers the stored body,
+    and is not compared if that is empty. A `__CRC32#` tail is compared too where there is one. Rows whose lengths do
+    not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset says (compare the
+    column), and whether its numbers can be read (format#verifies).
     """
     view = _bytes_of(buf)
     result = headers.ok.copy()
