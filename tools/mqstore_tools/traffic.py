@@ -1,4 +1,4 @@
-"""`mqstore traffic`: how many messages, how large, when."""
+"""`mqstore traffic`: number and sizes of messages by time."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Examples:
 @jobs_option
 @json_option
 def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: bool) -> None:
-    """Count the messages of the stores in DIR by time of storing: how many, how large, how long from producer to
-    store, how many were delivered before. `--by topic,queue_id` shows how evenly they lie in queues.
+    """Count the messages of the stores in DIR by time of storing.
 
-    Without --topic those of users are read, and retry topics. Percentiles are off by 3 % at most; all else is exact.
-    Needs pyarrow.
+    How many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id` shows
+    how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off by 3 %
+    at most; all else is exact. Needs pyarrow.
     """
     with usable():
         from mqstore.jobs import traffic_report

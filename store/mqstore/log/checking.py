@@ -60,8 +60,6 @@ class Units(NamedTuple):
 
 
 class RecordChecker:
-    """Check of the records that units lead to."""
-
     def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
         """With `passes_over_bad` a record that does not verify is damage.
         A reader beside another process checks it again, since it may be just being written."""

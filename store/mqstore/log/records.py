@@ -4,8 +4,6 @@
 
 For the writer a record that does not verify is damage, which is passed over and counted. For another process it may be
 a record that is just being written, so reading stops before it.
-
-`tell_lost` logs the messages that any read passes over: one line for each file while the store is open.
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ class Request(NamedTuple):
 
 
 class RecordReader:
-    """Reads the records of a store that units lead to."""
-
     def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
         self.checker = checker
         self.bytes_read = 0

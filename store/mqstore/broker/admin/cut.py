@@ -107,7 +107,6 @@ class Tally:
     other_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict for JSON, under the same names."""
         return {**asdict(self), "refused": dict(self.refused)}
 
 

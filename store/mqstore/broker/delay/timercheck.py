@@ -1,13 +1,11 @@
 """Checkpoint of the timer: its progress that is on disk (delivery#timer-files).
 
-    config/timercheck       4096 bytes
+config/timercheck       4096 bytes
 
-             0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
-                           stateVersion, timestamp, counter                      as RocketMQ has them
-          1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
-          2048   84        the same                                              even counters
-
-This module knows bytes and files, but no units.
+         0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
+                       stateVersion, timestamp, counter                      as RocketMQ has them
+      1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
+      2048   84        the same                                              even counters
 """
 
 from __future__ import annotations
@@ -83,8 +81,6 @@ class JavaPlaces:
 
 
 class TimerCheck:
-    """The file `config/timercheck`."""
-
     def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
         self._fs = fs

@@ -11,8 +11,7 @@ Earlier versions added a member "index" and a file records.idx. Both are ignored
 raised before any record is stored. `windows` then yields the records in pieces, in bounded memory, and compares the CRC
 again. So a file that changed between check and copy is found before the bulk append counts.
 
-All that a put would refuse is refused here, since programs that read the log trust its bytes to be records. This module
-writes nothing.
+All that a put would refuse is refused here, since programs that read the log trust its bytes to be records.
 """
 
 from __future__ import annotations
@@ -122,8 +121,6 @@ class Shard:
     def file(self) -> Path:
         return self.folder / "records.bin"
 
-    # -- shard.json -------------------------------------------------------------------------------------------------
-
     @classmethod
     def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
         """Read the `shard.json` in `folder`. Its records are not examined.
@@ -168,8 +165,6 @@ class Shard:
         if sum(shard.queues.values()) != shard.records:
             _refuse(path, f"its queues get {sum(shard.queues.values())} records, but it has {shard.records}", "queues")
         return shard
-
-    # -- records.bin ------------------------------------------------------------------------------------------------
 
     def check(self, progress: Callable[[int], None], remember: int = 0) -> list[Groups] | None:
         """Read and check every record. Calls `progress(bytes)` after each window.

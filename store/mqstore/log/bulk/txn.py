@@ -15,14 +15,10 @@ distinguishes them from other records.
                          a transaction, not yet in any queue
 
 One rename records a version and clears its intent, so there is no third state. An intent that may be outdated (`doubt`)
-is only reported and cleared. It may come from the backup of a damaged file, or the log was flushed beyond `start`
-since. Or other records lie there, as when a Java broker, which does not know this file, has used the directory. Then
-half a transaction may stay, but no stored message is lost.
+is only reported and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
 
 Beyond 10,000 applications, those that were not used for 30 days are removed. Beyond 100,000, the oldest are. A
 streaming query uses its entry with every batch, so this removes batch jobs that will hardly be run again.
-
-This module knows JSON and the log's scanner, but neither shards nor how they are appended.
 """
 
 from __future__ import annotations
@@ -197,7 +193,6 @@ class TxnFile:
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
-        """Return the current value of the file, as the page cache has it."""
         return read_txn(self._root, self._fs)
 
     def _make_folders(self) -> None:

@@ -17,8 +17,7 @@ A result says for every queue whether its records followed each other. Such a *s
                                                 may have begun at a false start: a record image inside a body, or a
                                                 record that only a start from its front accepts
 
-Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings. This module knows
-neither Spark nor what is done with the records.
+Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings.
 """
 
 from __future__ import annotations
@@ -131,9 +130,6 @@ class RangeResult:
             self.unlisted += 1
 
 
-# -- cutting ----------------------------------------------------------------------------------------------------------
-
-
 def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
     """Return the log of an open store up to `end`, cut into ranges of about equal size.
     No range spans two segments. Raises ConfigError if `range_bytes` is less than 1."""
@@ -152,9 +148,6 @@ def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
     pieces = -(-length // range_bytes)
     edges = [length * i // pieces for i in range(pieces + 1)]
     return [LogRange(base, low, high) for low, high in pairwise(edges)]
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_range(
@@ -231,9 +224,6 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
             part.findings.append(finding)
         else:
             part.unlisted += 1
-
-
-# -- putting together --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
