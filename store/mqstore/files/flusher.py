@@ -17,7 +17,8 @@ saves the two thread switches that a flusher thread would cost each lone put. A 
 
 While anybody waits, somebody leads: a leader leaves by covering all or by promoting the next. Where Ctrl-C keeps it
 from that, those in line find within `_LOOK_S` that nobody leads. A round covers what was appended before it began, so a
-thread that joins during a round needs one more. A failed sync ends it all.
+thread that joins during a round needs one more. A failed sync ends it all, since the kernel may have dropped the pages
+that it could not write, and a second sync would report success without them.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class RecordChecker:
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
     ) -> tuple[mmap.mmap | None, Checked]:
-        """Check the records of units that lie in one segment. Return its mapping, or None if there is no such file."""
+        """Check the records of units of one segment. Return its mapping, or None without the file, and the result."""
         there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
         if there is None:
             return None, Checked(np.zeros(len(physical), np.bool_))
@@ -165,7 +165,7 @@ def _ordinary(
     headers: bool,
     checksums: bool,
 ) -> Checked | None:
-    """Check records by one compiled pass. Return None without compiled parts, or unless all are sound and ordinary.
+    """Check records by one compiled pass. Return None unless all are sound and ordinary, or without compiled parts.
     Headers of the same pass are cheaper than gathering them again."""
     if kernel is None:
         return None
