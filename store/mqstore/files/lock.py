@@ -10,8 +10,8 @@ byte 0, Linux         a Java broker, which takes a    as above (an open file des
 byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the file is closed in this process
 ====================  ==============================  =============================================================
 
-Because of the last row, and because a process never conflicts with its own POSIX locks, there is a registry, by (device,
-inode) of the directory and of the file. A second open in the same process, and `writer_alive`, look there before they
+Because of the last row, and because a process never conflicts with its own POSIX locks, there is a registry by (device,
+inode) of the directory and of the file. A second open in the same process and `writer_alive` look there before they
 touch the file.
 
 A forked child shares the open file description, so it would keep the store locked after its parent died. Therefore
