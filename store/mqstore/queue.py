@@ -307,10 +307,10 @@ class Queue:
         except MQStoreError:
             if not tasks:
                 raise
-        except BaseException as interrupt:  # Ctrl-C: no caller will get the items
+        except BaseException:  # Ctrl-C, or an error of a signal handler: no caller will get the items
             for task in tasks:
                 with suppress(MQStoreError):
-                    task.__exit__(type(interrupt), interrupt, None)  # which releases it
+                    task.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # releases it: no failed attempt
             raise
         return tasks
 

@@ -405,10 +405,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """Start no more handlers, without waiting. Return the number of handlers that run.
         The caller stops several consumers, and calls `stop` next."""
         with self._lock:
-            if self._state != "running":
-                return 0
-        self._engine.halt()
-        self._workers.halt()
+            is_running = self._state == "running"
+        if is_running:
+            self._engine.halt()
+            self._workers.halt()
         return len(self._workers.busy())
 
     def stop(self, timeout: Duration = 30) -> bool:

@@ -99,9 +99,12 @@ class RecordChecker:
         if there is None:
             return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
-        checksum = self._checksum if self._verify_reads else None
         units = Units(physical - segment.start, physical, sizes, slots)
-        return buffer, check_units(queue, buffer, units, checksum)
+        if self.kernel is None and self._verify_reads and len(physical) <= FEW:
+            rows = zip(*(column.tolist() for column in units), strict=True)
+            sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
+            return buffer, Checked(np.array(sound, np.bool_))
+        return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
 
 
 def check_units(
@@ -116,16 +119,12 @@ def check_units(
     """Check which records verify as what the units of `queue` say (format#readers, format#verifies).
 
     One compiled pass checks records that are all sound and ordinary, and keeps bodies (`copied`) and `headers` if they
-    are wanted. All others are checked by arrays, or one by one if they are few. With `checksum` None, checksums over
-    whole records are not compared.
+    are wanted. All others are checked by arrays. With `checksum` None, checksums over whole records are not compared.
     """
     if checksum in (None, "crc32c-record"):
         found = _ordinary(queue, buffer, units, copied=copied, headers=headers, checksums=checksum is not None)
         if found is not None:
             return found
-    if checksum is not None and len(units.starts) <= FEW:
-        rows = zip(*(column.tolist() for column in units), strict=True)
-        return Checked(np.array([_is_sound(queue, buffer, checksum, *row) for row in rows], np.bool_))
     chosen, known = _sound(queue, buffer, units, checksum)
     good = np.zeros(len(units.starts), np.bool_)
     good[chosen] = True
