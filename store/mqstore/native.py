@@ -56,7 +56,7 @@ Processors such as arm64 show stores to each other in another order, also those 
 
 
 def described() -> str:
-    """Return in words if compiled parts are used.
+    """Return a text that says whether compiled parts are used.
 
     >>> described().startswith(("with compiled parts", "without compiled parts: "))
     True

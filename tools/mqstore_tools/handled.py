@@ -46,7 +46,7 @@ class Failed(Retry):
 
 
 class Work(Protocol):
-    """Function that is called with each message."""
+    """Work on messages: called with each one, and killed at the end."""
 
     def __call__(self, message: Message) -> None:
         """Handle a message, which is done on return. Raises Failed, Reject or Enough.

@@ -37,8 +37,8 @@ Examples:
 def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets.
 
-    And of the broker: delay levels, timer, deliveries in flight, order info, transactions, dead letters, what keeps the
-    front of the log.
+    It also shows the broker's state: delay levels, timer, deliveries in flight, order info, transactions, dead letters,
+    what keeps the front of the log.
 
     Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
     is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 only if a queue lacks

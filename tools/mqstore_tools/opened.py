@@ -82,7 +82,7 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 def carry_out(
     what: str, directory: Path, change: Callable[[Tables], dict[str, Any]], *, dry_run: bool, json_output: bool
 ) -> None:
-    """Do `what`, as in "create topic orders", by `change`, and print the row that it returns.
+    """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the returned row.
 
     With `dry_run` nothing is written: the tables of a store that is read check all of a change, and then refuse it.
     """

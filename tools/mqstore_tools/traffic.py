@@ -33,9 +33,9 @@ Examples:
 def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: bool) -> None:
     """Count the messages of the stores in DIR by time of storing.
 
-    How many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id` shows
-    how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off by 3 %
-    at most; all else is exact. Needs pyarrow.
+    It shows how many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id`
+    shows how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off
+    by 3 % at most; all else is exact. Needs pyarrow.
     """
     with usable():
         from mqstore.jobs import traffic_report

@@ -67,7 +67,6 @@ _QUICK_REST = 50
 class OffsetTable:
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
-
     The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
     together.
     """
@@ -132,9 +131,10 @@ class OffsetTable:
     ) -> None:
         """Note that `group` has consumed everything of the queue before `offset`.
 
-        With "flush" it is on disk when this returns, together with its messages, and is never lost. Raises ConfigError
-        for a number below 0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then
-        the commit stays in memory and is saved later.
+        The last commit wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
+        on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
+        0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
+        memory and is saved later.
         """
         if type(offset) is not int or type(queue_id) is not int:
             offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail

@@ -219,9 +219,9 @@ class Transactions:
         durability: Durability | None = None,
     ) -> TransactionHandle:
         """Store a half message with stored properties, reserved ones included. See `begin`.
-        Raises InvalidMessageError for a DELAY level, and for a timer that could not start at commit. So it does for an
-        open id, a queue that the topic does not have, and a producer group without a name. If it raises
-        FlushTimeoutError, the half is stored and rolled back. The caller must not run the transaction's work."""
+        Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
+        the topic does not have, and a producer group without a name. If it raises FlushTimeoutError, the half is stored
+        and rolled back. The caller must not run the transaction's work."""
         if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:

@@ -83,8 +83,8 @@ def _digest(app: str, version: int, partition: int) -> bytes:
 
 
 def derived_prefix(app: str, version: int, partition: int) -> str:
-    """Return the first 24 of the 34 digits of a derived unique key. The other digits are the row number.
-    They are "01", as keys of 5.x clients begin, and a hash."""
+    """Return the first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash.
+    The other ten digits are the row number."""
     return "01" + _digest(app, version, partition).hex().upper()[: 34 - 2 - _ROW_DIGITS]
 
 

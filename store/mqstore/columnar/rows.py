@@ -71,7 +71,7 @@ class Policy:
     """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
     corrupt: int = field(default=0, init=False)
     removed: int = field(default=0, init=False)
-    """Number of messages that retention took between planning and reading. In a log scan: of segments."""
+    """Messages that retention took between planning and reading. A log scan counts segments that held some."""
 
     def damage(self, finding: Finding) -> None:
         """Raise CorruptStoreError, or count the damage."""

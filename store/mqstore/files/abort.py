@@ -1,4 +1,4 @@
-"""The abort mark, a file that exists while a writer runs: the next one sees how that one ended.
+"""The abort mark: a file that exists while a writer runs. It tells the next writer how the last one ended.
 
 ``ROOT/abort``: the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot id of
 the machine. The boot id tells the next opening whether the machine went down, too: if not, everything that was written

@@ -1,4 +1,4 @@
-"""A bounded cache of file descriptors by path, for too many files to keep open: consume queues.
+"""A bounded cache of file descriptors by path, for files too many to keep open, such as consume queues.
 
 A file is closed when neither the table nor a call refers to it any more. So no count of users is kept, which an
 exception of a signal handler could leave wrong.

@@ -147,7 +147,7 @@ class GroupCommit:
                     waiter.following.lock.release()
 
     def _is_told(self, waiter: _Waiter, timeout_s: float | None) -> bool:
-        """Wait until `waiter` is told something or nobody leads. False: its time is up, it is off the list."""
+        """Wait until `waiter` is told something or nobody leads. False if its time is up: it is off the list then."""
         end_s = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while True:
             left_s = _LOOK_S if end_s is None else end_s - time.monotonic()
@@ -190,7 +190,7 @@ class GroupCommit:
 
     def _judge(self, error: BaseException, before: BaseException | None) -> None:
         """Keep what the sync raised as a failure of the disk, unless it is Ctrl-C alone.
-        Ctrl-C that was raised while a failed sync was handled hides that failure. `before` is what the caller was
+        If Ctrl-C was raised while a failed sync was handled, that failure is kept. `before` is what the caller was
         handling, and is ignored."""
         verdict: BaseException | None = error
         while verdict is not None and verdict is not before and not isinstance(verdict, Exception):

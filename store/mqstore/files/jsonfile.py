@@ -1,6 +1,6 @@
 """JSON files, never absent, partial or silently reset (format#json-dialects, format#json-save).
 
-They are the manifest, consumer offsets, delay progress, topics.
+They are the manifest, topics, groups, committed offsets, delay progress and others.
 
 ==========================  ==========================================================================================
 name                        content
@@ -291,7 +291,7 @@ def check_backup(
     check: Check | None = None,
 ) -> str | None:
     """Return the fault of the ``.bak`` of a `path` that loaded well, which loading does not look at.
-    A `writer` moves a bad one aside and puts the value of `path` in its place, as the next save would."""
+    A `writer` moves a bad one aside and puts the value of `path` in its place. Else the next save would replace it."""
     main = os.fspath(path)
     backup = main + ".bak"
     fault = _read(backup, fs, check).fault
@@ -393,7 +393,7 @@ def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: 
 
 
 def _back_up(main: str, fs: FileSystem, mode: int) -> None:
-    """Give the file at `main` the name ``.bak`` as well. A good ``.bak`` is there at any time."""
+    """Give the file at `main` the name ``.bak`` as well. An older ``.bak`` stays until the rename."""
     temporary = main + ".bak.tmp"
     fs.unlink(temporary, missing_ok=True)
     try:

@@ -19,7 +19,7 @@ from typing import Protocol
 __all__ = ["TOO_MANY_OPEN", "free_descriptors", "give_back", "register"]
 
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-"""Numbers of the errors that no descriptor is free, of the process or of the system."""
+"""Error numbers for "no descriptor is free", in the process or in the system."""
 
 
 class _Cache(Protocol):

@@ -250,7 +250,7 @@ class SegmentWriter(SegmentRun):
         segment.writable = True
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put `data`, which must be bytes, at `offset` within one segment, by a system call.
+        """Put `data`, a buffer of single bytes, at `offset` within one segment, by a system call.
         The page cache has it on return, and mappings show it. The way to write to sparse runs, and the faster one
         before a sync (see the module). KeyError where there is no segment, ValueError when `data` crosses its end."""
         segment = self.last

@@ -62,7 +62,7 @@ class GroupLag(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class Unlisted(Shaped):
-    """A queue that lists not all its messages of the log, after a crash: its lag is larger."""
+    """A queue that does not list all its messages of the log, after a crash. Its lag is larger than reported."""
 
     store: str
     topic: str

@@ -39,7 +39,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 """Spelling by which queues are looked up. Another spelling of a number would name none of them."""
 APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""A `txnAppId`. It begins the names of folders, of which others mean something else."""
+"""A `txnAppId`. Folders are named by it, and a name that begins otherwise may mean something else."""
 _BATCH_MAX: Final = 1 << 30
 """Half of what Arrow counts in the 32 bits of a column of a batch (`arrow.laid`).
 
@@ -534,7 +534,8 @@ class SourceOptions:
             raise ConfigError(f"option {name}{why}")
 
     def for_batch(self) -> SourceOptions:
-        """Return these options for `spark.read`. ConfigError for what only a stream, or no view, can do."""
+        """Return these options for `spark.read`.
+        Raises ConfigError for options that need a stream, or that no view can follow."""
         if self.view != "messages":
             self.refuse(
                 not_for(self.view),

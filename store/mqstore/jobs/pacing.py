@@ -1,7 +1,7 @@
 """Limits of a batch of a stream, in messages or bytes (spark#pacing).
 
-Rests from rounding the shares go to any queue that can use them. The first queue changes from batch to batch, so none
-starves behind the large ones.
+Each queue has a share of the limit. What rounding the shares leaves over goes to any queue that can use it. The first
+queue changes from batch to batch, so none starves behind the large ones.
 
 Bytes are those of records. The size of a backlog is estimated from samples. What is taken is counted by the sizes in
 units. A stream that reads whole logs (readBy=log) has no limit: the options refuse one.

@@ -271,9 +271,9 @@ def plan(
 ) -> list[list[Slice]]:
     """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-    `after`: ends of an earlier run, in queues that may be gone by now. `only_queues`: refuse a store that lacks queues,
-    which a query would read by its log. `by_region`: read queues that share a log in alternation, for a query that
-    reads every record. Each queue stays in order.
+    `after`: queue offsets up to which an earlier run has read, also of queues that are gone by now. Nothing before them
+    is read. `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: read
+    queues that share a log in alternation, for a query that reads every record. Each queue stays in order.
 
     With `fail_on_data_loss` raises TopicNotFoundError for a topic or queue that is named and that no store has, and
     OffsetOutOfRangeError for messages that are gone. Raises OffsetOutOfRangeError for a queue that ends before `after`,

@@ -145,7 +145,8 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path, since executors have other working directories. ConfigError for a URL."""
+    """Return the absolute path, since executors have other working directories.
+    Raises ConfigError for a URL, except `file:`."""
     try:
         return os.path.abspath(checked_path(os.fspath(path)))
     except ValueError as error:

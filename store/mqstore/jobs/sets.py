@@ -26,9 +26,10 @@ MEMBERS: Final = "shards"
 
 def read_set(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the set in `root`, or None if there never was one.
+    Members that only newer programs know are included.
 
-        ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
-    StoreIOError for no permission.
+    Raises ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost,
+    too. Raises StoreIOError without permission.
     """
     path = root / SET_FILE
     try:

@@ -5,9 +5,9 @@
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
-`root` is the store, or the set: a commit is renames within one file system. A commit names one attempt. Others go with
-the folder of their transaction. If two drivers have one (app, version) and one is aborted, the commit of the other
-finds its shards gone, and says so.
+`root` is the store, or the set: a commit is renames within one file system. A commit names one attempt of each
+partition. Others go with the folder of their transaction. If two drivers have one (app, version) and one is aborted,
+the commit of the other finds its shards gone, and says so.
 """
 
 from __future__ import annotations

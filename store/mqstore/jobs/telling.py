@@ -90,7 +90,7 @@ def of_store(path: str) -> Iterator[None]:
 
 
 def warn_once(text: str) -> None:
-    """Log a warning once in a process."""
+    """Log a warning. The same text is logged once in a process."""
     if text not in _told:
         _told.add(text)
         _log.warning(text)

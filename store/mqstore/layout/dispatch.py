@@ -389,8 +389,8 @@ def as_kept(
 
     `wanted` has the units that the same records of a queue ask for. Records cannot tell an address in a file beside the
     queue. Nor can they tell a delivery time from another delay table: a message keeps its time (delivery#level-crash).
-    Tables have whole seconds, so a difference of whole seconds is taken for one. No flipped bit makes such a
-    difference.
+    Tables have whole seconds, so a difference of whole seconds is taken for another table's. No flipped bit makes such
+    a difference.
     """
     codes = found["tags_code"].astype(np.int64)
     other = (codes <= LAST_ADDRESS) & has_addresses

@@ -31,8 +31,8 @@ LOCAL_HOST = bytes((127, 0, 0, 1)) + _PORT.pack(0)
 def encode_host(text: str) -> bytes:
     """`ip:port` as 8 bytes, `[v6]:port` as 20 (format#hosts).
 
-    Raises `InvalidMessageError` (field "host") if the text is neither, or if the port is not 0..65535. So it does for a
-    name instead of an address, and for a zone (`%eth0`), for which there is no room.
+    Raises `InvalidMessageError` (field "host") if the text is neither, or if the port is not 0..65535, also for a name
+    instead of an address, and for a zone (`%eth0`), for which there is no room.
 
     >>> encode_host("192.168.1.10:10911").hex()
     'c0a8010a00002a9f'

@@ -3,7 +3,7 @@
     position = start of segment + byte in segment        a record never crosses a segment's end
 
 Records are only added by `append` and its variants, under one lock (format#append). Large batches are written by a
-system call instead of the mapping, which waits for memory if the disk is far behind.
+system call, not through the mapping. The call waits for memory if the disk is far behind.
 """
 
 from __future__ import annotations

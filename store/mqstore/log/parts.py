@@ -115,7 +115,8 @@ class StoreParts:
         return watermark(self.log_files, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
     def torn_from(self, start: int | None = None) -> int:
-        """Return the physical offset from which the next opening takes bad bytes for a torn tail."""
+        """Return the physical offset from which the next opening takes bad bytes for a torn tail.
+        May read much of the log, as `watermark` does."""
         return NEVER_TORN if self.machine_ran_on else self.watermark(start)
 
     def has_records(self) -> bool:

@@ -43,12 +43,8 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Return the frame of a query, after making the views of `create_views` that it names.
-
-
-    The views stay until the session ends, or the next query over other stores. `messages` has the columns that this
-    query names. Raises ConfigError, and what Spark raises.
-    """
+    """Make `messages` and each small table (`queues`, `segments`, `groups` and so on) a view, and return their names.
+    The views are temporary ones of the session. Raises ConfigError, and what Spark raises."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 

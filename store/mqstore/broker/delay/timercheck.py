@@ -107,7 +107,8 @@ class TimerCheck:
         *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
-            # In a torn page the first bytes may belong to either record.
+            # A Java broker writes only the first bytes. If they are of neither record, it has used the store since, and
+            # the records are outdated. In a torn page they may belong to either record.
             if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)

@@ -126,7 +126,7 @@ class Batch(Lent):
 
 
 class Timeline(Timed):
-    """Timeline whose entries are hints: only a batch knows whether one of its messages is due."""
+    """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
 
     __slots__ = ("asked",)
 
