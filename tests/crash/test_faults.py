@@ -182,6 +182,20 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
     check(path, 3)
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_failed_sync_of_any_of_several_segments_poisons_the_log(tmp_path: Path, nth: int) -> None:
+    fs = FaultyFileSystem()
+    with MessageStore(tmp_path / "store", config=config(), fs=fs) as store:
+        store.put("t", b"", durability="flush")
+        while len(store.log_files.segments()) < 3:
+            store.put("t", bytes(1000))
+        fs.fail("fdatasync", errno.EIO, nth=nth, path_part="commitlog")
+        with pytest.raises(FlushFailedError):
+            store.flush()
+        with pytest.raises(FlushFailedError):
+            store.put("t", b"")
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 @pytest.mark.parametrize("operation", ["open", "sync_directory"])
 def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
