@@ -179,8 +179,8 @@ def test_releasing_twice_and_across_a_restart_is_releasing_once() -> None:
 
 def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     table = OrderInfoTable()
-    table.note_attempt("g", "t", 0, 12, 1, T0, "KeyError: 'id'")
-    table.note_attempt("g", "t", 0, 10, 3, T0 + 1)
+    table.note_attempt(QueueKey("g", "t", 0), 12, 1, T0, "KeyError: 'id'")
+    table.note_attempt(QueueKey("g", "t", 0), 10, 3, T0 + 1)
     assert table.as_json()["table"]["t@g"]["0"] == {
         "popTime": 0,
         "cm": 0,
@@ -190,7 +190,7 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
         "susp": {"10": [3, T0 + 1, ""], "12": [1, T0, "KeyError: 'id'"]},
     }
     reload(table)
-    assert table.attempts("g", "t", 0) == {10: 3, 12: 1}
+    assert table.attempts(QueueKey("g", "t", 0)) == {10: 3, 12: 1}
     assert table.suspended("g", past) == {}
     assert table.suspended("g", lambda *queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
     assert not record_of(table).blocks(None, T0)
@@ -214,7 +214,7 @@ def test_a_failed_message_is_known_until_it_is_acknowledged() -> None:
 def test_failures_of_offsets_that_are_gone_are_forgotten() -> None:
     table = OrderInfoTable()
     for offset in (3, 4):
-        table.note_attempt("g", "t", 0, offset, 1, T0, "no")
+        table.note_attempt(QueueKey("g", "t", 0), offset, 1, T0, "no")
     assert table.cut(lambda topic, queue_id: 4)
     assert list(record_of(table).suspended) == [3]
     assert not table.cut(lambda topic, queue_id: 4)
@@ -223,32 +223,32 @@ def test_failures_of_offsets_that_are_gone_are_forgotten() -> None:
 def test_attempts_are_dropped_when_the_queue_moves_on() -> None:
     table = OrderInfoTable()
     for offset in range(100):  # an orderly consumer's batch may be longer than a pop's
-        table.note_attempt("g", "t", 0, offset, 2, T0)
+        table.note_attempt(QueueKey("g", "t", 0), offset, 2, T0)
     reload(table)
-    table.drop_attempts("g", "t", 0, 0)
-    assert len(table.attempts("g", "t", 0)) == 100
-    table.drop_attempts("g", "t", 0, 98)
-    assert table.attempts("g", "t", 0) == {98: 2, 99: 2}
-    table.note_attempt("g", "t", 0, 98, 0, T0)
-    assert table.attempts("g", "t", 0) == {99: 2}
-    table.drop_attempts("g", "t", 0, 100)
+    table.drop_attempts(QueueKey("g", "t", 0), 0)
+    assert len(table.attempts(QueueKey("g", "t", 0))) == 100
+    table.drop_attempts(QueueKey("g", "t", 0), 98)
+    assert table.attempts(QueueKey("g", "t", 0)) == {98: 2, 99: 2}
+    table.note_attempt(QueueKey("g", "t", 0), 98, 0, T0)
+    assert table.attempts(QueueKey("g", "t", 0)) == {99: 2}
+    table.drop_attempts(QueueKey("g", "t", 0), 100)
     assert table.get(KEY) is None
 
 
 def test_a_pop_after_orderly_attempts_goes_on_counting_from_them() -> None:
     """Three failed attempts, then the group pops: this delivery is the fourth, three redeliveries."""
     table = OrderInfoTable()
-    table.note_attempt("g", "t", 0, 10, 3, T0)
+    table.note_attempt(QueueKey("g", "t", 0), 10, 3, T0)
     assert popped(table, 0, [10, 11]).counts == {10: 3}
-    table.drop_attempts("g", "t", 0, 99)
-    assert table.attempts("g", "t", 0) == {}
+    table.drop_attempts(QueueKey("g", "t", 0), 99)
+    assert table.attempts(QueueKey("g", "t", 0)) == {}
     blocked(True, 1)(table)
 
 
 @pytest.mark.parametrize(("offset", "count"), [(-1, 1), (1, -1)])
 def test_negative_attempts_are_refused(offset: int, count: int) -> None:
     with pytest.raises(ValueError, match="negative"):
-        OrderInfoTable().note_attempt("g", "t", 0, offset, count, T0)
+        OrderInfoTable().note_attempt(QueueKey("g", "t", 0), offset, count, T0)
 
 
 # --- cleaning (delivery#order-clean) ----------------------------------------------------------------------------------
@@ -275,11 +275,11 @@ def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[str, str, int
 def test_what_counts_attempts_of_a_message_that_is_not_settled_is_not_idle() -> None:
     """After a weekend a poison message had all its attempts again."""
     table, noted = popped_table(KEY), OrderInfoTable()
-    noted.note_attempt("g", "t", 0, 5, 16, T0)
+    noted.note_attempt(QueueKey("g", "t", 0), 5, 16, T0)
     for each in (table, noted):
         assert clean(each, T0 + 30 * DAY, lambda *_: None) == [KEY]
     assert popped(table, 30 * DAY, [0]).counts == {0: 1}
-    assert noted.attempts("g", "t", 0) == {5: 16}
+    assert noted.attempts(QueueKey("g", "t", 0)) == {5: 16}
     assert clean(noted, T0, lambda *_: 5) == [KEY]
     assert clean(noted, T0, lambda *_: 6) == []
 
@@ -431,7 +431,7 @@ def test_any_json_is_read_or_refused_and_what_is_read_works(value: Any) -> None:
         table.load({"table": {"t@g": {"0": value}}})
     except ValueError:
         return
-    table.drop_attempts("g", "t", 0, 5)
+    table.drop_attempts(QueueKey("g", "t", 0), 5)
     table.blocks(KEY, T0)
     clean(table, T0)
     reload(table)
@@ -445,9 +445,9 @@ def test_the_version_grows_with_every_change_and_only_then() -> None:
         (True, lambda: table.put(KEY, record)),
         (True, lambda: table.put(KEY, record.acknowledged([0]))),
         (True, lambda: table.put(KEY, None)),
-        (True, lambda: table.note_attempt("g", "t", 0, 1, 1, T0)),
-        (False, lambda: table.drop_attempts("g", "t", 0, 1)),
-        (True, lambda: table.drop_attempts("g", "t", 0, 2)),
+        (True, lambda: table.note_attempt(QueueKey("g", "t", 0), 1, 1, T0)),
+        (False, lambda: table.drop_attempts(QueueKey("g", "t", 0), 1)),
+        (True, lambda: table.drop_attempts(QueueKey("g", "t", 0), 2)),
         (False, lambda: table.put(KEY, None)),
         (True, lambda: table.put(QueueKey("g", "gone", 0), record)),
         (True, lambda: clean(table, T0)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench, bodies, offsets
@@ -205,15 +205,15 @@ def test_the_order_info_file_is_written_every_ten_seconds(pops: PopBench) -> Non
 def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_the_queue(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 3)
-    pops.service.note_attempt("g", "t", 0, 1, 2)
+    pops.service.note_attempt(QueueKey("g", "t", 0), 1, 2)
     pops.settle()
     pops.advance(1_000)
     pops.crash()
-    assert pops.service.attempts("g", "t", 0) == {1: 2}
+    assert pops.service.attempts(QueueKey("g", "t", 0)) == {1: 2}
     pops.parts.offsets.commit("g", "t", 0, 2)
-    pops.service.note_attempt("g", "t", 0, 2, 1)
+    pops.service.note_attempt(QueueKey("g", "t", 0), 2, 1)
     pops.advance(1_000)
-    assert pops.service.attempts("g", "t", 0) == {2: 1}
+    assert pops.service.attempts(QueueKey("g", "t", 0)) == {2: 1}
 
 
 def test_receipt_from_before_a_reset_acknowledges_nothing(pops: PopBench) -> None:

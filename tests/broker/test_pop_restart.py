@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop import keep as popkeep
 from mqstore.broker.pop import log as poplog
 from mqstore.broker.pop.log import ACK, PopLog
@@ -150,7 +150,7 @@ def test_attempts_are_counted_on_after_a_weekend(pops: PopBench, restart: Any) -
     pops.parts.groups.create("g", retry_max_times=2)
     pops.parts.groups.create("orderly")
     pops.put("t", 2)
-    pops.service.note_attempt("orderly", "t", 0, 0, 16)
+    pops.service.note_attempt(QueueKey("orderly", "t", 0), 0, 16)
     for _ in range(2):
         pops.pop(order=True, invisible_ms=1_000)
         pops.advance(1_000)
@@ -162,7 +162,7 @@ def test_attempts_are_counted_on_after_a_weekend(pops: PopBench, restart: Any) -
     pops.pop(topic="u", order=True)  # something that has the file written
     pops.advance(30_000)
 
-    assert pops.service.attempts("orderly", "t", 0) == {0: 16}
+    assert pops.service.attempts(QueueKey("orderly", "t", 0)) == {0: 16}
     assert [delivery.attempt for delivery in pops.pop(order=True)] == [3]
     pops.advance(60_000)
     assert [dead.body for dead in pops.read(dlq_topic("g"))] == [b"0"]

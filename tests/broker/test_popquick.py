@@ -516,7 +516,7 @@ def test_a_record_that_says_more_is_not_replaced(ordered: Pair, change: str) -> 
         step(ordered, "nack", -1, 0, 0)
     for bench in ordered.benches:
         if change == "attempt of the queue model":
-            bench.service.note_attempt("g", "t", 0, 3, 2)
+            bench.service.note_attempt(QueueKey("g", "t", 0), 3, 2)
         elif change == "cleaned away":
             bench.tables.orders.put(QueueKey("g", "t", 0), None)
         elif change == "reset":

@@ -127,7 +127,7 @@ def test_a_group_that_may_not_consume(parts: Parts, reads: Reads) -> None:
         with pytest.raises(NotPermittedError):
             reads.read("t", 0, 0, group=group)
         with pytest.raises(NotPermittedError):
-            reads.first_position(group, "t", 0)
+            reads.first_position(QueueKey(group, "t", 0))
     reads.read("t", 0, 0)
 
 
@@ -279,18 +279,18 @@ def test_a_new_group_begins_where_it_says_and_that_is_committed(
 ) -> None:
     _fill(parts, step_ms=10)
     parts.offsets.move_start("t", 0, 1)
-    assert reads.first_position("g", "t", 0, start) == position
+    assert reads.first_position(QueueKey("g", "t", 0), start) == position
     assert parts.offsets.committed("g", "t", 0) == position
     _fill(parts)
-    assert reads.first_position("g", "t", 0, "earliest") == position  # from then on it goes on there
-    assert reads.first_position("g", "t", 0, "latest") == position
+    assert reads.first_position(QueueKey("g", "t", 0), "earliest") == position  # from then on it goes on there
+    assert reads.first_position(QueueKey("g", "t", 0), "latest") == position
 
 
 def test_the_groups_own_start_is_the_default(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     parts.groups.create("g", start="latest")
-    assert reads.first_position("g", "t", 0) == 5
-    assert reads.first_position("g", "t", 1) == 0
+    assert reads.first_position(QueueKey("g", "t", 0)) == 5
+    assert reads.first_position(QueueKey("g", "t", 1)) == 0
 
 
 def test_latest_means_the_end_of_what_there_was_when_the_group_came(parts: Parts, reads: Reads) -> None:
@@ -298,31 +298,31 @@ def test_latest_means_the_end_of_what_there_was_when_the_group_came(parts: Parts
     skipped."""
     parts.topics.alter("t", read_queues=2, write_queues=2)
     _fill(parts)
-    assert reads.first_position("g", "t", 0, "latest") == 5
+    assert reads.first_position(QueueKey("g", "t", 0), "latest") == 5
     assert parts.offsets.committed("g", "t", 1) == 0  # of every queue at once: what comes from now on is not skipped
     parts.topics.alter("t", read_queues=3, write_queues=3)
     parts.store.put("t", b"new", 2)
     parts.store.dispatch()
-    assert reads.first_position("g", "t", 2, "latest") == 0
+    assert reads.first_position(QueueKey("g", "t", 2), "latest") == 0
 
 
 def test_offset_zero_is_a_commit(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     parts.offsets.commit("g", "t", 0, 0)
-    assert reads.first_position("g", "t", 0, "latest") == 0
+    assert reads.first_position(QueueKey("g", "t", 0), "latest") == 0
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest", START_MS + 10_000])
 def test_retries_are_always_read_from_the_first(parts: Parts, reads: Reads, start: Start) -> None:
     parts.topics.ensure(retry_topic("g"))
     _fill(parts, retry_topic("g"))
-    assert reads.first_position("g", retry_topic("g"), 0, start) == 0
+    assert reads.first_position(QueueKey("g", retry_topic("g"), 0), start) == 0
 
 
 @pytest.mark.parametrize("start", ["first", True, 1.5])
 def test_a_start_that_is_none(parts: Parts, reads: Reads, start: Any) -> None:
     with pytest.raises(ConfigError, match="start is"):
-        reads.first_position("g", "t", 0, start)
+        reads.first_position(QueueKey("g", "t", 0), start)
     assert parts.offsets.committed("g", "t", 0) is None
 
 

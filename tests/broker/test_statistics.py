@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics, Total
+from mqstore.broker.names import QueueKey
 from mqstore.clock import SimulatedClock
 from tests.broker.scraping import scraped, series
 from tests.broker.support import in_threads
@@ -66,13 +67,13 @@ def test_a_last_value_is_the_last(statistics: Statistics) -> None:
 
 def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
     statistics.add("TOPIC_PUT_NUMS", "t")
-    statistics.lost("g", "t", 0, 1)
+    statistics.lost(QueueKey("g", "t", 0), 1)
     clock.advance(10 * SECOND)
     statistics.run_once(clock.now_ms())
     snapshot = statistics.snapshot()
     before = repr(snapshot)
     statistics.add("TOPIC_PUT_NUMS", "t")
-    statistics.lost("g", "t", 0, 1)
+    statistics.lost(QueueKey("g", "t", 0), 1)
     clock.advance(10 * SECOND)
     statistics.run_once(clock.now_ms())
     assert repr(snapshot) == before
@@ -88,7 +89,7 @@ def test_threads_lose_no_count(statistics: Statistics) -> None:
         for _ in range(2_000):
             statistics.add("TOPIC_PUT_NUMS", "t")
             statistics.add_many([("TOPIC_PUT_NUMS", "t", 1, 1), ("TOPIC_PUT_SIZE", "t", 3, 1)])
-            statistics.lost("g", "t", 0, 1)
+            statistics.lost(QueueKey("g", "t", 0), 1)
 
     in_threads(*[count] * 4)
     snapshot = statistics.snapshot()
@@ -197,7 +198,7 @@ def told_of(statistics: Statistics, gauges: dict[str, int | Samples] | None = No
 
 def test_the_text_is_the_documented_form(statistics: Statistics) -> None:
     statistics.add("TOPIC_PUT_NUMS", "orders", 3)
-    statistics.lost("g", "orders", 2, 9)
+    statistics.lost(QueueKey("g", "orders", 2), 9)
     text = told(statistics, {"rocketmq_half_messages": 4})
     for lines in (
         "# HELP mqstore_lost_messages_total Messages dropped by retention before the group consumed them.\n"
@@ -263,5 +264,5 @@ def test_quotes_backslashes_and_newlines_are_escaped(statistics: Statistics) -> 
 
 
 def test_a_surrogate_in_a_name_does_not_stop_the_scrape(statistics: Statistics) -> None:
-    statistics.lost("g\udc80", "t", 0, 1)
+    statistics.lost(QueueKey("g\udc80", "t", 0), 1)
     assert 'consumer_group="g?"' in told(statistics).encode("utf-8").decode()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef, Retention
+from mqstore.broker.names import QueueKey
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told
 
@@ -143,7 +144,7 @@ def test_who_pops_without_a_consumer_asks(bench: Bench) -> None:
 
 def test_what_nobody_asks_for_does_not_pile_up(bench: Bench) -> None:
     for i in range(0, 6000, 2):
-        bench.broker._reads.note_loss("g", "t", 0, i, i + 1)
+        bench.broker._reads.note_loss(QueueKey("g", "t", 0), i, i + 1)
     found = bench.broker.take_losses("g")
     assert len(found) == 1024
     assert (found[-1].old, found[-1].new) == (5998, 5999)

@@ -35,7 +35,7 @@ from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.members import Members, Mode
-from mqstore.broker.names import check_user_topic
+from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop.orderinfo import Suspended
@@ -350,13 +350,13 @@ class Broker(Closing, Sending):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         self.offsets.commit(group, topic, queue_id, offset, durability=durability)
         if owner is not None:  # a late acknowledgement may have left state of the group in pop
-            self._pop.end(group, topic, queue_id)
+            self._pop.end(QueueKey(group, topic, queue_id))
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Return the group's committed offset, or commit and return the offset where it begins.
         `start` decides where a group begins that never committed; None: the group's configuration does."""
         self._check_open()
-        return self._reads.first_position(group, topic, queue_id, start)
+        return self._reads.first_position(QueueKey(group, topic, queue_id), start)
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue or all of a topic. Return the offsets set.
@@ -394,7 +394,7 @@ class Broker(Closing, Sending):
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Return the failed attempts of an orderly group, by offset."""
         self._check_open()
-        return self._pop.attempts(group, topic, queue_id)
+        return self._pop.attempts(QueueKey(group, topic, queue_id))
 
     @property
     def begun(self) -> Begun:
@@ -407,7 +407,7 @@ class Broker(Closing, Sending):
         """Note the number of failed attempts of an orderly group at a message, and the last error.
         It is on disk within a second."""
         self._check_open()
-        self._pop.note_attempt(group, topic, queue_id, offset, attempts, error)
+        self._pop.note_attempt(QueueKey(group, topic, queue_id), offset, attempts, error)
 
     def suspended(self, group: str) -> dict[QueueRef, Suspended]:
         """Return the queues of an ordered group that a failed message blocks.
@@ -555,7 +555,7 @@ class Broker(Closing, Sending):
         """End popping from a queue that the group now reads by offset.
         The group will read its unsettled messages, and existing receipts expire. Raises what a put raises."""
         self._check_open()
-        self._pop.end(group, topic, queue_id)
+        self._pop.end(QueueKey(group, topic, queue_id))
 
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics that hold failed messages of `topic` for a group that pops.

@@ -159,7 +159,7 @@ class Reads:
             elif result.next_offset != offset:
                 moved_from = self._tell(key, offset, result)
                 if moved_from is not None and not delivers:
-                    self.note_loss(*key, moved_from, result.next_offset)
+                    self.note_loss(key, moved_from, result.next_offset)
         self._offsets.note_pull(key, result.next_offset)
         return result
 
@@ -229,7 +229,7 @@ class Reads:
                 if uncounted <= 0:
                     return None
                 self._lost_to[key] = result.min_offset
-            self._statistics.lost(*key, uncounted)
+            self._statistics.lost(key, uncounted)
             _log.warning(
                 "group %s lost %d messages of %s/%d: it was at %d, the first one kept is %d",
                 group,
@@ -252,11 +252,11 @@ class Reads:
             return offset
         return None
 
-    def note_loss(self, group: str, topic: str, queue_id: int, old: int, new: int) -> None:
+    def note_loss(self, key: QueueKey, old: int, new: int) -> None:
         """Keep a loss for `take_losses`: a pop has no result for it, and calls nobody under its locks."""
-        queue = QueueRef(topic, queue_id)
+        queue = QueueRef(key.topic, key.queue_id)
         with self._told_lock:
-            losses = self._losses.setdefault(group, deque(maxlen=_LOSSES_KEPT))
+            losses = self._losses.setdefault(key.group, deque(maxlen=_LOSSES_KEPT))
             # A message in flight is noted as lost by itself.
             if losses and losses[-1].queue == queue and losses[-1].new == old < new:
                 old = losses.pop().old
@@ -288,7 +288,7 @@ class Reads:
         except TopicNotFoundError:
             return low
 
-    def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
+    def first_position(self, key: QueueKey, start: Start | None = None) -> int:
         """Return the group's committed offset in a queue, or commit and return its first position.
 
         A group that is new in the topic begins at `start` (None: the group's own), in retry topics at the first
@@ -298,19 +298,19 @@ class Reads:
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError, and what `OffsetTable.save`
         raises."""
-        self._check_group(group, topic)
-        self._check_queue(topic, queue_id)
-        committed = self._offsets.committed(group, topic, queue_id)
+        self._check_group(key.group, key.topic)
+        self._check_queue(key.topic, key.queue_id)
+        committed = self._offsets.committed(*key)
         if committed is None:
             with self._begin_lock:  # the second of two members that come at once takes the first one's offset
-                committed = self._offsets.committed(group, topic, queue_id)
+                committed = self._offsets.committed(*key)
                 if committed is None:
-                    chosen = self._groups.need(group).start if start is None else start
-                    committed = self._begin(group, topic, queue_id, chosen)
+                    committed = self._begin(key, self._groups.need(key.group).start if start is None else start)
         return committed
 
-    def _begin(self, group: str, topic: str, queue_id: int, start: Start) -> int:
+    def _begin(self, key: QueueKey, start: Start) -> int:
         """Commit the first position of a group that has no committed offset in a queue."""
+        group, topic, queue_id = key
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
         if not is_new or is_retry_topic(topic):

@@ -21,6 +21,7 @@ from itertools import chain
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
+from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
@@ -252,8 +253,9 @@ class OrderlyService:
         return True
 
     def _failed_before(self, queue: ProcessQueue) -> dict[int, int]:
-        kept = self._broker if self.own is None else self.own
-        return kept.attempts(self._group, *queue.queue)
+        if self.own is None:
+            return self._broker.attempts(self._group, *queue.queue)
+        return self.own.attempts(QueueKey(self._group, *queue.queue))
 
     def _note(self, line: _Line, messages: Sequence[Message], error: str) -> None:
         """Count one more failed attempt of each of these messages, the first unsettled ones."""
@@ -263,9 +265,9 @@ class OrderlyService:
             if self.own is None:
                 self._broker.note_attempt(self._group, *ref, message.offset, times, error=error)
             else:
-                self.own.note_attempt(self._group, *ref, message.offset, times, self._clock.now_ms(), error)
+                self.own.note_attempt(QueueKey(self._group, *ref), message.offset, times, self._clock.now_ms(), error)
         if self.own is not None:
-            self.own.drop_attempts(self._group, *ref, messages[0].offset)
+            self.own.drop_attempts(QueueKey(self._group, *ref), messages[0].offset)
 
     def _pause_ms(self, failure: Failure, first: Message) -> int:
         delay_s = shortened(failure.delay_s, SUSPEND_MAX_MS / 1000, self._handling.log, first)

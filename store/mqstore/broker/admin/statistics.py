@@ -194,11 +194,10 @@ class Statistics:
         with self._lock:
             self._latest[name, key] = value
 
-    def lost(self, group: str, topic: str, queue_id: int, messages: int) -> None:
-        """Count messages that were dropped before `group` had consumed them (delivery#read-status)."""
+    def lost(self, key: QueueKey, messages: int) -> None:
+        """Count messages that were dropped before the group had consumed them (delivery#read-status)."""
         if messages <= 0:
             return
-        key = QueueKey(group, topic, queue_id)
         with self._lock:
             self._lost[key] = self._lost.get(key, 0) + messages
 

@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
@@ -373,7 +373,7 @@ class DelayService:
         """Move a level into the bounds of its queue. Retention may have taken its front, or it ends earlier."""
         if level.offset < low:
             lost = low - level.offset
-            self._statistics.lost(SCHEDULE_GROUP, SCHEDULE_TOPIC, level.queue_id, lost)
+            self._statistics.lost(QueueKey(SCHEDULE_GROUP, SCHEDULE_TOPIC, level.queue_id), lost)
             _log.error("%s: %d messages of delay level %d were deleted before they were due (retention), offsets %d "
                        "to %d", self._store.path, lost, level.number, level.offset, low - 1)  # fmt: skip
             self._advance(level, low)

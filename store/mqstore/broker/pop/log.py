@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
@@ -57,10 +57,10 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-def queue_head(group: str, topic: str, queue_id: int) -> str:
+def queue_head(key: QueueKey) -> str:
     """Return the members with which each `ck` and `rst` of a queue begins.
     They are encoded once, because names need escaping."""
-    return f'{{"t":{json.dumps(topic)},"c":{json.dumps(group)},"q":{queue_id},'
+    return f'{{"t":{json.dumps(key.topic)},"c":{json.dumps(key.group)},"q":{key.queue_id},'
 
 
 def _numbers(table: Mapping[int, int]) -> str:

@@ -349,24 +349,23 @@ class OrderInfoTable:
 
     # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
-    def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
+    def attempts(self, queue: QueueKey) -> dict[int, int]:
         """Return the noted failed attempts by queue offset: {} for a queue whose group pops."""
-        record = self.get(QueueKey(group, topic, queue_id))
+        record = self.get(queue)
         return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
-    def note_attempt(
-        self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int, error: str = ""
-    ) -> None:
+    def note_attempt(self, queue: QueueKey, offset: int, count: int, now_ms: int, error: str = "") -> None:
         """Note that the message at `offset` has failed `count` times, the last time by `error`.
         0 forgets it. Replaces a batch left from when the group popped. Raises ValueError for values that could not be
         read back from the file."""
-        limits = (("queue id", queue_id, _I32_MAX), ("offset", offset, _I64_MAX), ("count", count, _I32_MAX))
+        limits = (("queue id", queue.queue_id, _I32_MAX), ("offset", offset, _I64_MAX), ("count", count, _I32_MAX))
         for what, number, most in limits:
             if type(number) is not int or not 0 <= number <= most:
                 raise ValueError(f"{what} {number!r:.40} must be an int, neither negative nor above {most}")
-        if "@" in topic or "@" in group:
-            raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
-        queue = QueueKey(group, topic, queue_id)
+        if "@" in queue.topic or "@" in queue.group:
+            raise ValueError(
+                f"topic {queue.topic[:150]!r} and group {queue.group[:150]!r} must be names without an '@'"
+            )
         with self._lock:
             record = self.get(queue)
             if record is None or not record.counts_attempts:
@@ -374,9 +373,8 @@ class OrderInfoTable:
             record = record.failed(offset, count, now_ms, error)
             self._put(queue, _of_attempts({**(record.counts or {}), offset: count}, record.suspended, now_ms))
 
-    def drop_attempts(self, group: str, topic: str, queue_id: int, below: int) -> None:
+    def drop_attempts(self, queue: QueueKey, below: int) -> None:
         """Forget the attempts of messages before offset `below`. Costs nothing if there are none."""
-        queue = QueueKey(group, topic, queue_id)
         with self._lock:
             record = self.get(queue)
             if record is None or not record.counts_attempts or not record.counts or min(record.counts) >= below:
@@ -407,7 +405,7 @@ class OrderInfoTable:
             group, topic, queue_id = queue
             gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
             settled = 0 if gone else committed(*queue) or 0
-            self.drop_attempts(*queue, settled)
+            self.drop_attempts(queue, settled)
             if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
                 # Drop the record if no next delivery counts an attempt by it.
                 gone = not record.redelivered(None, record.unacked(settled))

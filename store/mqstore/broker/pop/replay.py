@@ -405,8 +405,8 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
             passed = max(tables.offsets.committed(*key) or 0, 0 if state is None else state.cursor)
             if offset < passed or (record is not None and offset in record.offsets):
                 continue  # settled, or a batch has its outcome
-            attempts = tables.orders.attempts(*key).get(offset, 0) + 1
-            tables.orders.note_attempt(*key, offset, attempts, tables.clock.now_ms())
+            attempts = tables.orders.attempts(key).get(offset, 0) + 1
+            tables.orders.note_attempt(key, offset, attempts, tables.clock.now_ms())
             ended.append(address)
         begun.suspects.add(group, ended)
         counted |= bool(ended)

@@ -522,11 +522,11 @@ class PopService:
                 self._parts.offsets.take_reset(key)
         self._waiters.wake_one(*key)
 
-    def end(self, group: str, topic: str, queue_id: int) -> None:
+    def end(self, key: QueueKey) -> None:
         """End popping from a queue that the group now reads, from its first unsettled message on.
         Existing receipts expire and nothing is redelivered. The next pop begins at the offset up to which the group has
         read."""
-        state = self._tables.states.get(QueueKey(group, topic, queue_id))
+        state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
             return
         with state.lock:
@@ -538,12 +538,12 @@ class PopService:
 
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 
-    def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        return self._orders.attempts(group, topic, queue_id)
+    def attempts(self, key: QueueKey) -> dict[int, int]:
+        return self._orders.attempts(key)
 
-    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
+    def note_attempt(self, key: QueueKey, offset: int, count: int, error: str = "") -> None:
         """Note failed attempts as `OrderInfoTable.note_attempt` does, on disk within a second."""
-        self._orders.note_attempt(group, topic, queue_id, offset, count, self._clock.now_ms(), error)
+        self._orders.note_attempt(key, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
     def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:

@@ -210,7 +210,7 @@ class QueueState(Lending):
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key
-        self.head = queue_head(*key)
+        self.head = queue_head(key)
         self.lock = threading.Lock()
         self.cursor = self.committed = -1
         self.written = None

@@ -99,7 +99,7 @@ class PopTables(Desk):
         `start` decides the position if the group has no committed offset in the queue."""
         committed = self.offsets.committed(*state.key)
         if committed is None:
-            committed = self.reads.first_position(*state.key, start)
+            committed = self.reads.first_position(state.key, start)
         state.cursor = state.committed = state.written = committed
         state.drop_ahead()
 
@@ -191,8 +191,8 @@ class PopTables(Desk):
         """Report a delivery whose message was lost before it was settled.
         It is damaged, or retention was allowed to remove it."""
         group, topic, queue_id = state.key
-        self.parts.statistics.lost(*state.key, 1)
-        self.reads.note_loss(*state.key, offset, offset + 1)
+        self.parts.statistics.lost(state.key, 1)
+        self.reads.note_loss(state.key, offset, offset + 1)
         self.waiters.wake_one(*state.key)  # a receiver must pop to learn of the loss
         _log.error(
             "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
