@@ -19,8 +19,8 @@ import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
 from tests.children import speaking_child
 from tests.client.aiosupport import in_store, run, with_store
-from tests.client.popsupport import until
 from tests.client.pushsupport import hook
+from tests.client.support import until
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 

@@ -238,7 +238,7 @@ def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench) -> None:
     consumer.subscribe("u", lambda message: None)
     bench.put(*(b"%d" % i for i in range(5)))
     consumer.start()
-    consumer._workers.run_once()
+    consumer.run_once()
     bench.advance(60)
     assert bench.broker.topics.get(RETRIES) is None  # nothing was ever sent back
     assert bench.committed() == len(seen) < 5 or seen == [b"%d" % i for i in range(5)]
@@ -270,9 +270,9 @@ def hang(bench: PushBench, consumer: PushConsumer, seconds: float) -> None:
     """As if the handler that calls this took so long: time passes, and the timer thread does its work."""
     for _ in range(2):  # a call is noticed at one tick and given up at another
         bench.clock.advance(50)
-        consumer._workers._fire()
+        consumer.run_once()
     bench.clock.advance(round(seconds * 1000))
-    consumer._workers._fire()
+    consumer.run_once()
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "rejects"])

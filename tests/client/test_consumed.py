@@ -98,7 +98,7 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
     def handler(message: Message) -> None:
         for _ in range(6 if message.attempt == 1 else 0):
             bench.clock.advance(10_000)
-            consumer._workers._fire()  # the timer thread, which goes on meanwhile
+            consumer.run_once()  # the timer thread, which goes on meanwhile
 
     notes = Notes()
     consumer = bench.consumer(handler, interceptors=[notes], consume_timeout=20, workers=1, **mode)

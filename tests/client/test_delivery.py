@@ -11,7 +11,8 @@ import pytest
 
 import mqstore
 from mqstore import Delivery, Message, Reject, Retry, RetryPolicy, SimpleConsumer
-from tests.client.popsupport import Bench, full
+from tests.broker.support import full
+from tests.client.popsupport import Bench
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from mqstore.broker.begun import Address
 from mqstore.client import chunks, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
-from tests.client.orderlysupport import Bench, fire
+from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -78,7 +78,7 @@ def test_a_position_is_committed_every_ten_milliseconds_and_at_the_end(
 def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
     sizes = []
     wide.put(*"01234")
-    wide.put(*"ab", queue=1)
+    wide.put(*"ab", queue_id=1)
     wide.join(handler=lambda messages: sizes.append([each.text() for each in messages]), batch_size=2)
     wide.settle()
 
@@ -89,7 +89,7 @@ def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
 @MODES
 def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench, mode: Any) -> None:
     wide.put("0", "1")
-    wide.put("a", "b", queue=1)
+    wide.put("a", "b", queue_id=1)
     wide.join(handler=fails("0", times=2), mode=mode)
     wide.settle()
 
@@ -107,7 +107,7 @@ def test_every_message_is_counted_once_its_queue_rests(
     """Those that were handled well are counted together, up to a failure or the end."""
     monkeypatch.setattr(chunks, "SETTLE_S", together_s)
     wide.put(*"01234")
-    wide.put(*"ab", queue=1)
+    wide.put(*"ab", queue_id=1)
     consumer = wide.join(handler=fails("3", times=2), batch_size=2)
     wide.settle()
     counted = consumer.stats().topics["t"]
@@ -127,7 +127,7 @@ def test_a_queue_lets_another_have_the_thread_after_its_slice(
     monkeypatch.setattr(orderly, "SLICE_MS", slice_ms)
     monkeypatch.setattr(chunks, "SETTLE_S", 0)
     wide.put(*"0123")
-    wide.put(*"abcd", queue=1)
+    wide.put(*"abcd", queue_id=1)
     wide.join(handler=lambda message: wide.clock.advance(3_000))
     wide.settle()
 
@@ -260,7 +260,7 @@ def test_a_message_has_as_many_attempts_as_its_group_says(
 
     ends = attempts <= 17
     assert bench.bodies == ["0"] * attempts + ["1"] * ends
-    assert bench.letters() == ["0"] * ends
+    assert bench.dead() == ["0"] * ends
 
 
 def test_what_is_rejected_is_a_dead_letter_at_once(bench: Bench) -> None:
@@ -306,7 +306,7 @@ def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
     bench.join(handler=fails("0"))
     bench.advance(2)
 
-    assert bench.letters() == ["0", "0"]
+    assert bench.dead() == ["0", "0"]
     assert bench.committed() == 2
 
 
@@ -328,7 +328,7 @@ def test_what_cannot_become_a_dead_letter_stays(bench: Bench, monkeypatch: pytes
     bench.advance(5)
 
     assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
 
 
 def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
@@ -389,7 +389,7 @@ def test_of_a_mixed_batch_each_message_is_a_dead_letter_once_and_by_its_own_coun
     for call in bench.calls:
         counts[call.body].append(call.attempt)
     assert counts == {"0": [1], "1": [1], **{body: [1, 2, 3] for body in "23456"}}
-    assert bench.letters() == list("23456")
+    assert bench.dead() == list("23456")
 
 
 @MODES
@@ -428,7 +428,7 @@ def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
     bench.join(handler=fails("1", error=lambda: Reject("odd")), batch_size=3)
     bench.settle()
 
-    assert bench.letters() == ["0", "1", "2"]
+    assert bench.dead() == ["0", "1", "2"]
     assert bench.committed() == 4
 
 
@@ -439,9 +439,9 @@ def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun(wide: Bench
     def handle(message: Message) -> None:
         if len(wide.calls) == 1:
             wide.join("b")
-            fire(first)
+            first.run_once()
 
-    wide.put("0", "1", "2", queue=1)
+    wide.put("0", "1", "2", queue_id=1)
     first = wide.join("a", handle)
     wide.settle()
 
@@ -451,10 +451,10 @@ def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun(wide: Bench
 def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -> None:
     def handle(message: Message) -> None:
         wide.join("b")
-        fire(first)
+        first.run_once()
         raise ValueError
 
-    wide.put("0", queue=1)
+    wide.put("0", queue_id=1)
     first = wide.join("a", handle)
     wide.settle()
     wide.advance(2)
@@ -472,7 +472,7 @@ def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplo
         seen.append(cancelled())
         for _ in range(3600):
             bench.clock.advance(1_000)
-            fire(first)
+            first.run_once()
             other.run_once()
         seen.append(cancelled())
 
@@ -507,7 +507,7 @@ def test_messages_of_a_topic_that_was_just_unsubscribed_have_not_failed(bench: B
     consumer = bench.join(handler=handle, topics=("t", "u"), retry=RetryPolicy(1, [1]))
     bench.advance(5)
     assert bench.bodies == ["0"]
-    assert bench.letters() == []
+    assert bench.dead() == []
 
     bench.leave(consumer)
     bench.join("b", topics=("t", "u"))
@@ -554,7 +554,7 @@ def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) ->
     bench.advance(5)
 
     assert bench.attempts == [("0", 2), ("0", 3)]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
     [letter] = bench.broker.dead_letters("g")
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
 
@@ -568,7 +568,7 @@ def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told
     bench.advance(10)
 
     assert bench.bodies == ["1"]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
     assert "'u'" in bench.told(ConfigError)[0]
 
 
@@ -605,7 +605,7 @@ def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_o
         ("1", 1),
     ]
     assert [call.body for call in bench.calls if call.member == "b"] == ["0", "1"]
-    assert bench.letters() == []
+    assert bench.dead() == []
     assert bench.broker.attempts("g", "t", 0) == {}
     assert "t/0, offset 0: it is passed over: attempt 3 failed: ValueError: no" in caplog.text
 
@@ -616,7 +616,7 @@ def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench)
     bench.settle()
 
     assert bench.bodies == ["0", "1"]
-    assert bench.letters() == []
+    assert bench.dead() == []
 
 
 # --- message groups, end to end ------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ from mqstore.errors import (
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker import support
 from tests.children import in_child
-from tests.client.popsupport import ended, in_thread, until
 from tests.client.pushsupport import hook
+from tests.client.support import ended, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 

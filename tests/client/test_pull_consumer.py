@@ -34,8 +34,8 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.client.popsupport import ended, in_thread, until
 from tests.client.pushsupport import Told
+from tests.client.support import ended, in_thread, until
 
 Q = [QueueRef("orders", i) for i in range(6)]
 SOON_S = 15

@@ -32,8 +32,8 @@ from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClose
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
-from tests.client.popsupport import until
 from tests.client.pushsupport import PushBench, Told, hook
+from tests.client.support import until
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0

@@ -20,9 +20,10 @@ from mqstore import Queue, RetryPolicy
 from mqstore.admin import Broker
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
+from tests.broker.support import full
 from tests.children import in_child
 from tests.client import popsupport
-from tests.client.popsupport import ended, full, in_thread, on_call, until
+from tests.client.support import ended, in_thread, on_call, until
 
 
 class Bench(popsupport.Bench):

@@ -19,7 +19,8 @@ import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
 from mqstore.signalsafe import Bell
-from tests.client.popsupport import Bench, ended, in_thread, on_call, until
+from tests.client.popsupport import Bench
+from tests.client.support import ended, in_thread, on_call, until
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message
-from tests.client.popsupport import until
 from tests.client.pushsupport import hook
+from tests.client.support import until
 
 
 def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:

@@ -14,7 +14,7 @@ import pytest
 
 from mqstore.client.workers import Awaited, Flow, Worker, Workers, cancelled, current
 from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
-from tests.client.popsupport import until
+from tests.client.support import until
 from tests.holding import new_threads
 
 
