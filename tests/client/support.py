@@ -174,5 +174,6 @@ def workers_of(consumer: PushConsumer) -> Workers:
 
 
 def turns_left(consumer: PushConsumer) -> int:
-    """How many jobs wait for a thread."""
-    return consumer._workers._turns.qsize()
+    """How many jobs wait for a thread or a worker."""
+    workers = consumer._workers
+    return workers._turns.qsize() + len(workers._waiting)

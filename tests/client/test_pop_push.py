@@ -426,6 +426,7 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
     push.consumer.start()
     push.go()
     assert waiting[0] == ordered + (pace_ms > 0) + (pace_ms > 0 and not ordered)
+    assert parked(bench.broker) == 1  # who has handed the fetch over looks no more
 
 
 @BOTH
