@@ -177,7 +177,7 @@ def test_what_no_handler_did_stops_a_task_for_5_s_only(bench: Bench, monkeypatch
     bench.put("0", "1")
     bench.join(handler=fails("0", times=1))
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
+        patch.setattr(bench.broker, "note_attempt", lambda *arguments, **options: 1 / 0)
         bench.settle()
     bench.advance(4.9)
     assert bench.bodies == ["0"]

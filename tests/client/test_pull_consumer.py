@@ -35,7 +35,7 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.client.pushsupport import Told
-from tests.client.support import ended, in_thread, until
+from tests.client.support import ended, in_thread, parked, until
 
 Q = [QueueRef("orders", i) for i in range(6)]
 SOON_S = 15
@@ -936,8 +936,7 @@ def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> No
     broker.run_once()
 
     assert calls == [1]
-    assert broker._waiters.parked == 0
-    assert not consumer._waiting
+    assert parked(broker) == 0
     assert look(consumer) == ["a", "b"]
 
 
@@ -960,13 +959,12 @@ def test_a_callback_that_is_cancelled_is_not_called(broker: Broker) -> None:
     ready = consumer.when_ready(lambda: calls.append(1))
     ready.cancel()
     ready.cancel()
-    assert not consumer._waiting
+    assert parked(broker) == 0
     put(broker, "a")
     broker.run_once()
     consumer.close()
 
     assert calls == []
-    assert broker._waiters.parked == 0
 
 
 @pytest.mark.parametrize(
@@ -1044,15 +1042,15 @@ def live(tmp_path: Path) -> Iterator[Broker]:
         yield broker
 
 
-def polling(consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:
+def polling(broker: Broker, consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:
     """A thread that waits in a poll, for as long as it takes."""
     thread = in_thread(lambda: texts(consumer.poll(None)))
-    until(lambda: consumer._waiting)
+    until(lambda: parked(broker))
     return thread
 
 
 def test_a_put_wakes_who_waits(live: Broker) -> None:
-    poller = polling(subscribed(live))
+    poller = polling(live, subscribed(live))
     put(live, "a", queue_id=3)
 
     assert ended(*poller, SOON_S) == ["a"]
@@ -1060,7 +1058,7 @@ def test_a_put_wakes_who_waits(live: Broker) -> None:
 
 def test_closing_wakes_who_waits_and_hands_over(live: Broker) -> None:
     consumer = subscribed(live)
-    poller = polling(consumer)
+    poller = polling(live, consumer)
     consumer.close()
 
     assert ended(*poller, SOON_S) == []
@@ -1096,7 +1094,7 @@ def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypa
 
 
 def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
-    poller = polling(subscribed(live))
+    poller = polling(live, subscribed(live))
     live.close()
 
     assert isinstance(ended(*poller, SOON_S), StoreClosedError)
@@ -1104,7 +1102,7 @@ def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
 
 def test_who_waits_hands_over_and_takes(live: Broker) -> None:
     first, second = subscribed(live, "c1"), subscribed(live, "c2")
-    one, two = polling(first), polling(second)
+    one, two = polling(live, first), polling(live, second)
     until(lambda: (first.assignment(), second.assignment()) == (frozenset(Q[:2]), frozenset(Q[2:4])))
     put(live, "a", queue_id=0)
     put(live, "b", queue_id=3)

@@ -23,7 +23,7 @@ from mqstore.signalsafe import Bell
 from tests.broker.support import full
 from tests.children import in_child
 from tests.client import popsupport
-from tests.client.support import ended, in_thread, on_call, until
+from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
 
 
 class Bench(popsupport.Bench):
@@ -84,8 +84,7 @@ def test_nothing_to_get(bench: Bench) -> None:
     assert queue.get_many(5) == []
     with pytest.raises(mqstore.QueueEmpty, match="'jobs'"):
         queue.get(timeout=0.01)
-    assert not queue._waits.open
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
 
 
 def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
@@ -106,12 +105,11 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
 def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
     queue = Queue(broker, "jobs")
     threads = [in_thread(lambda wait=wait: queue.get(timeout=wait).value) for wait in (20, None, math.inf)]  # type: ignore[misc]
-    until(lambda: broker._waiters.parked == 3)
+    until(lambda: parked(broker) == 3)
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
-    assert not queue._waits.open
-    assert broker._waiters.parked == 0
+    assert parked(broker) == 0
 
 
 def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
@@ -119,7 +117,7 @@ def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
     queue.put_many([b"0", b"1"])
     task = queue.get()
     waiting = in_thread(lambda: queue.get(timeout=20).value)
-    until(lambda: broker._waiters.parked == 1)
+    until(lambda: parked(broker) == 1)
     task.ack()
     assert ended(*waiting) == b"1"
 
@@ -160,7 +158,7 @@ def test_being_called_when_there_is_something(bench: Bench) -> None:
     queue.put(b"b")
     bench.advance(0)
     assert called == [0, 1]
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
     queue.when_ready(lambda: called.append(9))  # it is there already
     bench.advance(0)
     assert called == [0, 1, 9]
@@ -175,7 +173,7 @@ def test_being_called_when_the_queue_is_shut(bench: Bench, immediate: bool) -> N
     assert called == [0]
     assert queue.when_ready(lambda: called.append(1)).over
     assert called == [0, 1]
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
 
 
 def test_join_waits_for_the_last_ack(broker: Broker) -> None:
@@ -229,11 +227,15 @@ def test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes(
 
 
 @pytest.mark.parametrize("wait", [lambda queue: queue.put(b"b"), lambda queue: queue.join()])
-def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: Broker, wait: Any) -> None:
+def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(
+    broker: Broker, wait: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     queue.put(b"a")
+    looked, lag = threading.Event(), broker.lag
+    monkeypatch.setattr(broker, "lag", lambda group: (looked.set(), lag(group))[1])
     waiting = in_thread(lambda: wait(queue))
-    until(lambda: queue._waiting)
+    assert looked.wait(20)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
     assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
@@ -527,7 +529,7 @@ def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Br
 def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     waiting = [in_thread(queue.get) for _ in range(3)]
-    until(lambda: broker._waiters.parked == 3)
+    until(lambda: parked(broker) == 3)
     queue.shutdown(immediate)
     assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
     other = Queue(broker, "others", maxsize=1)
@@ -542,7 +544,7 @@ def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
     broker = Broker(mqstore.engine.MessageStore(tmp_path / "store"))
     queue = Queue(broker, "jobs")
     waiting = in_thread(queue.get)
-    until(lambda: broker._waiters.parked == 1)
+    until(lambda: parked(broker) == 1)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
 
@@ -646,10 +648,10 @@ def test_a_queue_is_ordered_for_all_or_for_none(bench: Bench, ordered: bool) -> 
         bench.open()
 
 
-def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
+def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Queue(broker, "jobs"), Queue(broker, "jobs")
     called, go_on = threading.Event(), threading.Event()
-    wait = first._waits.wait
+    wait = waits_of(first).wait
 
     def slow(*arguments: Any) -> str | None:
         turn = wait(*arguments)
@@ -657,11 +659,11 @@ def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
         assert go_on.wait(20)
         return turn
 
-    first._waits.wait = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(waits_of(first), "wait", slow)
     shut = in_thread(first.get)
-    until(lambda: first._waits.open)
+    until(lambda: parked(broker) == 1)
     lucky = in_thread(second.get)
-    until(lambda: second._waits.open)
+    until(lambda: parked(broker) == 2)
     second.put(b"a")  # the first one's turn: it was there before
     assert called.wait(20)
     first.shutdown(immediate=True)

@@ -20,7 +20,7 @@ from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
 from mqstore.signalsafe import Bell
 from tests.client.popsupport import Bench
-from tests.client.support import ended, in_thread, on_call, until
+from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
 
 
 @pytest.fixture
@@ -51,10 +51,6 @@ def taken(consumer: SimpleConsumer, count: int = 1000) -> list[bytes]:
     for delivery in found:
         delivery.ack()
     return sorted(bodies(found))
-
-
-def parked(store: Store) -> int:
-    return store.broker._waiters.parked
 
 
 # -- who may consume --------------------------------------------------------------------------------------------------
@@ -499,18 +495,18 @@ def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.Lo
 def test_a_receive_ends_with_the_wait(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
     assert consumer.receive(wait=0) == consumer.receive(wait=0.02) == []
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
+    assert parked(store.broker) == 0
+    assert not waits_of(consumer).open
 
 
 @pytest.mark.parametrize("topic", ["t", "u"])
 def test_a_message_of_any_topic_ends_the_wait(store: Store, topic: str) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
     waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 2)
+    until(lambda: parked(store.broker) == 2)
     store.put(topic, b"a")
     assert ended(*waiting) == [b"a"]
-    assert parked(store) == 0
+    assert parked(store.broker) == 0
 
 
 def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
@@ -518,7 +514,7 @@ def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
     store.put("t", b"a")
     [delivery] = consumer.receive()
     waiting = in_thread(lambda: consumer.receive(wait=math.inf)[0].attempt)
-    until(lambda: parked(store) == 2)
+    until(lambda: parked(store.broker) == 2)
     delivery.nack()
     assert ended(*waiting) == 2
 
@@ -529,7 +525,7 @@ def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
         store.put("t", body, queue_id=0)
     [first] = consumer.receive()
     waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 2)
+    until(lambda: parked(store.broker) == 2)
     first.ack()
     assert ended(*waiting) == [b"1"]
 
@@ -538,7 +534,7 @@ def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> No
     consumer = store.simple_consumer("g", {"t": "*"})
     store.put("u", b"a")
     waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 1)
+    until(lambda: parked(store.broker) == 1)
     consumer.subscribe("u")
     assert ended(*waiting) == [b"a"]
 
@@ -550,10 +546,10 @@ def test_closing_ends_every_wait(store: Store) -> None:
         in_thread(lambda: list(consumer)),
         in_thread(lambda: consumer.receive(5, wait=math.inf)),
     ]
-    until(lambda: parked(store) == 6)
+    until(lambda: parked(store.broker) == 6)
     consumer.close()
     assert [ended(*each) for each in waiting] == [[], [], []]
-    assert parked(store) == 0
+    assert parked(store.broker) == 0
     with pytest.raises(mqstore.errors.StoreClosedError, match="closed"):
         consumer.receive(wait=0)
     with pytest.raises(mqstore.errors.StoreClosedError):
@@ -569,7 +565,7 @@ def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
     store.create_topic("t")
     consumer = store.simple_consumer("g", {"t": "*", "later": "*"})
     waiting = [in_thread(lambda: consumer.receive(wait=math.inf)), in_thread(lambda: list(consumer))]
-    until(lambda: parked(store) == 2)
+    until(lambda: parked(store.broker) == 2)
     (store if what == "store" else store.broker).close()
     outcomes = [ended(*each) for each in waiting]
     if what == "store":
@@ -602,7 +598,7 @@ def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
 
     store.put_many("t", [b"0", b"1"], queue_id=0)
     waiting = in_thread(work)
-    until(lambda: len(seen) == 2 and parked(store))
+    until(lambda: len(seen) == 2 and parked(store.broker))
     store.put("t", b"2", queue_id=0)
     assert ended(*waiting) is None
     assert seen == [b"0", b"1", b"2"]
@@ -618,8 +614,8 @@ def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pyt
         patch.setattr(Bell, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             consumer.receive()
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
+    assert parked(store.broker) == 0
+    assert not waits_of(consumer).open
 
 
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,8 +624,8 @@ def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatc
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
     with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
+    assert parked(store.broker) == 0
+    assert not waits_of(consumer).open
 
 
 # -- turns: the broker calls one for each message, and whoever is called and does not come keeps the others asleep -----
@@ -640,21 +636,20 @@ def test_a_turn_that_came_from_two_topics_is_passed_on(bench: Bench, monkeypatch
     first = bench.consumer("t", "u")
     second = bench.consumer("t", "u")
     called: list[str] = []
-    chosen: list[Any] = []
+    chosen: list[tuple[Any, Any]] = []
     add = bench.broker.add_pop_waiter
 
     def noted(group: str, topic: str, callback: Any, **more: Any) -> Any:
-        chosen.append(callback)
-        return add(group, topic, callback, **more)
+        chosen.append((add(group, topic, callback, **more), callback))
+        return chosen[-1][0]
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "add_pop_waiter", noted)
-        wait = first.when_ready(lambda: called.append("first"))
+        first.when_ready(lambda: called.append("first"))
     second.when_ready(lambda: called.append("second"))
-    both, wait._parked = wait._parked, []  # the broker has let go of it in both, before it calls
-    for waiter in both:
+    for waiter, _ in chosen:  # the broker lets go of it in both, before it calls
         assert bench.broker.remove_waiter(waiter)
-    for callback in chosen:
+    for _, callback in chosen:
         callback(True)
     assert called == ["first", "second"]
 
@@ -686,7 +681,7 @@ def test_who_was_called_and_does_not_come_passes_it_on(bench: Bench) -> None:
     waits[0].cancel()  # again passes nothing on
     bench.settle()
     assert called == [0, 1]
-    assert not consumers[0]._source.waits.turns
+    assert not waits_of(consumers[0]).turns
 
 
 def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,13 +692,13 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
 
     def interrupted(*rest: Any, **more: Any) -> Any:
         waiter = add(*rest, **more)
-        consumer._source.waits.ring()
+        waits_of(consumer).ring()
         return waiter
 
     monkeypatch.setattr(bench.broker, "add_pop_waiter", interrupted)
     consumer.when_ready(lambda: called.append("one"))
     assert called == ["one"]
-    assert parked(bench.store) == 0
+    assert parked(bench.broker) == 0
 
 
 def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(bench: Bench) -> None:
@@ -749,7 +744,7 @@ def test_a_cancelled_wait_is_never_called(bench: Bench) -> None:
     assert wait.over
     bench.put(b"a")
     assert called == []
-    assert parked(bench.store) == 0
+    assert parked(bench.broker) == 0
 
 
 def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
@@ -783,7 +778,7 @@ def test_news_of_other_kinds_call_too(bench: Bench, event: str) -> None:
         "store": bench.store.close,
     }[event]()
     assert called == ["one"]
-    assert not consumer._source.waits.open
+    assert not waits_of(consumer).open
 
 
 def test_who_asks_a_closed_consumer_is_called_at_once(bench: Bench) -> None:
@@ -798,11 +793,11 @@ def test_a_message_for_each_of_many_who_wait_wakes_them_all(store: Store) -> Non
     """Two consumers of two topics, sixteen threads that take one message each, sixteen messages one by one."""
     consumers = [store.simple_consumer("g", {"t": "*", "u": "*"}) for _ in range(2)]
     threads = [in_thread(lambda i=i: bodies(consumers[i % 2].receive(wait=20))) for i in range(16)]
-    until(lambda: parked(store) == 32)
+    until(lambda: parked(store.broker) == 32)
     for i in range(16):
         store.put("tu"[i % 2], b"%d" % i)
     assert sorted(ended(*each)[0] for each in threads) == sorted(b"%d" % i for i in range(16))
-    assert parked(store) == 0
+    assert parked(store.broker) == 0
 
 
 @pytest.mark.parametrize("ordered", [False, True])

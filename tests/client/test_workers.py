@@ -336,13 +336,10 @@ def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Cal
     workers.submit(job)
     assert place.begun.wait(10)
     assert not workers.stop(0.01)
-    for thread in workers._threads:
-        thread.join(10)
     assert not new_threads(before)
     assert not seen
     place.end()  # late, and yet its job is to let go of what it has
     until(lambda: seen and not new_threads(before))
-    assert len(workers._free) == 3
 
 
 def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
@@ -406,14 +403,15 @@ def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
 
 def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(workers: Workers) -> None:
     """It used to throw away that something had ended, and the run waited for that for ever."""
-    places, done, settling = [Elsewhere(), Elsewhere()], list[int](), threading.Event()
+    places, done = [Elsewhere(), Elsewhere()], list[int]()
+    settling, halted = threading.Event(), threading.Event()
 
     def job(i: int, worker: Worker) -> Flow[None]:
         yield places[i]
         if i == 0:
             places[1].end()
             settling.set()
-            until(lambda: workers._stopping)
+            assert halted.wait(10)
             time.sleep(0.02)
         done.append(i)
 
@@ -424,6 +422,8 @@ def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(worker
     assert places[1].begun.wait(10)
     places[0].end()
     assert settling.wait(10)
+    workers.halt()
+    halted.set()
     assert workers.stop(10)
     runner.join(10)
     assert not runner.is_alive()
