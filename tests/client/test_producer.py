@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import random
 import sys
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,6 @@ from mqstore.errors import (
 )
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker import support
-from tests.children import in_child
 from tests.client.pushsupport import hook
 from tests.client.support import ended, in_thread, until
 from tests.faults import FaultyFileSystem
@@ -77,13 +74,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 class Gate:
-    """Stands for `Broker.put`, and lets nothing through until it is opened."""
+    """Stands for `Broker.put`, for producers that are made afterwards, and lets nothing through until it is opened."""
 
-    def __init__(self, producer: Producer) -> None:
+    def __init__(self, broker: Broker) -> None:
         self.opened = threading.Event()
         self.arrived = threading.Event()
-        self._put = producer._put
-        producer._put = self
+        self._put = broker.put
+        broker.put = self  # type: ignore[method-assign]
 
     def __call__(self, *arguments: Any, **options: Any) -> SendReceipt:
         self.arrived.set()
@@ -92,13 +89,14 @@ class Gate:
 
 
 class Failing:
-    """Stands for `Broker.put`: raises each of `errors`, one a call, and notes the calls; None: puts."""
+    """Stands for `Broker.put`, for producers that are made afterwards: raises each of `errors`, one a call, and notes
+    the calls; None: puts."""
 
-    def __init__(self, producer: Producer, *errors: Exception | None) -> None:
+    def __init__(self, broker: Broker, *errors: Exception | None) -> None:
         self.errors = deque(errors)
         self.calls: list[dict[str, Any]] = []
-        self._put = producer._put
-        producer._put = self
+        self._put = broker.put
+        broker.put = self  # type: ignore[method-assign]
 
     def __call__(self, topic: str, body: bytes, **options: Any) -> SendReceipt:
         self.calls.append(options)
@@ -420,10 +418,11 @@ def test_a_busy_store_is_asked_again_where_the_queue_is_free(
         made["selector"] = lambda queues, group: queues[2]
     if "retries" in options:
         made["retries"] = options.pop("retries")
+    put = Failing(bench.broker)
     producer = bench.producer(**made)
 
     for failures in range(5):
-        put = Failing(producer, *(busy() for _ in range(failures)))
+        put.errors, put.calls = deque(busy() for _ in range(failures)), []
         if way == "submit":
             future = producer.submit("orders", b"x", **options)
             producer.flush()
@@ -441,6 +440,7 @@ def test_a_busy_store_is_asked_again_where_the_queue_is_free(
 
 
 def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
+    Failing(bench.broker, *(busy() for _ in range(100)))
     producer = bench.producer(retries=100, timeout=3)
     pauses: list[float] = []
 
@@ -449,7 +449,6 @@ def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
         bench.clock.advance(round(duration_s * 1000))
 
     producer._pause = pause
-    Failing(producer, *(busy() for _ in range(100)))
 
     with pytest.raises(StoreBusyError):
         producer.send("orders", b"x")
@@ -470,8 +469,8 @@ def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) -> None:
+    put = Failing(bench.broker, error)
     producer = bench.producer()
-    put = Failing(producer, error)
 
     with pytest.raises(type(error)):
         producer.send("orders", b"x")
@@ -481,8 +480,8 @@ def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) 
 
 
 def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    put = Failing(bench.broker, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
     producer = bench.producer(durability="flush")
-    put = Failing(producer, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
 
     for _ in range(3):
         producer.send_oneway("orders", b"x")
@@ -695,10 +694,10 @@ def test_what_a_hook_makes_of_a_message_is_checked_and_honoured(bench: Bench) ->
 
 def test_after_send_hears_of_what_failed_and_of_what_is_stored_all_the_same(bench: Bench) -> None:
     seen = Recorder()
-    producer = bench.producer(interceptors=[seen])
     receipt = bench.broker.put("others", b"x")
     full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    Failing(producer, full, FlushTimeoutError("late", receipt), full)
+    Failing(bench.broker, full, FlushTimeoutError("late", receipt), full)
+    producer = bench.producer(interceptors=[seen])
 
     for _ in range(2):
         with pytest.raises(mqstore.errors.SendError):
@@ -799,8 +798,8 @@ def test_options_of_the_call_hold_where_a_message_has_none_of_its_own(bench: Ben
 
 def test_what_is_stored_of_many_before_a_failure_is_told(bench: Bench) -> None:
     seen = Recorder()
+    Failing(bench.broker, StoreFullError(errno.ENOSPC, "full", "file", "append"))
     producer = bench.producer(interceptors=[seen])
-    Failing(producer, StoreFullError(errno.ENOSPC, "full", "file", "append"))
     items: list[bytes | OutgoingMessage] = [b"0", b"1", OutgoingMessage(b"2", message_group="g"), b"3"]
 
     with pytest.raises(StoreFullError) as caught:
@@ -891,8 +890,8 @@ def test_each_thread_s_submits_keep_their_order(broker: Broker) -> None:
 
 @pytest.mark.parametrize("bound", [{"max_inflight": 3}, {"max_inflight_bytes": 30}], ids=str)
 def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, bound: dict[str, Any]) -> None:
+    gate = Gate(broker)
     producer = Producer(broker, **bound)
-    gate = Gate(producer)
     for _ in range(3):
         producer.submit("orders", bytes(10))
     assert gate.arrived.wait(WAIT_S)
@@ -909,8 +908,8 @@ def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, 
 
 
 def test_close_while_others_submit_and_wait_for_room(broker: Broker) -> None:
+    gate = Gate(broker)
     producer = Producer(broker, max_inflight=4)
-    gate = Gate(producer)
     accepted: list[Future[SendReceipt]] = []
 
     def work() -> None:
@@ -934,8 +933,8 @@ def test_what_cannot_be_stored_before_close_gives_up_fails_and_hangs_nobody(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = Recorder()
+    gate = Gate(broker)
     producer = Producer(broker, interceptors=[seen])
-    gate = Gate(producer)
     first = producer.submit("orders", b"stuck")
     assert gate.arrived.wait(WAIT_S)
     others = [producer.submit("orders", b"%d" % i) for i in range(3)]
@@ -970,9 +969,9 @@ def test_a_future_that_was_cancelled_in_time_is_not_stored(bench: Bench) -> None
 
 
 def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    producer = bench.producer()
     full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    Failing(producer, None, full, None)
+    put = Failing(bench.broker, None, full, None)
+    producer = bench.producer()
 
     futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
     producer.flush()
@@ -981,7 +980,7 @@ def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplo
     assert [type(future.exception()) for future in futures] == [type(None), StoreFullError, type(None)]
     assert "1 submitted messages failed" in caplog.text
     caplog.clear()
-    Failing(producer, full, full)
+    put.errors += [full, full]
     for wait_ms, told in ((9_999, False), (1, True)):
         bench.clock.advance(wait_ms)
         producer.submit("orders", b"x")
@@ -1122,8 +1121,8 @@ def test_linger_ends_in_real_time_without_anybody_s_help(broker: Broker) -> None
 
 
 def test_a_flush_that_takes_too_long_says_so_and_nothing_is_lost(broker: Broker) -> None:
+    gate = Gate(broker)
     producer = Producer(broker)
-    gate = Gate(producer)
     future = producer.submit("orders", b"x")
 
     with pytest.raises(FlushTimeoutError):
@@ -1163,7 +1162,7 @@ def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pyt
         for thread in threading.enumerate():
             if thread.name.startswith("mqstore-submit"):
                 thread.join(WAIT_S)
-        assert producer._submitter._thread is None
+                assert not thread.is_alive()
         producer.submit("orders", b"x").result(WAIT_S)
 
 
@@ -1487,46 +1486,22 @@ def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: B
     assert [m.body for m in broker.store.iter("orders")] == [b"x"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "s") as store:
-        producer = Producer(store.broker, linger=0.5, checker=lambda message: None)
-        producer.submit("orders", b"parent")
-        calls: list[Callable[[], object]] = [
-            *(partial(way, "orders", b"x") for way in (producer.send, producer.submit, producer.send_oneway)),
-            partial(producer.send_many, "orders", [b"x"]),
-            producer.flush,
-            producer.transaction,
-        ]
-
-        def child() -> None:
-            for call in calls:
-                with pytest.raises(StoreClosedError):
-                    call()
-            producer.close()
-            assert producer.closed
-
-        with ThreadPoolExecutor(1) as another:
-            another.submit(producer._submitter._lock.acquire).result()  # and has it at the moment of the fork
-            assert in_child(child, 20) == 0
-            another.submit(producer._submitter._lock.release).result()
-        producer.close()
-        assert [message.body for message in store.iter("orders")] == [b"parent"]
-
-
-def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(bench: Bench) -> None:
+def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Noted as one whose block still runs, it would neither be asked about nor given up while the process lives."""
+    prepare, asked = bench.broker.transactions.prepare, list[bytes]()
 
-    class Interrupted(list[Any]):
-        def append(self, item: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        prepare(*arguments, **options)
+        raise KeyboardInterrupt
 
-    producer = bench.producer()
-    with producer.transaction() as tx:
-        tx._halves = Interrupted()
+    monkeypatch.setattr(bench.broker.transactions, "prepare", interrupted)
+    with bench.producer(checker=lambda message: asked.append(message.body)).transaction() as tx:
         with pytest.raises(KeyboardInterrupt):
             tx.send("orders", b"x")
-        assert not producer._checks._running
+        bench.advance(CHECK_MS)
+        assert asked == [b"x"]
 
 
 # --- what one send may say -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import mqstore
 import mqstore.aio
 from mqstore import Message
 from tests.client.pushsupport import hook
-from tests.client.support import until
+from tests.client.support import ended, in_thread, until, waits_of, workers_of
 
 
 def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
@@ -36,12 +36,12 @@ def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(first._workers, "stop", interrupted)
+            patch.setattr(workers_of(first), "stop", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 first.stop()
         first.stop()
         assert store.broker.members.members("g") == []
-        first._workers.stop(30)
+        workers_of(first).stop(30)
         got = threading.Event()
         second = store.push_consumer("g")
         second.subscribe("t", lambda message: got.set())
@@ -55,13 +55,13 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monk
     with mqstore.open(tmp_path / "s") as store:
         store.create_topic("t", queues=1)
         consumer = push_consumer(store).start()
-        stop, again = consumer._workers.stop, []
+        stop, again = workers_of(consumer).stop, []
 
         def stopping(timeout_s: float) -> bool:
             again.append(consumer.stop(3600))  # as the handler of a signal that comes now
             return stop(timeout_s)
 
-        monkeypatch.setattr(consumer._workers, "stop", stopping)
+        monkeypatch.setattr(workers_of(consumer), "stop", stopping)
         assert consumer.stop(30)
         assert again == [False]
 
@@ -88,19 +88,20 @@ def test_what_is_done_before_a_handler_that_hangs_is_settled(tmp_path: Path, mod
         go.set()
 
 
-def test_queue_is_shut_down_by_a_thread_that_has_its_lock(tmp_path: Path) -> None:
+def test_queue_is_shut_down_by_a_thread_that_has_its_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread stood still for ever."""
     with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        done = threading.Event()
+        queue = store.queue("jobs", maxsize=1)
+        lag = store.broker.lag
+        monkeypatch.setattr(store.broker, "lag", lambda group: (queue.shutdown(), lag(group))[1])  # in a signal handler
 
         def in_one_thread() -> None:
-            with queue._waits.lock, queue._changed:
-                queue.shutdown()
-            done.set()
+            with waits_of(queue).lock:
+                queue.put(b"x")
 
-        threading.Thread(target=in_one_thread, daemon=True).start()
-        assert done.wait(20)
+        assert ended(*in_thread(in_one_thread)) is None
+        with pytest.raises(mqstore.QueueShutDown):
+            queue.put(b"y")
 
 
 def test_consumer_does_not_run_if_its_block_was_not_entered(tmp_path: Path) -> None:
