@@ -142,7 +142,7 @@ def engine_of(consumer: PushConsumer) -> Assignment:
 def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
     """Of each queue that a consumer at rest has, where its pull is (clients#invariants). Looks inside."""
     engine, workers = engine_of(consumer), consumer._workers
-    assert workers._turns.empty(), "it is not at rest"
+    assert not support.turns_left(consumer), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()
     for _, _, call in workers._heap:
         if isinstance(call, partial) and call.func in (engine._submit_pull, engine._restart):

@@ -26,7 +26,9 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-from tests.client.aiosupport import environment, in_store, run, slow_flush, with_store
+from tests.client.aiosupport import environment, in_store, on_thread, run, slow_flush, until, with_store
+from tests.client.support import parked
+from tests.holding import new_threads
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ async def test_arguments_count_as_they_were_when_the_call_began(store: aio.Store
             await jobs.put(body)
             await (await jobs.get()).reject()
         go_on = threading.Event()
-        store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
+        on_thread(store, lambda: go_on.wait(20))  # nothing below begins before it is changed
         bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
         letters = jobs.dead_letters.select(offsets=offsets)
         calls = [
@@ -404,8 +406,8 @@ async def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(s
     queue = await store.queue("jobs", maxsize=1)
     await queue.put(b"0")
     puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
-    while not queue._waiting:
-        await asyncio.sleep(0)
+    for _ in range(3):
+        await queue.qsize()  # behind the look of both
     await (await queue.get()).ack()
     puts.append(asyncio.create_task(queue.put(b"3")))
     values = []
@@ -465,7 +467,7 @@ def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None
 def drain(store: aio.Store) -> None:
     """Hold up the loop until the store's thread has done what it was given: answers are there, and not heard."""
     done = threading.Event()
-    store._bridge.submit(done.set)
+    on_thread(store, done.set)
     assert done.wait(20)
 
 
@@ -533,8 +535,7 @@ async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
         return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
 
     first, second = asyncio.create_task(get()), asyncio.create_task(get())
-    while store.sync.broker._waiters.parked < 2:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) == 2)
     await queue.put(b"x")
     for _ in range(steps):
         await asyncio.sleep(0)
@@ -644,7 +645,6 @@ async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
         futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
         await producer.flush()
         offsets = [(await each).offset for each in futures]
-        assert not producer._held
     assert producer.closed
     stored = [m.body async for m in store.iter(f"t{steps}", 0)]
     assert [stored[offset] for offset in offsets] == [b"%d" % i for i in range(6)]
@@ -733,8 +733,7 @@ def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int
 async def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(store: aio.Store) -> None:
     queue = await store.queue("jobs")
     gets = [asyncio.create_task(queue.get()) for _ in range(1000)]
-    while store.sync.broker._waiters.parked < 1000:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) == 1000)
     threads = set(threading.enumerate())
     for each in gets[::10]:
         each.cancel()
@@ -776,8 +775,7 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
             asyncio.create_task(each)
             for each in (queue.get(), anext(store.iter("t", follow=True)), nowhere.receive(wait=60), pull.poll(60))
         ]
-        while store.sync.broker._waiters.parked < 3:
-            await asyncio.sleep(0)
+        await until(lambda: parked(store.sync.broker) >= 3)
         await store.close()
         got, followed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
         assert isinstance(got, mqstore.errors.StoreClosedError)
@@ -824,7 +822,7 @@ def test_the_end_of_a_loop_leaves_messages_that_were_on_their_way_to_others(tmp_
         queue = await store.queue("jobs")
         await queue.put(b"x")
         hold = threading.Event()
-        store._bridge.submit(lambda: hold.wait(20))
+        on_thread(store, lambda: hold.wait(20))
         get = asyncio.create_task(queue.get())
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(hold.set)
@@ -1015,9 +1013,8 @@ def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
     async def begin() -> Bridge:
         return Bridge("test")
 
-    loop = asyncio.new_event_loop()
+    loop, before = asyncio.new_event_loop(), set(threading.enumerate())
     bridge = loop.run_until_complete(begin())
-    thread = bridge._thread
     if heard_of:
         assert bridge.tell(bridge.check)
         loop.close()
@@ -1027,8 +1024,7 @@ def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
         assert not bridge.mail.wake()
     del bridge
     gc.collect()
-    thread.join(20)
-    assert not thread.is_alive()
+    assert not new_threads(before)
 
 
 def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,10 +17,11 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.broker.support import full
 from tests.children import speaking_child
-from tests.client.aiosupport import in_store, run, with_store
+from tests.client.aiosupport import in_store, run, slow_flush, until, until_news, with_store
 from tests.client.pushsupport import hook
-from tests.client.support import until
+from tests.client.support import parked
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -51,14 +52,14 @@ async def test_nothing_overtakes_what_the_writer_has_not_stored(
     store: aio.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.create_topic("t")
+    go_on, put = threading.Event(), store.sync.broker.put
+
+    def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
+        assert len(body) == 1 or go_on.wait(20)
+        return put(topic, body, **options)
+
+    monkeypatch.setattr(store.sync.broker, "put", slow)
     async with store.producer() as producer:
-        go_on, put = threading.Event(), producer.sync._put
-
-        def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
-            assert len(body) == 1 or go_on.wait(20)
-            return put(topic, body, **options)
-
-        monkeypatch.setattr(producer.sync, "_put", slow)
         calls = [asyncio.create_task(producer.send("t", body, queue_id=0)) for body in (bytes(50_000), b"b")]
         for _ in range(20):
             await store.topics()
@@ -76,35 +77,25 @@ async def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
         with pytest.raises(mqstore.errors.InvalidMessageError):
             await producer.submit("t", b"x", queue_id=99)
         await producer.send("t", b"x")
-
-        def full(*args: Any, **options: Any) -> None:
-            raise mqstore.errors.StoreFullError(28, "no room", "commitlog", "fallocate")
-
-        monkeypatch.setattr(producer.sync, "_put", full)
+    monkeypatch.setattr(store.sync.broker, "put", full)
+    async with store.producer() as producer:
         future = await producer.submit("t", b"x")
-        with pytest.raises(mqstore.errors.StoreFullError):
-            await future
-        with pytest.raises(mqstore.errors.StoreFullError):
-            await producer.send("t", b"x")
+        for call in (future, producer.send("t", b"x")):
+            with pytest.raises(mqstore.errors.StoreFullError):
+                await call
 
 
 @in_store
-async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
-    store: aio.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(store: aio.Store) -> None:
     await store.create_topic("t")
     async with store.producer(durability="flush", max_inflight=3) as producer:
-        go_on = threading.Event()
-        sync = producer.sync._sync
-        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-        submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
-        while sum(each.done() for each in submits) < 3:
-            await asyncio.sleep(0)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert sum(each.done() for each in submits) == 3
-        assert await store.topics() == ["t"]
-        go_on.set()
+        async with slow_flush(store):
+            submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
+            await until(lambda: sum(each.done() for each in submits) >= 3)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert sum(each.done() for each in submits) == 3
+            assert await store.topics() == ["t"]
         futures = await asyncio.gather(*submits)
         assert [(await each).offset for each in futures] == list(range(10))
 
@@ -119,16 +110,13 @@ async def test_what_lingers_is_stored_when_somebody_waits_for_room_or_flushes(st
 
 
 @in_store
-async def test_a_flush_says_when_it_takes_too_long(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flush_says_when_it_takes_too_long(store: aio.Store) -> None:
     await store.create_topic("t")
     async with store.producer(durability="flush") as producer:
-        go_on = threading.Event()
-        sync = producer.sync._sync
-        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-        future = await producer.submit("t", b"x")
-        with pytest.raises(mqstore.errors.FlushTimeoutError):
-            await producer.flush(0.001)
-        go_on.set()
+        async with slow_flush(store):
+            future = await producer.submit("t", b"x")
+            with pytest.raises(mqstore.errors.FlushTimeoutError):
+                await producer.flush(0.001)
         await producer.flush()
         assert future.done()
 
@@ -203,8 +191,7 @@ async def test_closing_a_consumer_ends_its_waits_with_nothing(store: aio.Store) 
     await pull.subscribe("t")
     waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
     loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
-    while store.sync.broker._waiters.parked < 4:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) >= 4)
     await simple.close()
     await pull.close()
     assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
@@ -513,14 +500,15 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
 
 @in_store
 async def test_stop_waits_for_handlers_and_tells_them(store: aio.Store) -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    told: list[bool] = []
+    begun, go_on, told = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def handle(message: mqstore.Message) -> None:
-        told.append(aio.cancelled())
+        assert not aio.cancelled()
         begun.set()
+        while not aio.cancelled():
+            await asyncio.sleep(0.001)
+        told.set()
         await go_on.wait()
-        told.append(aio.cancelled())
         await store.topics()  # the store's thread is there for handlers that end
 
     consumer = await store.push_consumer("g")
@@ -529,12 +517,10 @@ async def test_stop_waits_for_handlers_and_tells_them(store: aio.Store) -> None:
     receipt = await store.put("t", b"x")
     await begun.wait()
     stopping = asyncio.create_task(consumer.stop())
-    while not consumer.sync._engine._halted:  # type: ignore[attr-defined]
-        await asyncio.sleep(0.001)
+    await told.wait()
     assert not stopping.done()
     go_on.set()
     assert await stopping
-    assert told == [False, True]
     assert await store.committed("g", receipt.queue) == 1
     assert await consumer.stop()  # again
     assert not aio.cancelled()
@@ -664,7 +650,7 @@ def test_a_loop_that_is_closed_under_a_handler_keeps_nobody_waiting(
             await begun.wait()
         else:
             store.sync.put("t", b"a")
-            until(lambda: store._bridge.mail._news)  # a worker wants it begun; the loop stands still meanwhile
+            until_news(store)  # a worker wants it begun; the loop stands still meanwhile
         return store
 
     loop = asyncio.new_event_loop()
