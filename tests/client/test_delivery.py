@@ -238,21 +238,6 @@ def test_retry_is_done_and_goes_no_farther(
     assert again(consumer) == [(b"a", 2)]
 
 
-def test_a_retry_later_than_can_be_is_as_late_as_can_be(
-    bench: Bench, consumer: SimpleConsumer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A ConfigError left the message unsettled, and so did a class of the user's own that forgot its delay."""
-    longest_s = 12 * 3600
-    with received(bench, consumer):
-        raise Retry(13 * 3600)
-    [line] = [record.getMessage() for record in caplog.records if record.name == "mqstore"]
-    assert "offset 0: it was to come again in 46800 s" in line
-    bench.advance(longest_s - 0.1)
-    assert again(consumer) == []
-    bench.advance(0.1)
-    assert again(consumer) == [(b"a", 2)]
-
-
 def test_reject_is_done_and_goes_no_farther(bench: Bench, consumer: SimpleConsumer) -> None:
     with received(bench, consumer):
         raise Reject("no such customer")

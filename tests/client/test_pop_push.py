@@ -3,7 +3,6 @@ thread, but in the last part."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from mqstore import Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
-from mqstore.client.workers import cancelled
 from tests.broker.support import full
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook
@@ -586,37 +584,6 @@ def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> Non
     assert seen == [b"%d" % i for i in range(50)]
 
 
-@BOTH
-def test_stop_waits_for_handlers_and_what_hangs_counts_for_nothing(store: Store, ordered: bool) -> None:
-    go, begun = threading.Event(), threading.Event()
-    was_cancelled: list[bool] = []
-
-    def handle(message: Message) -> None:
-        begun.set()
-        go.wait(20)
-        was_cancelled.append(cancelled())
-
-    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=1)
-    consumer.subscribe("t", handle)
-    store.put_many("t", [b"0", b"1"], queue_id=0)
-    consumer.start()
-    assert begun.wait(20)
-    assert consumer.stop(0.05) is False
-    assert [each.offset for each in store.broker.pending("g")] == [0]  # the other one was released
-    go.set()
-    until(lambda: was_cancelled)
-    assert was_cancelled == [True]
-    time.sleep(0.01)
-    assert [each.offset for each in store.broker.pending("g")] == [0]
-
-
-def of_one_queue(store: Store, *bodies: bytes) -> None:
-    store.create_topic("one", queues=1)
-    for body in bodies:
-        group = chr(body[0])
-        store.put("one", body, message_group=None if group == "-" else group)
-
-
 def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
     running, seen, overlaps = [], [], []
 
@@ -627,33 +594,11 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
         seen.append(message.body)
         running.remove(message.body)
 
-    bodies = [b"%c%02d" % (b"abcd-"[i % 5], i) for i in range(60)]
-    of_one_queue(store, *bodies)
+    bodies = [b"%d" % i for i in range(60)]
+    store.put_many("t", bodies, queue_id=0)
     consumer = store.push_consumer("g", mode="pop", ordered=True, workers=4)
-    consumer.subscribe("one", handle)
+    consumer.subscribe("t", handle)
     with consumer:
         until(lambda: len(seen) == 60)
     assert overlaps == []
     assert seen == bodies
-
-
-def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
-    """Its message is handled by another worker, and it is told where it hung."""
-    recorder, go = Told(), threading.Event()
-
-    def hang_once(message: Message) -> None:
-        if message.attempt == 1:
-            go.wait(20)
-        go.set()
-
-    consumer = store.push_consumer(
-        "g", mode="pop", workers=2, consume_timeout=0.1, retry=RetryPolicy(5, [0]), interceptors=[recorder]
-    )
-    consumer.subscribe("t", hang_once)
-    with consumer:
-        store.put("t", b"0")
-        assert go.wait(20)
-        until(lambda: len(recorder.settled) == 2)
-    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "hang_once" in recorder.timeouts[0][1]
-    assert sum(store.lag("g").values()) == 0

@@ -397,31 +397,6 @@ def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None
     assert broker.committed("g", "t", 0) == 1
 
 
-def test_a_handler_that_hangs_is_left_and_its_result_is_void(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def handler(message: Message) -> None:
-        begun.set()
-        go.wait(LONG_S)
-        ended.set()
-        raise ValueError("late")
-
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", handler)
-    consumer.start()
-    broker.put("t", b"0", queue_id=0)
-    assert begun.wait(LONG_S)
-    assert consumer.stop(0.05) is False
-    assert consumer.stop(0.05) is False
-    assert "handlers still run" in caplog.text
-    assert broker.members.members("g") == []
-    go.set()
-    assert ended.wait(LONG_S)
-    until(lambda: not any(thread.name.startswith("mqstore-g") for thread in threading.enumerate()))
-    assert broker.committed("g", "t", 0) == 0  # not settled, and not sent back either
-    assert broker.topics.get("%RETRY%g") is None
-
-
 def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(tmp_path: Path) -> None:
     program = """
         import gc, sys, threading, mqstore
@@ -439,19 +414,6 @@ def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(t
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60)
     with mqstore.open(tmp_path) as store:
         assert store.committed("g", T0) == 1
-
-
-def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:
-    handled, threads = list[bytes](), set(threading.enumerate())
-    with mqstore.open(tmp_path) as store:
-        consumer = store.push_consumer("g", workers=2)
-        consumer.subscribe("t", lambda message: handled.append(message.body))
-        consumer.start()
-        store.put("t", b"0")
-        until(lambda: handled)
-    assert set(threading.enumerate()) <= threads
-    with mqstore.open(tmp_path) as store:
-        assert sum(store.broker.lag("g").values()) == 0
 
 
 def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(

@@ -18,7 +18,6 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.signalsafe import Bell
 from tests.client.popsupport import Bench
 from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
 
@@ -604,20 +603,6 @@ def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
     assert seen == [b"0", b"1", b"2"]
 
 
-def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-
-    def interrupted(self: Bell, timeout_s: float) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Bell, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            consumer.receive()
-    assert parked(store.broker) == 0
-    assert not waits_of(consumer).open
-
-
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
     busy = on_call(2, mqstore.errors.StoreBusyError("too many"), store.broker.add_pop_waiter)
@@ -735,18 +720,6 @@ def test_who_was_called_and_fails_passes_it_on(
     assert called == ["one", "another"]
 
 
-def test_a_cancelled_wait_is_never_called(bench: Bench) -> None:
-    consumer = bench.consumer("t", "u")
-    called: list[str] = []
-    wait = consumer.when_ready(lambda: called.append("one"))
-    assert not wait.over
-    wait.cancel()
-    assert wait.over
-    bench.put(b"a")
-    assert called == []
-    assert parked(bench.broker) == 0
-
-
 def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
     consumer = bench.store.simple_consumer("g", {"t": "red"})
     called: list[str] = []
@@ -754,15 +727,6 @@ def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
     bench.put(b"a", tag="blue")
     assert called == []
     bench.put(b"b", tag="red")
-    assert called == ["one"]
-
-
-def test_what_is_there_already_calls(bench: Bench) -> None:
-    consumer = bench.consumer("t", "u")
-    bench.put(b"a")
-    called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
-    bench.settle()
     assert called == ["one"]
 
 

@@ -16,8 +16,10 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message
+from mqstore.client.workers import cancelled
 from tests.client.pushsupport import hook
 from tests.client.support import ended, in_thread, until, waits_of, workers_of
+from tests.holding import new_threads
 
 
 def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
@@ -68,24 +70,37 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monk
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_is_done_before_a_handler_that_hangs_is_settled(tmp_path: Path, mode: Any, ordered: bool) -> None:
-    begun, go = threading.Event(), threading.Event()
+@pytest.mark.parametrize("late", [None, ValueError("late")])
+def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
+    store: mqstore.Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go, before = threading.Event(), threading.Event(), set(threading.enumerate())
+    flags: list[bool] = []
 
     def handle(message: Message) -> None:
-        if message.body == b"2":
+        if message.body == b"1":
             begun.set()
             go.wait(20)
+            flags.append(cancelled())
+            if late is not None:
+                raise late
 
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=1)
-        store.put_many("t", [b"0", b"1", b"2"])
-        consumer = store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
-        consumer.subscribe("t", handle)
-        consumer.start()
-        assert begun.wait(20)
-        assert not consumer.stop(0)
-        assert sum(store.lag("g").values()) == 1
-        go.set()
+    store.create_topic("t", queues=1)
+    store.put_many("t", [b"0", b"1", b"2"])
+    consumer = store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
+    consumer.subscribe("t", handle)
+    consumer.start()
+    assert begun.wait(20)
+    assert [consumer.stop(0.05), consumer.stop(0.05)] == [False, False]
+    assert "handlers still run" in caplog.text
+    assert store.broker.members.members("g") == []
+    for then in (go.set, lambda: None):
+        assert sum(store.lag("g").values()) == 2  # neither settled nor sent back
+        assert [each.offset for each in store.broker.pending("g")] == [1] * (mode == "pop")  # the last one is released
+        then()
+        assert not new_threads(before)
+    assert flags == [True]
+    assert store.broker.topics.get("%RETRY%g") is None
 
 
 def test_queue_is_shut_down_by_a_thread_that_has_its_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
