@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from types import MethodType
 from typing import Any, cast
 
-from mqstore import PushConsumer, Queue, SimpleConsumer, SimulatedClock
+from mqstore import PushConsumer, Queue, SimpleConsumer, SimulatedClock, Store
 from mqstore.admin import Broker
 from mqstore.client.poppush import PopEngine
 from mqstore.client.waits import Waits
@@ -27,6 +28,7 @@ __all__ = [
     "on_call",
     "parked",
     "settle",
+    "subscribed",
     "turns_left",
     "until",
     "waits_of",
@@ -76,6 +78,16 @@ def on_call(number: int, error: BaseException, call: Callable[..., Any]) -> Call
         return call(*arguments, **options)
 
     return called
+
+
+def subscribed(
+    owner: Broker | Store, handler: Callable[..., object], topic: str = "t", *, group: str = "g", **options: Any
+) -> PushConsumer:
+    """A push consumer that is not started."""
+    make = owner.push_consumer if isinstance(owner, Store) else partial(PushConsumer, owner)
+    consumer = make(group, **options)
+    consumer.subscribe(topic, handler)
+    return consumer
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import mqstore.aio
 from mqstore.errors import StoreClosedError
 from tests.children import in_child
-from tests.client.support import ended, every_lock_held, in_thread, until
+from tests.client.support import ended, every_lock_held, in_thread, subscribed, until
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -71,9 +71,7 @@ def test_forked_child_closes_nothing_and_hangs_at_no_lock_of_another_thread(tmp_
         queue, producer = store.queue("jobs"), store.producer(linger=0.5, checker=lambda message: None)
         queue.put(b"x")
         submitted = producer.submit("orders", b"parent")
-        consumer = store.push_consumer("g", mode=mode, workers=1)
-        consumer.subscribe("t", lambda message: seen.append(message.body))
-        consumer.start()
+        consumer = subscribed(store, lambda message: seen.append(message.body), mode=mode, workers=1).start()
         calls: list[Callable[[], object]] = [
             *(queue.shutdown, consumer.stop, store.close),
             partial(refused, lambda: store.lag("jobs")),

@@ -19,7 +19,7 @@ from mqstore.client import chunks, poppush
 from tests.broker.support import full
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook
-from tests.client.support import on_call, parked, turns_left, until, waits_of, workers_of
+from tests.client.support import on_call, parked, subscribed, turns_left, until, waits_of, workers_of
 
 
 @pytest.fixture
@@ -574,8 +574,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @BOTH
 def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> None:
     seen: list[bytes] = []
-    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=2)
-    consumer.subscribe("t", lambda message: seen.append(message.body))
+    consumer = subscribed(store, lambda message: seen.append(message.body), mode="pop", ordered=ordered, workers=2)
     with consumer:
         for i in range(50):
             until(lambda: parked(store.broker))
@@ -596,8 +595,7 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
 
     bodies = [b"%d" % i for i in range(60)]
     store.put_many("t", bodies, queue_id=0)
-    consumer = store.push_consumer("g", mode="pop", ordered=True, workers=4)
-    consumer.subscribe("t", handle)
+    consumer = subscribed(store, handle, mode="pop", ordered=True, workers=4)
     with consumer:
         until(lambda: len(seen) == 60)
     assert overlaps == []

@@ -33,7 +33,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
 from tests.client.pushsupport import PushBench, Told, hook
-from tests.client.support import parked, until
+from tests.client.support import parked, subscribed, until
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0
@@ -275,8 +275,7 @@ def test_starting_and_stopping_leaves_nothing_behind(broker: Broker) -> None:
     threads, before = set(threading.enumerate()), parked(broker)
     handled = Counter[bytes]()
     for i in range(50):
-        consumer = PushConsumer(broker, "g", workers=3)
-        consumer.subscribe("t", lambda message: handled.update([message.body]))
+        consumer = subscribed(broker, lambda message: handled.update([message.body]), workers=3)
         with consumer:
             broker.put("t", b"%d" % i)
             if i % 2:
@@ -312,8 +311,7 @@ def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker, 
         else:
             fast.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=2, mode=mode)
-    consumer.subscribe("t", handler)
+    consumer = subscribed(broker, handler, workers=2, mode=mode)
     with consumer:
         broker.put_many("t", [b"m"] * 800, queue_id=0)
         until(lambda: len(fast) == 800)
@@ -330,9 +328,7 @@ def test_a_handler_may_stop_its_consumer(broker: Broker) -> None:
         seen.append(message.body)
         results.append(consumer.stop(LONG_S))
 
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=2).start()
     broker.put("t", b"0")
     until(lambda: results)
     assert results == [True]
@@ -355,9 +351,7 @@ def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: B
         go.wait(LONG_S)
         results["handler"] = consumer.stop(LONG_S)
 
-    consumer = PushConsumer(broker, "g", workers=1)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=1).start()
     broker.put("t", b"0")
     assert begun.wait(LONG_S)
     stopping = threading.Thread(target=lambda: results.update(main=consumer.stop(LONG_S)))
@@ -371,8 +365,7 @@ def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: B
 def test_one_that_could_not_start_has_nothing_left_to_stop(broker: Broker) -> None:
     with PushConsumer(broker, "g", workers=1, ordered=True) as first:
         first.subscribe("t", lambda message: None)  # which starts it
-        second = PushConsumer(broker, "g", workers=1, ordered=True)
-        second.subscribe("u", lambda message: None)
+        second = subscribed(broker, lambda message: None, "u", workers=1, ordered=True)
         with pytest.raises(SubscriptionConflictError):
             second.start()
         assert second.stop() is True
@@ -386,9 +379,7 @@ def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None
         until(cancelled)
         seen.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=1)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=1).start()
     for body in (b"0", b"1"):
         broker.put("t", body, queue_id=0)
     assert begun.wait(LONG_S)
@@ -423,9 +414,7 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
     broker = Broker(mqstore.engine.MessageStore(tmp_path))
     broker.topics.create("t", queues=2)
     begun, go = threading.Event(), threading.Event()
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", lambda message: (begun.set(), go.wait(LONG_S), 1 / 0))
-    consumer.start()
+    consumer = subscribed(broker, lambda message: (begun.set(), go.wait(LONG_S), 1 / 0), workers=2).start()
     broker.put("t", b"0")
     assert begun.wait(LONG_S)
     broker.close()
@@ -454,16 +443,14 @@ def test_a_handler_that_ends_the_process_ends_run(
             raise error
 
     broker.put_many("t", [b"0", b"1", b"2"], queue_id=0)
-    consumer = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
-    consumer.subscribe("t", handle)
+    consumer = subscribed(broker, handle, workers=1, mode=mode, ordered=ordered)
     with pytest.raises(type(error)) as caught:
         consumer.run()
     assert caught.value is error
     assert sum(broker.lag("g").values()) == 2
     assert "stopped" in repr(consumer)
     assert broker.members.members("g") == []
-    other = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
-    other.subscribe("t", handle)
+    other = subscribed(broker, handle, workers=1, mode=mode, ordered=ordered)
     with other:
         until(lambda: len(seen) == 4)
     assert seen[2:] == [(b"1", 1), (b"2", 1)]
@@ -473,8 +460,7 @@ def test_a_handler_that_ends_the_process_ends_run(
 def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.Signals) -> None:
     def work(pipe: int) -> None:
         with mqstore.open(tmp_path) as store:
-            consumer = store.push_consumer("g", workers=1)
-            consumer.subscribe("t", lambda message: os.write(pipe, message.body))
+            consumer = subscribed(store, lambda message: os.write(pipe, message.body), workers=1)
             for i in range(3):
                 store.put("t", b"%d" % i)
             stopped = consumer.run()

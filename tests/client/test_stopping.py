@@ -18,21 +18,15 @@ import mqstore.aio
 from mqstore import Message
 from mqstore.client.workers import cancelled
 from tests.client.pushsupport import hook
-from tests.client.support import ended, in_thread, until, waits_of, workers_of
+from tests.client.support import ended, in_thread, subscribed, until, waits_of, workers_of
 from tests.holding import new_threads
-
-
-def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
-    consumer = store.push_consumer("g")
-    consumer.subscribe("t", lambda message: None)
-    return consumer
 
 
 def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group stood still for a minute, and a second `stop` did nothing."""
     with mqstore.open(tmp_path / "s") as store:
         store.create_topic("t", queues=2)
-        first = push_consumer(store).start()
+        first = subscribed(store, print).start()
 
         def interrupted(timeout_s: float) -> bool:
             raise KeyboardInterrupt
@@ -45,8 +39,7 @@ def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch:
         assert store.broker.members.members("g") == []
         workers_of(first).stop(30)
         got = threading.Event()
-        second = store.push_consumer("g")
-        second.subscribe("t", lambda message: got.set())
+        second = subscribed(store, lambda message: got.set())
         with second:
             store.put("t", b"x")
             assert got.wait(20)
@@ -56,7 +49,7 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monk
     """A repeated SIGTERM took the whole timeout, and then whoever supervises sends SIGKILL."""
     with mqstore.open(tmp_path / "s") as store:
         store.create_topic("t", queues=1)
-        consumer = push_consumer(store).start()
+        consumer = subscribed(store, print).start()
         stop, again = workers_of(consumer).stop, []
 
         def stopping(timeout_s: float) -> bool:
@@ -87,9 +80,7 @@ def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
 
     store.create_topic("t", queues=1)
     store.put_many("t", [b"0", b"1", b"2"])
-    consumer = store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
-    consumer.subscribe("t", handle)
-    consumer.start()
+    consumer = subscribed(store, handle, mode=mode, ordered=ordered, workers=1).start()
     assert begun.wait(20)
     assert [consumer.stop(0.05), consumer.stop(0.05)] == [False, False]
     assert "handlers still run" in caplog.text
