@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
 from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
-from tests.client.aiosupport import with_store
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench, hook
 
 MODES: list[dict[str, Any]] = [
@@ -122,25 +121,22 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
     assert "after_consume failed" in caplog.text
 
 
-def test_handlers_of_aio_are_told_of_alike(tmp_path: Path) -> None:
+@in_store
+async def test_handlers_of_aio_are_told_of_alike(store: aio.Store) -> None:
     notes = Notes()
+    done = asyncio.Event()
 
-    async def test(store: aio.Store) -> None:
-        done = asyncio.Event()
+    async def handler(message: mqstore.Message) -> None:
+        await asyncio.sleep(0)
+        if message.body == b"bad":
+            raise ValueError
+        done.set()
 
-        async def handler(message: mqstore.Message) -> None:
-            await asyncio.sleep(0)
-            if message.body == b"bad":
-                raise ValueError
-            done.set()
-
-        await store.create_topic("t", queues=1)
-        consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
-        consumer.subscribe("t", handler)
-        async with consumer:
-            await store.put("t", b"bad")
-            await store.put("t", b"good")
-            await done.wait()
-
-    with_store(test, tmp_path)
+    await store.create_topic("t", queues=1)
+    consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
+    consumer.subscribe("t", handler)
+    async with consumer:
+        await store.put("t", b"bad")
+        await store.put("t", b"good")
+        await done.wait()
     assert notes.told() == [("g", "t", [b"bad"], "exception"), ("g", "t", [b"good"], "success")]
