@@ -563,16 +563,9 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
 # -- with threads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "store") as store:
-        for topic in ("t", "u"):
-            store.create_topic(topic, queues=4)
-        yield store
-
-
 @BOTH
 def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> None:
+    store.create_topic("t")
     seen: list[bytes] = []
     consumer = subscribed(store, lambda message: seen.append(message.body), mode="pop", ordered=ordered, workers=2)
     with consumer:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.processqueue import Limits, ProcessQueue
+from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
 from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
@@ -65,16 +65,7 @@ def test_info_tells_what_is_held() -> None:
     queue.put(messages(10, 12), 20)
     queue.take(1)
     queue.remove((), 1_000)
-    info = queue.info(1_250)
-    assert (info.queue, info.messages, info.size, info.first, info.taken, info.next_offset, info.idle_ms) == (
-        Q,
-        2,
-        246,
-        10,
-        1,
-        20,
-        250,
-    )
+    assert queue.info(1_250) == QueueInfo(Q, 2, 246, 10, 1, 20, False, 250)
 
 
 # --- room ----------------------------------------------------------------------------------------------------------

@@ -110,6 +110,14 @@ def busy() -> StoreBusyError:
     return StoreBusyError("busy")
 
 
+def no_room() -> StoreFullError:
+    return StoreFullError(errno.ENOSPC, "full", "file", "append")
+
+
+def late() -> None:
+    raise FlushTimeoutError("late")
+
+
 # -- rules (clients#message-rules) -------------------------------------------------------------------------------------
 
 MAX = 1000
@@ -462,7 +470,7 @@ def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
     [
         FlushTimeoutError("late"),
         FlushFailedError("failed"),
-        StoreFullError(errno.ENOSPC, "full", "file", "append"),
+        no_room(),
         InvalidMessageError("bad", "body"),
         StoreClosedError("closed"),
     ],
@@ -480,7 +488,7 @@ def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) 
 
 
 def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    put = Failing(bench.broker, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
+    put = Failing(bench.broker, busy(), no_room(), None, None)
     producer = bench.producer(durability="flush")
 
     for _ in range(3):
@@ -695,8 +703,7 @@ def test_what_a_hook_makes_of_a_message_is_checked_and_honoured(bench: Bench) ->
 def test_after_send_hears_of_what_failed_and_of_what_is_stored_all_the_same(bench: Bench) -> None:
     seen = Recorder()
     receipt = bench.broker.put("others", b"x")
-    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    Failing(bench.broker, full, FlushTimeoutError("late", receipt), full)
+    Failing(bench.broker, no_room(), FlushTimeoutError("late", receipt), no_room())
     producer = bench.producer(interceptors=[seen])
 
     for _ in range(2):
@@ -798,7 +805,7 @@ def test_options_of_the_call_hold_where_a_message_has_none_of_its_own(bench: Ben
 
 def test_what_is_stored_of_many_before_a_failure_is_told(bench: Bench) -> None:
     seen = Recorder()
-    Failing(bench.broker, StoreFullError(errno.ENOSPC, "full", "file", "append"))
+    Failing(bench.broker, no_room())
     producer = bench.producer(interceptors=[seen])
     items: list[bytes | OutgoingMessage] = [b"0", b"1", OutgoingMessage(b"2", message_group="g"), b"3"]
 
@@ -836,23 +843,39 @@ def test_many_that_met_a_busy_store_half_way_are_not_stored_twice(
     assert left == []
 
 
-def test_many_share_one_sync_whatever_they_are(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
+class Syncs(FaultyFileSystem):
+    """Counts the syncs of the log since `made` was called last."""
+
+    seen = 0
+
+    def made(self) -> int:
+        before, self.seen = self.seen, sum(c.operation == "fdatasync" and "commitlog" in c.path for c in self.calls)
+        return self.seen - before
+
+
+@pytest.fixture
+def syncs() -> Syncs:
+    return Syncs()
+
+
+@pytest.fixture
+def flushing(tmp_path: Path, syncs: Syncs) -> Iterator[Producer]:
+    """A producer that waits for the disk, behind the first message of a segment."""
+    with Broker(open_store(tmp_path / "s", fs=syncs, segment_bytes=1 << 20)) as broker:
         producer = Producer(broker, durability="flush")
         producer.send("orders", b"first of its segment")
-        before = syncs(fs)
-        producer.send_many("orders", [b"x", OutgoingMessage(b"y", message_group="g"), b"z"])
-        assert syncs(fs) == before + 1
-        producer.send_many("orders", [b"x", b"y"], durability="append")
-        assert syncs(fs) == before + 1
-        for _ in range(3):
-            producer.send("orders", b"x")
-        assert syncs(fs) == before + 4
+        syncs.made()
+        yield producer
 
 
-def syncs(fs: FaultyFileSystem) -> int:
-    return sum(call.operation == "fdatasync" and "commitlog" in call.path for call in fs.calls)
+def test_many_share_one_sync_whatever_they_are(flushing: Producer, syncs: Syncs) -> None:
+    flushing.send_many("orders", [b"x", OutgoingMessage(b"y", message_group="g"), b"z"])
+    assert syncs.made() == 1
+    flushing.send_many("orders", [b"x", b"y"], durability="append")
+    assert syncs.made() == 0
+    for _ in range(3):
+        flushing.send("orders", b"x")
+    assert syncs.made() == 3
 
 
 # -- later (clients#submit) --------------------------------------------------------------------------------------------
@@ -969,8 +992,7 @@ def test_a_future_that_was_cancelled_in_time_is_not_stored(bench: Bench) -> None
 
 
 def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    put = Failing(bench.broker, None, full, None)
+    put = Failing(bench.broker, None, no_room(), None)
     producer = bench.producer()
 
     futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
@@ -980,7 +1002,7 @@ def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplo
     assert [type(future.exception()) for future in futures] == [type(None), StoreFullError, type(None)]
     assert "1 submitted messages failed" in caplog.text
     caplog.clear()
-    put.errors += [full, full]
+    put.errors += [no_room(), no_room()]
     for wait_ms, told in ((9_999, False), (1, True)):
         bench.clock.advance(wait_ms)
         producer.submit("orders", b"x")
@@ -1009,22 +1031,17 @@ def test_an_after_send_that_calls_exit_leaves_no_future_unanswered(broker: Broke
         assert [future.result(20).topic for future in futures] == ["orders"] * 2
 
 
-def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    broker = Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20))
-    producer = Producer(broker, durability="flush")
-    producer.send("orders", b"first of its segment")
-    before = syncs(fs)
-    futures = [producer.submit("orders", b"x") for _ in range(5)]
+def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(flushing: Producer, syncs: Syncs) -> None:
+    futures = [flushing.submit("orders", b"x") for _ in range(5)]
     assert not any(future.done() for future in futures)
-    producer.flush()
-    assert syncs(fs) == before + 1
+    flushing.flush()
+    assert syncs.made() == 1
     assert all(future.result().offset >= 0 for future in futures)
 
-    fs.fail("fdatasync", errno.EIO, path_part="commitlog")
-    seen = [producer.submit("orders", b"x") for _ in range(3)]
-    hasty = producer.submit("orders", b"x", durability="append")
-    producer.flush()
+    syncs.fail("fdatasync", errno.EIO, path_part="commitlog")
+    seen = [flushing.submit("orders", b"x") for _ in range(3)]
+    hasty = flushing.submit("orders", b"x", durability="append")
+    flushing.flush()
 
     errors = [future.exception() for future in seen]
     assert [type(error) for error in errors] == [FlushFailedError] * 3
@@ -1032,15 +1049,10 @@ def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp
     assert len({id(error.__cause__) for error in errors if error}) == 1
     assert hasty.result(0)  # it was promised no more than the page cache
     with pytest.raises(mqstore.MQStoreError):
-        producer.send("orders", b"x")
-    producer.close()
-    broker.close()
+        flushing.send("orders", b"x")
 
 
 def test_a_late_sync_tells_each_waiter_where_its_message_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late() -> None:
-        raise FlushTimeoutError("late")
-
     producer = bench.producer(durability="flush")
     monkeypatch.setattr(bench.broker.store, "flush", late)
     futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
@@ -1063,9 +1075,6 @@ def test_a_late_sync_tells_each_waiter_where_its_message_is(bench: Bench, monkey
 def test_the_durability_is_the_producer_s_else_the_store_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_store: Any, of_producer: Any, waits: bool
 ) -> None:
-    def late() -> None:
-        raise FlushTimeoutError("late")
-
     with Broker(open_store(tmp_path / "s", durability=of_store, segment_bytes=1 << 20)) as broker:
         producer = Producer(broker, durability=of_producer)
         with monkeypatch.context() as patch:
@@ -1375,12 +1384,9 @@ def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
     producer = bench.producer(checker=lambda message: True)
     end = bench.broker.transactions.end
 
-    def failing(*arguments: Any, **options: Any) -> Any:
-        raise StoreFullError(errno.ENOSPC, "full", "file", "append")
-
     with pytest.raises(ValueError, match="mine"), producer.transaction() as tx:  # noqa: PT012
         tx.send("orders", b"x")
-        monkeypatch.setattr(bench.broker.transactions, "end", failing)
+        monkeypatch.setattr(bench.broker.transactions, "end", support.full)
         raise ValueError("mine")
     assert "could not be rolled back yet" in caplog.text
     monkeypatch.setattr(bench.broker.transactions, "end", end)
@@ -1410,7 +1416,7 @@ def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkey
     seen = Recorder()
     producer = bench.producer(interceptors=[seen])
     prepare = bench.broker.transactions.prepare
-    errors: list[Exception | None] = [busy(), busy(), None, StoreFullError(errno.ENOSPC, "full", "file", "append")]
+    errors: list[Exception | None] = [busy(), busy(), None, no_room()]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         error = errors.pop(0)
@@ -1428,17 +1434,12 @@ def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkey
     assert {(m.body, r is None) for m, r, _ in seen.after} == {(b"third time lucky", False), (b"no", True)}
 
 
-def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
-        producer = Producer(broker, durability="flush")
-        producer.send("orders", b"first of its segment")
-        before = syncs(fs)
-        with producer.transaction() as tx:
-            tx.send("orders", b"x")
-            tx.send("orders", b"y")
-            assert syncs(fs) == before + 2  # a half must be known before the work begins
-        assert syncs(fs) == before + 3
+def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(flushing: Producer, syncs: Syncs) -> None:
+    with flushing.transaction() as tx:
+        tx.send("orders", b"x")
+        tx.send("orders", b"y")
+        assert syncs.made() == 2  # a half must be known before the work begins
+    assert syncs.made() == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -44,14 +43,6 @@ def nothing(message: Message) -> None:
     """A handler."""
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """With the machine's clock, and threads."""
-    with Broker(mqstore.engine.MessageStore(tmp_path)) as broker:
-        broker.topics.create("t", queues=2)
-        yield broker
-
-
 # --- what it refuses -----------------------------------------------------------------------------------------------
 
 
@@ -73,10 +64,9 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
         {"prefetch_total": 1e3},
         {"prefetch_total_bytes": 0},
         {"prefetch_total_bytes": (102_400 << 20) + 1},
-        {"mode": "pop", "prefetch_total": 10},
-        {"mode": "pop", "prefetch_total_bytes": 10},
         {"max_span": 0},
         {"max_span": 65_536},
+        *({"ordered": True, "suspend": suspend} for suspend in (0, 0.009, 60.001, -1, float("nan"), float("inf"))),
         {"consume_timeout": 0},
         {"consume_timeout": float("inf")},
         {"consume_timeout": -1},

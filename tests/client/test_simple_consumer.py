@@ -19,6 +19,7 @@ import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
 from tests.client.popsupport import Bench
+from tests.client.pushsupport import Told, hook
 from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
 
 
@@ -406,46 +407,29 @@ def test_pending_in_order(bench: Bench) -> None:
 # -- interceptors -----------------------------------------------------------------------------------------------------
 
 
-class Recorder(Interceptor):
-    def __init__(self) -> None:
-        self.left_out: set[bytes] = set()
-        self.received: list[list[bytes]] = []
-        self.settled: list[tuple[bytes, str, float]] = []
-
-    def on_receive(self, messages: list[Message]) -> list[Message]:
-        self.received.append([message.body for message in messages])
-        return [message for message in messages if message.body not in self.left_out]
-
-    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        self.settled.append((message.body, outcome, seconds))
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_an_interceptor_leaves_out_is_done(bench: Bench, ordered: bool) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(ordered=ordered, interceptors=[recorder])
-    recorder.left_out = {b"0", b"2", b"3"}
+    told = Told(b"0", b"2", b"3")
+    consumer = bench.consumer(ordered=ordered, interceptors=[told])
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     assert taken(consumer, 3) == [b"1"]
     assert taken(consumer, 3) == []
-    assert recorder.received[0] == [b"0", b"1", b"2"]
-    assert recorder.settled == [(b"1", "ack", 0.0)]
+    assert told.settled == [(b"1", "ack")]
     bench.advance(1000)
     assert taken(consumer) == []
     assert sum(bench.store.lag("g").values()) == 0
 
 
 def test_behind_what_was_left_out_there_may_be_more(bench: Bench) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(interceptors=[recorder])
-    recorder.left_out = {b"no"}
+    consumer = bench.consumer(interceptors=[Told(b"no")])
     bench.put(b"no", b"no", b"yes", queue_id=0)
     assert bodies(consumer.receive(wait=0)) == [b"yes"]
 
 
 def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(interceptors=[recorder], retry=RetryPolicy(2, [1]))
+    settled: list[tuple[bytes, str, float]] = []
+    notes = hook(on_settle=lambda message, outcome, seconds: settled.append((message.body, outcome, seconds)))
+    consumer = bench.consumer(interceptors=[notes], retry=RetryPolicy(2, [1]))
     bench.put(b"0", b"1", b"2", queue_id=0)
     done, failed, bad = consumer.receive(3, wait=0)
     bench.clock.advance(1_500)
@@ -456,15 +440,11 @@ def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> No
     bench.advance(1)
     [last] = consumer.receive(wait=0)
     last.nack()
-    [interrupted] = _put_and_receive(bench, consumer)
+    bench.put(b"x")
+    [interrupted] = consumer.receive(wait=0)
     with pytest.raises(KeyboardInterrupt), interrupted:
         raise KeyboardInterrupt
-    assert recorder.settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
-
-
-def _put_and_receive(bench: Bench, consumer: SimpleConsumer) -> list[mqstore.Delivery]:
-    bench.put(b"x")
-    return consumer.receive(wait=0)
+    assert settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
 
 
 def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
