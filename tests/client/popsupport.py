@@ -79,7 +79,9 @@ class Push:
         self.act = act
         self.seen: list[tuple[bytes, int]] = []
         """(body, attempt) of each message handled."""
-        self.consumer = bench.store.push_consumer("g", mode="pop", **{"workers": 2, **options})
+        self.errors: list[BaseException] = []
+        options = {"workers": 2, "on_error": lambda error, message: self.errors.append(error), **options}
+        self.consumer = bench.store.push_consumer("g", mode="pop", **options)
         for topic in topics or ("t",):
             self.consumer.subscribe(topic, self.handle, tags=tags)
         if start:

@@ -68,6 +68,7 @@ class PushBench:
         self.fs = fs
         self.config = {"segment_bytes": SEGMENT, **config}
         self.consumers: list[PushConsumer] = []
+        self.errors: list[BaseException] = []
         self.open()
         if self.broker.topics.get("t") is None:
             self.broker.topics.create("t", queues=queues)
@@ -106,6 +107,7 @@ class PushBench:
     ) -> PushConsumer:
         options.setdefault("workers", 2)
         options.setdefault("start", "earliest")
+        options.setdefault("on_error", lambda error, message: self.errors.append(error))
         consumer = PushConsumer(self.broker, group, **options)
         consumer.subscribe(topic, (lambda message: None) if handler is None else handler, tags=tags)
         self.consumers.append(consumer)

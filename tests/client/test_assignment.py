@@ -389,8 +389,7 @@ def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
 @pytest.mark.parametrize("name", ["share", "renew"])
 def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An error in one of them ended it for good: no more sweeps, or locks that ran out."""
-    errors: list[BaseException] = []
-    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer()
     bench.settle()
     membership = engine_of(consumer).membership
     real, calls = getattr(membership, name), list[int]()
@@ -403,7 +402,7 @@ def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(membership, name, fails_once)
     bench.advance(100)
-    assert [str(error) for error in errors] == ["once"]
+    assert [str(error) for error in bench.errors] == ["once"]
     assert len(calls) >= 4
     assert bench.broker.locks.owner("g", T0) == consumer.client_id
 
@@ -555,8 +554,7 @@ def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given up while it hung, and refused when it came back: it went on handling what others had by then."""
-    errors = list[BaseException]()
-    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer()
     bench.settle()
     membership = engine_of(consumer).membership
     real = membership.share
@@ -566,7 +564,7 @@ def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
     engine_of(consumer).stir()
     bench.settle()
     assert consumer.assignment() == frozenset()
-    assert {type(error) for error in errors} == {GroupInUseError}
+    assert {type(error) for error in bench.errors} == {GroupInUseError}
     monkeypatch.setattr(membership, "share", real)
     bench.advance(1)
     assert consumer.assignment() == {T0}

@@ -111,13 +111,12 @@ def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench, mode: An
 
 def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(bench: PushBench) -> None:
     """It was tried every five seconds for ever, and the handler called each time."""
-    errors: list[BaseException] = []
     handler = Handler(bench, Retry(10 * 365 * 86_400))
-    bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    bench.consumer(handler)
     bench.put(b"m")
     bench.advance(20)
     assert handler.at_s == [0.0, 10.0]
-    assert len(errors) == 1
+    assert len(bench.errors) == 1
 
 
 # --- attempts ------------------------------------------------------------------------------------------------------
@@ -160,9 +159,8 @@ def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
 def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     bench = PushBench(tmp_path, fs=fs, segment_bytes=1 << 14)
-    errors: list[BaseException] = []
     handler = Handler(bench, ValueError("0"), None, None, ValueError("again"))
-    consumer = bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer(handler)
     bench.put(b"0" * 9_000, b"1", b"2")
     fs.fail("allocate", errno.ENOSPC, times=None)
     filling = [b"filling" * 100] * 100
@@ -171,7 +169,7 @@ def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path
     bench.settle()
 
     assert [body[:1] for body, _ in handler.seen] == [b"0", b"1", b"2"]
-    assert [type(error) for error in errors] == [ValueError, StoreFullError]
+    assert [type(error) for error in bench.errors] == [ValueError, StoreFullError]
     assert bench.committed() == 0
     assert unsettled(consumer)[T0] == 1
 
@@ -365,21 +363,19 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(bench.broker, "send_back", send_back)
-    hook, errors, attempts = Told(), list[BaseException](), list[int]()
+    hook, attempts = Told(), list[int]()
 
     def handler(message: Message) -> None:
         attempts.append(message.attempt)
         if message.attempt == 1:
             hang(bench, consumer, 30)
 
-    consumer = bench.consumer(
-        handler, consume_timeout=20, interceptors=[hook], on_error=lambda error, message: errors.append(error)
-    )
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook])
     bench.put(b"m")
     bench.settle()
-    assert (bench.committed(), len(errors)) == (0, 1)
+    assert (bench.committed(), len(bench.errors)) == (0, 1)
     bench.advance(5)
-    assert (bench.committed(), len(errors)) == (0, 2)
+    assert (bench.committed(), len(bench.errors)) == (0, 2)
     bench.advance(5)
     assert bench.committed() == 1
     bench.advance(30)

@@ -129,14 +129,11 @@ def test_a_group_that_came_in_order_meanwhile_is_refused_at_start(bench: PushBen
 THREE, FOUR = RetryPolicy(3), RetryPolicy(4)
 
 
-def joined(bench: PushBench, mode: str, **options: Any) -> Any:
+def joined(bench: PushBench, mode: str, group: str = "g", topic: str = "t", **options: Any) -> Any:
     """A member of the group, that consumes so."""
     if mode == "simple":
-        consumer = mqstore.SimpleConsumer(bench.broker, "g", **options)
-        consumer.subscribe("t")
-        consumer.receive(wait=0)
-        return consumer
-    return bench.consumer(mode=mode, **options)
+        return mqstore.SimpleConsumer(bench.broker, group, {topic: "*"}, **options)
+    return bench.consumer(group=group, topic=topic, mode=mode, **options)
 
 
 MODES = pytest.mark.parametrize("mode", ["queue", "pop", "simple"])
@@ -203,13 +200,6 @@ def test_a_consumer_that_is_refused_changes_nothing(
     assert bench.broker.members.members("g") == ["c1"]
 
 
-def member(bench: PushBench, group: str, topic: str, mode: str, **options: Any) -> Any:
-    """A consumer that joins at once."""
-    if mode == "simple":
-        return mqstore.SimpleConsumer(bench.broker, group, {topic: "*"}, **options)
-    return bench.consumer(group=group, topic=topic, mode=mode, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "settings", "forbidden"),
     [
@@ -237,7 +227,7 @@ def test_a_consumer_that_is_not_permitted_changes_nothing(
     before = listeners(bench.broker)
     for _ in range(2):
         with pytest.raises(mqstore.errors.NotPermittedError):
-            member(bench, "g", "t", retry=THREE, **options)
+            joined(bench, retry=THREE, **options)
     assert bench.broker.groups.need("g").retry_policy == FOUR
     assert (bench.broker.members.members("g"), told, listeners(bench.broker)) == ([], [], before)
 
@@ -248,7 +238,7 @@ def test_a_consumer_that_does_not_agree_begins_in_no_queue(bench: PushBench, mod
     bench.broker.topics.create("other")
     joined(bench, mode)
     with pytest.raises(SubscriptionConflictError):
-        member(bench, "g", "other", mode)
+        joined(bench, mode, topic="other")
     assert bench.committed(topic="other") is None
 
 
@@ -260,7 +250,7 @@ def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mod
     """It replaced the policy that they retry by."""
     bench.broker.topics.create("one", queues=1)
     bench.broker.groups.create("one", retry_policy=FOUR)
-    live = member(bench, "one", "one", mode)
+    live = joined(bench, mode, "one", "one")
     with pytest.raises(GroupInUseError) as caught:
         mqstore.Queue(bench.broker, "one", retry=THREE)
     assert "max_attempts=3" in str(caught.value)

@@ -198,16 +198,28 @@ def test_a_group_that_has_gone_stops_its_queues_until_it_is_there_again(bench: B
 # --- attempts and dead letters (delivery#order-file) ------------------------------------------------------------------
 
 
-def test_a_message_that_always_fails_has_its_attempts_and_is_a_dead_letter_once(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("attempts", "last", "reason"),
+    [
+        (3, ValueError("no"), "attempt 3 failed: ValueError: no"),
+        (1, Reject("no such customer"), "no such customer"),
+        (3, Reject("no such customer"), "no such customer"),
+    ],
+)
+def test_a_message_that_is_given_up_is_a_dead_letter_once(
+    bench: Bench, attempts: int, last: Exception, reason: str
+) -> None:
+    def handle(message: Message) -> None:
+        if message.text() == "0":
+            raise last if message.attempt == attempts else ValueError("not yet")
+
     bench.put("0", "1")
-    bench.join(handler=fails("0"), retry=RetryPolicy(3, [1]))
+    bench.join(handler=handle, retry=RetryPolicy(3, [1]))
     bench.advance(60)
 
-    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert bench.attempts == [*[("0", attempt + 1) for attempt in range(attempts)], ("1", 1)]
     [letter] = bench.broker.dead_letters("g")
-    assert letter.body == b"0"
-    assert letter.properties["dlq_reason"] == "attempt 3 failed: ValueError: no"
-    assert letter.reconsume_times == 3
+    assert (letter.body, letter.properties["dlq_reason"], letter.reconsume_times) == (b"0", reason, attempts)
     assert bench.broker.attempts("g", "t", 0) in ({}, {0: 2})  # forgotten when the file is next written
     assert bench.committed() == 2
 
@@ -253,29 +265,6 @@ def test_a_message_has_as_many_attempts_as_its_group_says(
     ends = attempts <= 17
     assert bench.bodies == ["0"] * attempts + ["1"] * ends
     assert bench.dead() == ["0"] * ends
-
-
-def test_what_is_rejected_is_a_dead_letter_at_once(bench: Bench) -> None:
-    bench.put("0", "1")
-    bench.join(handler=fails("0", error=lambda: Reject("no such customer")))
-    bench.settle()
-
-    assert bench.bodies == ["0", "1"]
-    [letter] = bench.broker.dead_letters("g")
-    assert letter.properties["dlq_reason"] == "no such customer"
-    assert letter.reconsume_times == 1
-
-
-def test_a_message_rejected_at_its_third_attempt_has_had_three(bench: Bench) -> None:
-    def handle(message: Message) -> None:
-        raise Reject("no such customer") if message.attempt == 3 else ValueError("not yet")
-
-    bench.put("0")
-    bench.join(handler=handle, retry=RetryPolicy(9, [1]))
-    bench.advance(10)
-
-    [letter] = bench.broker.dead_letters("g")
-    assert letter.reconsume_times == 3
 
 
 def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
@@ -427,31 +416,19 @@ def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
 # --- members that come, go, hang and die (clients#orderly, delivery#locks) --------------------------------------------
 
 
-def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun(wide: Bench) -> None:
-    def handle(message: Message) -> None:
-        if len(wide.calls) == 1:
-            wide.join("b")
-            first.run_once()
-
-    wide.put("0", "1", "2", queue_id=1)
-    first = wide.join("a", handle)
-    wide.settle()
-
-    assert [(call.member, call.body) for call in wide.calls] == [("a", "0"), ("b", "1"), ("b", "2")]
-
-
-def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -> None:
+def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun_and_a_failure_still_counts(wide: Bench) -> None:
     def handle(message: Message) -> None:
         wide.join("b")
         first.run_once()
         raise ValueError
 
-    wide.put("0", queue_id=1)
+    wide.put("0", "1", "2", queue_id=1)
     first = wide.join("a", handle)
     wide.settle()
     wide.advance(2)
 
-    assert [(call.member, call.attempt) for call in wide.calls] == [("a", 1), ("b", 2)]
+    calls = [(call.member, call.body, call.attempt) for call in wide.calls]
+    assert calls == [("a", "0", 1), ("b", "0", 2), ("b", "1", 1), ("b", "2", 1)]
 
 
 def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
