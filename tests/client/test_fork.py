@@ -21,27 +21,26 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
-def test_forked_child_does_not_wait_for_messages_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_messages_of_its_parent(store: mqstore.Store) -> None:
     """It was told that there is nothing, and waited for ever: what would come is its parent's."""
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        queue.put(b"x")
-        store.put("orders", b"x")
-        consumer = store.simple_consumer("g", {"orders": "*"})
-        for task in queue:
-            task.ack()
-        for delivery in consumer.receive(wait=0):
-            delivery.ack()
-        assert consumer.receive(wait=0) == []
+    queue = store.queue("jobs")
+    queue.put(b"x")
+    store.put("orders", b"x")
+    consumer = store.simple_consumer("g", {"orders": "*"})
+    for task in queue:
+        task.ack()
+    for delivery in consumer.receive(wait=0):
+        delivery.ack()
+    assert consumer.receive(wait=0) == []
 
-        assert in_child(partial(refused, lambda: consumer.receive(wait=0)), 20) == 0
-        assert in_child(partial(refused, lambda: next(iter(consumer))), 20) == 0
-        assert in_child(partial(refused, lambda: store.broker.pop("g", "orders")), 20) == 0
-        assert in_child(partial(refused, lambda: list(queue)), 20) == 0
-        assert in_child(partial(refused, lambda: queue.get()), 20) == 0
+    assert in_child(partial(refused, lambda: consumer.receive(wait=0)), 20) == 0
+    assert in_child(partial(refused, lambda: next(iter(consumer))), 20) == 0
+    assert in_child(partial(refused, lambda: store.broker.pop("g", "orders")), 20) == 0
+    assert in_child(partial(refused, lambda: list(queue)), 20) == 0
+    assert in_child(partial(refused, lambda: queue.get()), 20) == 0
 
 
-def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(store: mqstore.Store) -> None:
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -49,17 +48,16 @@ def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(tmp_path: Path)
             held.set()
             let_go.wait(60)
 
-    with mqstore.open(tmp_path / "s") as store:
-        store.queue("jobs").put(b"x")
-        holder = in_thread(hold)
-        assert held.wait(20)
-        store.log.append("jobs", 0, b"not dispatched")  # type: ignore[union-attr]
-        try:
-            for call in (lambda: store.lag("jobs"), lambda: store.log.offsets_or_none("jobs", 0)):
-                assert in_child(partial(refused, call), 20) == 0
-        finally:
-            let_go.set()
-            ended(*holder)
+    store.queue("jobs").put(b"x")
+    holder = in_thread(hold)
+    assert held.wait(20)
+    store.log.append("jobs", 0, b"not dispatched")  # type: ignore[union-attr]
+    try:
+        for call in (lambda: store.lag("jobs"), lambda: store.log.offsets_or_none("jobs", 0)):
+            assert in_child(partial(refused, call), 20) == 0
+    finally:
+        let_go.set()
+        ended(*holder)
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])

@@ -20,6 +20,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.client.allocation import avg
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench
 from tests.faults import FaultyFileSystem
 
@@ -442,32 +443,29 @@ def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:
     assert bench.broker.members.members("g") == []
 
 
-def test_an_async_consumer_takes_from_its_group_and_starts_again_too(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with mqstore.aio.open(tmp_path) as store:
-            groups = store.sync.broker.groups
-            groups.create("g", orderly=True, start="latest")
-            await store.put("t", b"old")
-            consumer = await store.push_consumer("g", workers=1)
-            seen, done = [], asyncio.Event()
+@in_store
+async def test_an_async_consumer_takes_from_its_group_and_starts_again_too(store: mqstore.aio.Store) -> None:
+    groups = store.sync.broker.groups
+    groups.create("g", orderly=True, start="latest")
+    await store.put("t", b"old")
+    consumer = await store.push_consumer("g", workers=1)
+    seen, done = [], asyncio.Event()
 
-            @consumer.subscribe("t")
-            async def handle(message: mqstore.Message) -> None:
-                seen.append(message.body)
-                done.set()
+    @consumer.subscribe("t")
+    async def handle(message: mqstore.Message) -> None:
+        seen.append(message.body)
+        done.set()
 
-            in_the_way = store.sync.push_consumer("g", mode="pop")
-            in_the_way.subscribe("t", print)
-            in_the_way.start()
-            for enter in (consumer.start, consumer.__aenter__, consumer.run):
-                with pytest.raises(GroupInUseError):
-                    await enter()
-            in_the_way.stop()
-            async with consumer:
-                await store.put("t", b"new")
-                await asyncio.wait_for(done.wait(), 20)
-            assert seen == [b"new"]
-            async with store.simple_consumer("g") as simple:
-                assert simple.ordered
-
-    asyncio.run(main())
+    in_the_way = store.sync.push_consumer("g", mode="pop")
+    in_the_way.subscribe("t", print)
+    in_the_way.start()
+    for enter in (consumer.start, consumer.__aenter__, consumer.run):
+        with pytest.raises(GroupInUseError):
+            await enter()
+    in_the_way.stop()
+    async with consumer:
+        await store.put("t", b"new")
+        await asyncio.wait_for(done.wait(), 20)
+    assert seen == [b"new"]
+    async with store.simple_consumer("g") as simple:
+        assert simple.ordered

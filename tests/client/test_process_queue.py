@@ -38,18 +38,6 @@ def test_what_is_pulled_twice_counts_once_and_is_replaced() -> None:
     assert queue.take(2)[1] is again[0]
 
 
-def test_one_worker_at_a_time_for_who_takes() -> None:
-    queue = queue_at(0)
-    assert not queue.put((), 0)  # nothing to be at
-    assert queue.put(messages(0), 1)
-    assert not queue.put(messages(1), 2)  # somebody is
-    taken = queue.take(2)
-    assert len(taken) == 2
-    queue.remove(taken)
-    assert queue.take(2) == []  # and is no longer
-    assert queue.put(messages(2), 3)
-
-
 def test_clear_leaves_nothing() -> None:
     queue = queue_at(0)
     queue.put(messages(0, 1, 2), 3)

@@ -717,10 +717,9 @@ def test_who_was_told_to_end_is_not_told_that_the_store_was_closed_as_well(tmp_p
         other.get()
 
 
-def test_put_many_with_a_delay_says_what_takes_one(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path) as store:
-        queue = store.queue("jobs")
-        with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
-            queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
-        assert caught.value.field == "delay"
-        assert queue.empty()
+def test_put_many_with_a_delay_says_what_takes_one(store: mqstore.Store) -> None:
+    queue = store.queue("jobs")
+    with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
+        queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
+    assert caught.value.field == "delay"
+    assert queue.empty()

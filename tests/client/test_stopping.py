@@ -15,57 +15,56 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Message
+from mqstore import Message, Store
 from mqstore.client.workers import cancelled
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
 from tests.client.support import ended, in_thread, subscribed, until, waits_of, workers_of
 from tests.holding import new_threads
 
 
-def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_stop_has_given_the_queues_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group stood still for a minute, and a second `stop` did nothing."""
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=2)
-        first = subscribed(store, print).start()
+    store.create_topic("t", queues=2)
+    first = subscribed(store, print).start()
 
-        def interrupted(timeout_s: float) -> bool:
-            raise KeyboardInterrupt
+    def interrupted(timeout_s: float) -> bool:
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(workers_of(first), "stop", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                first.stop()
-        first.stop()
-        assert store.broker.members.members("g") == []
-        workers_of(first).stop(30)
-        got = threading.Event()
-        second = subscribed(store, lambda message: got.set())
-        with second:
-            store.put("t", b"x")
-            assert got.wait(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers_of(first), "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.stop()
+    first.stop()
+    assert store.broker.members.members("g") == []
+    workers_of(first).stop(30)
+    got = threading.Event()
+    second = subscribed(store, lambda message: got.set())
+    with second:
+        store.put("t", b"x")
+        assert got.wait(20)
 
 
-def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_in_a_signal_handler_during_stop_does_not_wait(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated SIGTERM took the whole timeout, and then whoever supervises sends SIGKILL."""
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=1)
-        consumer = subscribed(store, print).start()
-        stop, again = workers_of(consumer).stop, []
+    store.create_topic("t", queues=1)
+    consumer = subscribed(store, print).start()
+    stop, again = workers_of(consumer).stop, []
 
-        def stopping(timeout_s: float) -> bool:
-            again.append(consumer.stop(3600))  # as the handler of a signal that comes now
-            return stop(timeout_s)
+    def stopping(timeout_s: float) -> bool:
+        again.append(consumer.stop(3600))  # as the handler of a signal that comes now
+        return stop(timeout_s)
 
-        monkeypatch.setattr(workers_of(consumer), "stop", stopping)
-        assert consumer.stop(30)
-        assert again == [False]
+    monkeypatch.setattr(workers_of(consumer), "stop", stopping)
+    assert consumer.stop(30)
+    assert again == [False]
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("late", [None, ValueError("late")])
 def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
-    store: mqstore.Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
+    store: Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, go, before = threading.Event(), threading.Event(), set(threading.enumerate())
     flags: list[bool] = []
@@ -94,48 +93,44 @@ def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
     assert store.broker.topics.get("%RETRY%g") is None
 
 
-def test_queue_is_shut_down_by_a_thread_that_has_its_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_is_shut_down_by_a_thread_that_has_its_locks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread stood still for ever."""
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs", maxsize=1)
-        lag = store.broker.lag
-        monkeypatch.setattr(store.broker, "lag", lambda group: (queue.shutdown(), lag(group))[1])  # in a signal handler
+    queue = store.queue("jobs", maxsize=1)
+    lag = store.broker.lag
+    monkeypatch.setattr(store.broker, "lag", lambda group: (queue.shutdown(), lag(group))[1])  # in a signal handler
 
-        def in_one_thread() -> None:
-            with waits_of(queue).lock:
-                queue.put(b"x")
+    def in_one_thread() -> None:
+        with waits_of(queue).lock:
+            queue.put(b"x")
 
-        assert ended(*in_thread(in_one_thread)) is None
-        with pytest.raises(mqstore.QueueShutDown):
-            queue.put(b"y")
+    assert ended(*in_thread(in_one_thread)) is None
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.put(b"y")
 
 
-def test_consumer_does_not_run_if_its_block_was_not_entered(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with mqstore.aio.open(tmp_path / "s") as store:
-            await store.create_topic("t", queues=1)
+@in_store
+async def test_consumer_does_not_run_if_its_block_was_not_entered(store: mqstore.aio.Store) -> None:
+    await store.create_topic("t", queues=1)
 
-            async def handle(message: Message) -> None:
-                raise AssertionError(message)
+    async def handle(message: Message) -> None:
+        raise AssertionError(message)
 
-            for turns in range(4):
-                consumer = await store.push_consumer("g")
-                consumer.subscribe("t", handle)
+    for turns in range(4):
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
 
-                async def use(consumer: mqstore.aio.PushConsumer = consumer) -> None:
-                    async with consumer:
-                        await asyncio.sleep(600)
+        async def use(consumer: mqstore.aio.PushConsumer = consumer) -> None:
+            async with consumer:
+                await asyncio.sleep(600)
 
-                task = asyncio.create_task(use())
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                assert task.cancelled()
-                assert "running" not in repr(consumer)
-            assert store.sync.broker.members.members("g") == []
-
-    asyncio.run(run())
+        task = asyncio.create_task(use())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert "running" not in repr(consumer)
+    assert store.sync.broker.members.members("g") == []
 
 
 def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
@@ -168,7 +163,7 @@ def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
 class Crowd:
     """Consumers whose handlers hang, and one that is at many messages."""
 
-    def __init__(self, store: mqstore.Store, hung: int, options: dict[str, Any]) -> None:
+    def __init__(self, store: Store, hung: int, options: dict[str, Any]) -> None:
         self.let_go = threading.Event()
         self.begun = 0
         hang = threading.Semaphore(0)

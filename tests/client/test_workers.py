@@ -74,28 +74,6 @@ def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
     assert seen == ["timer", "job"]
 
 
-@pytest.mark.parametrize("where", ["job", "timer"])
-def test_who_lets_system_exit_out_ends_the_consumer_and_not_the_thread(workers: Workers, where: str) -> None:
-    """A timer thread that died of an interceptor's SystemExit would have left locks unrenewed, and everything mute."""
-    exits: list[BaseException] = []
-    workers.on_exit = exits.append
-
-    def leave(*_: object) -> None:
-        raise SystemExit(3)
-
-    if where == "job":
-        workers.submit(leave)
-    else:
-        workers.later(0, leave)
-    seen: list[str] = []
-    workers.later(0, lambda: seen.append("timer"))
-    workers.submit(lambda worker: seen.append("job"))
-    workers.run_once()
-
-    assert [type(error) for error in exits] == [SystemExit]
-    assert seen == ["timer", "job"]
-
-
 def test_without_anybody_to_tell_it_passes(workers: Workers) -> None:
     workers.submit(lambda worker: exec("raise SystemExit"))
     with pytest.raises(SystemExit):
@@ -207,14 +185,6 @@ def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
     assert sorted(done) == list(range(100))
     assert not new_threads(before)
     assert workers.stop(10)  # again is harmless
-
-
-def test_a_timer_that_is_earlier_than_those_that_wait_wakes_the_thread(threaded: Callable[[int], Workers]) -> None:
-    workers, fired = threaded(1), threading.Event()
-    workers.start()
-    workers.later(60_000, lambda: None)
-    workers.later(1, fired.set)
-    assert fired.wait(10)
 
 
 def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
