@@ -7,10 +7,10 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from types import MethodType
 from typing import Any, cast
 
@@ -24,8 +24,8 @@ __all__ = [
     "advance",
     "ended",
     "every_lock_held",
+    "failing",
     "in_thread",
-    "on_call",
     "parked",
     "settle",
     "subscribed",
@@ -68,12 +68,12 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def on_call(number: int, error: BaseException, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands for `call`, and raises `error` in its place when it is called the `number`-th time."""
-    calls = count(1)
+def failing(call: Callable[..., Any], *errors: BaseException | None) -> Callable[..., Any]:
+    """Stands for `call`, and raises these in its place, one after the other. None: not this time."""
+    left = deque(errors)
 
     def called(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == number:
+        if left and (error := left.popleft()) is not None:
             raise error
         return call(*arguments, **options)
 

@@ -19,7 +19,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, pulls, unsettled
-from tests.client.support import on_call, parked
+from tests.client.support import failing, parked
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
 
@@ -286,7 +286,7 @@ def test_a_reset_finds_the_consumer_wherever_its_pull_is(
         consumer.pause(T0)
         bench.advance(HOLD_S)
     elif where == "timer":
-        monkeypatch.setattr(bench.broker, "read", on_call(1, OSError("no"), bench.broker.read))
+        monkeypatch.setattr(bench.broker, "read", failing(bench.broker.read, OSError("no")))
         bench.advance(HOLD_S)
     assert place(bench) == where
     bench.broker.reset("g", "t", 0, 10)
@@ -319,30 +319,23 @@ def test_a_read_that_fails_is_tried_again_in_a_second(bench: PushBench, monkeypa
     seen = Seen()
     bench.consumer(seen)
     bench.settle()
-    real, failures = bench.broker.read, [OSError("bad sector"), ValueError("a bug")]
-
-    def read(*args: Any, **kwargs: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args, **kwargs)
-
+    read = failing(bench.broker.read, OSError("bad sector"), ValueError("a bug"))
     monkeypatch.setattr(bench.broker, "read", read)
     bench.put(b"0")
     bench.settle()
-    for left in (1, 0):
-        assert (len(failures), seen, place(bench)) == (left, [], "timer")
+    for _ in range(2):
+        assert (seen, place(bench)) == ([], "timer")
         bench.advance(1)
     assert (seen, place(bench)) == ([b"0"], "waiting")
 
 
 def test_who_may_not_wait_asks_again_in_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, real = Seen(), bench.broker.add_waiter
-    monkeypatch.setattr(bench.broker, "add_waiter", lambda *a, **k: (_ for _ in ()).throw(StoreBusyError("too many")))
+    seen = Seen()
+    monkeypatch.setattr(bench.broker, "add_waiter", failing(bench.broker.add_waiter, StoreBusyError("too many")))
     bench.consumer(seen)
     bench.put(b"0")
     bench.settle()
     assert (seen, place(bench)) == ([b"0"], "timer")  # what was found is handled all the same
-    monkeypatch.setattr(bench.broker, "add_waiter", real)
     bench.advance(1)
     assert place(bench) == "waiting"
 
@@ -557,15 +550,12 @@ def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
     consumer = bench.consumer()
     bench.settle()
     membership = engine_of(consumer).membership
-    real = membership.share
-    monkeypatch.setattr(
-        membership, "share", lambda topics: (_ for _ in ()).throw(GroupInUseError("another has its name"))
-    )
+    refused = [GroupInUseError("another has its name")] * 2  # what it lets go makes it ask once more at once
+    monkeypatch.setattr(membership, "share", failing(membership.share, *refused))
     engine_of(consumer).stir()
     bench.settle()
     assert consumer.assignment() == frozenset()
     assert {type(error) for error in bench.errors} == {GroupInUseError}
-    monkeypatch.setattr(membership, "share", real)
     bench.advance(1)
     assert consumer.assignment() == {T0}
 
@@ -683,7 +673,7 @@ def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatc
     """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
     seen = Seen()
     bench.consumer(seen)
-    monkeypatch.setattr(Handling, "call", on_call(1, MemoryError(), Handling.call))
+    monkeypatch.setattr(Handling, "call", failing(Handling.call, MemoryError()))
     bench.put(b"0", b"1")
     bench.advance(2)
     assert set(seen) == {b"0", b"1"}

@@ -22,7 +22,7 @@ from mqstore.errors import NotPermittedError, StoreFullError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
-from tests.client.support import turns_left, workers_of
+from tests.client.support import failing, turns_left, workers_of
 from tests.faults import FaultyFileSystem
 
 T0 = QueueRef("t", 0)
@@ -355,13 +355,7 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
 ) -> None:
     """Its end is void already: were it only noted that this failed, and the handler back by then, nobody would ever
     settle the message, and its queue would stand still."""
-    real, failures = bench.broker.send_back, [NotPermittedError("no"), NotPermittedError("no")]
-
-    def send_back(*args: Any, **kwargs: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args, **kwargs)
-
+    send_back = failing(bench.broker.send_back, NotPermittedError("no"), NotPermittedError("no"))
     monkeypatch.setattr(bench.broker, "send_back", send_back)
     hook, attempts = Told(), list[int]()
 

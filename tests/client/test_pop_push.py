@@ -19,7 +19,7 @@ from mqstore.client import chunks, poppush
 from tests.broker.support import full
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook
-from tests.client.support import on_call, parked, subscribed, turns_left, until, waits_of, workers_of
+from tests.client.support import failing, parked, subscribed, turns_left, until, waits_of, workers_of
 
 
 @pytest.fixture
@@ -461,7 +461,7 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poppush, "Held", on_call(1, MemoryError(), poppush.Held))
+    monkeypatch.setattr(poppush, "Held", failing(poppush.Held, MemoryError()))
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)

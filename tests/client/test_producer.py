@@ -42,7 +42,7 @@ from mqstore.errors import (
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker import support
 from tests.client.pushsupport import hook
-from tests.client.support import ended, in_thread, until
+from tests.client.support import ended, failing, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -1397,16 +1397,11 @@ def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
 
 def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     producer = bench.producer(checker=lambda message: False)
-    end = bench.broker.transactions.end
-
-    def interrupted(handle: Any, *arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(bench.broker.transactions, "end", end)
-        raise KeyboardInterrupt
-
+    end = failing(bench.broker.transactions.end, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt), producer.transaction() as tx:  # noqa: PT012
         tx.send("orders", b"1")
         tx.send("orders", b"2")
-        monkeypatch.setattr(bench.broker.transactions, "end", interrupted)
+        monkeypatch.setattr(bench.broker.transactions, "end", end)
     bench.advance(CHECK_MS + AGAIN_MS)
 
     assert sorted(bench.sent()) == [b"1", b"2"]
@@ -1415,16 +1410,8 @@ def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkey
 def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Recorder()
     producer = bench.producer(interceptors=[seen])
-    prepare = bench.broker.transactions.prepare
-    errors: list[Exception | None] = [busy(), busy(), None, no_room()]
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        error = errors.pop(0)
-        if error:
-            raise error
-        return prepare(*arguments, **options)
-
-    monkeypatch.setattr(bench.broker.transactions, "prepare", failing)
+    prepare = failing(bench.broker.transactions.prepare, busy(), busy(), None, no_room())
+    monkeypatch.setattr(bench.broker.transactions, "prepare", prepare)
     with producer.transaction() as tx:
         tx.send("orders", b"third time lucky")
         with pytest.raises(StoreFullError):

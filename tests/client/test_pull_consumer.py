@@ -187,19 +187,13 @@ def test_a_poll_commits_what_earlier_polls_returned_when_the_interval_is_over(
     assert committed(broker) == 4
 
 
-def in_another_thread(consumer: PullConsumer) -> None:
-    thread = threading.Thread(target=consumer.close)
-    thread.start()
-    thread.join()
-
-
 @pytest.mark.parametrize(
     ("close", "done"),
     [
         (lambda consumer: consumer.__exit__(None, None, None), 2),
         (lambda consumer: consumer.__exit__(ValueError, ValueError(), None), 1),
         (lambda consumer: consumer.close(done=False), 1),
-        (in_another_thread, 1),
+        (lambda consumer: ended(*in_thread(consumer.close)), 1),
     ],
     ids=["clean", "an exception", "not done", "another thread"],
 )

@@ -32,7 +32,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
 from tests.client.pushsupport import PushBench, Told, hook
-from tests.client.support import parked, subscribed, until
+from tests.client.support import ended, in_thread, parked, subscribed, until
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0
@@ -344,11 +344,10 @@ def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: B
     consumer = subscribed(broker, handler, workers=1).start()
     broker.put("t", b"0")
     assert begun.wait(LONG_S)
-    stopping = threading.Thread(target=lambda: results.update(main=consumer.stop(LONG_S)))
-    stopping.start()
+    stopping = in_thread(lambda: results.update(main=consumer.stop(LONG_S)))
     until(lambda: "stopping" in repr(consumer))
     go.set()
-    stopping.join(LONG_S / 2)
+    ended(*stopping, LONG_S / 2)
     assert results == {"handler": False, "main": True}
 
 

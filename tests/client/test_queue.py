@@ -23,7 +23,7 @@ from mqstore.signalsafe import Bell
 from tests.broker.support import full
 from tests.children import in_child
 from tests.client import popsupport
-from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
+from tests.client.support import ended, failing, in_thread, parked, until, waits_of
 
 
 class Bench(popsupport.Bench):
@@ -344,15 +344,8 @@ def test_many_at_once(bench: Bench) -> None:
 def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = bench.queue()
     queue.put_many(b"%d" % i for i in range(40))
-    pop, calls = bench.broker.pop, []
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise mqstore.errors.StoreBusyError("not now")
-        return pop(*arguments, **options)
-
-    monkeypatch.setattr(bench.broker, "pop", failing)
+    busy = mqstore.errors.StoreBusyError("not now")
+    monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, busy, busy))
     assert len(queue.get_many(40)) == 32
     with pytest.raises(mqstore.errors.StoreBusyError):
         queue.get_many(40)
@@ -694,7 +687,7 @@ def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, m
     queue = bench.queue()
     queue.put_many([b"%d" % i for i in range(40)])
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
+        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             queue.get_many(40)
     tasks = queue.get_many(40)

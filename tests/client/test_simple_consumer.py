@@ -20,7 +20,7 @@ from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
 from tests.client.popsupport import Bench
 from tests.client.pushsupport import Told, hook
-from tests.client.support import ended, in_thread, on_call, parked, until, waits_of
+from tests.client.support import ended, failing, in_thread, parked, until, waits_of
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatc
     bench.put(b"a")
     bench.put(b"b", topic="u")
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
+        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             consumer.receive(2, wait=0)
     assert consumer.pending() == []
@@ -585,7 +585,7 @@ def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
 
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    busy = on_call(2, mqstore.errors.StoreBusyError("too many"), store.broker.add_pop_waiter)
+    busy = failing(store.broker.add_pop_waiter, None, mqstore.errors.StoreBusyError("too many"))
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
     with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
@@ -693,7 +693,7 @@ def test_who_was_called_and_fails_passes_it_on(
     bench.put(b"a")
     assert called == ["one"]
 
-    monkeypatch.setattr(bench.broker, "pop", on_call(1, error, bench.broker.pop))
+    monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, error))
     with pytest.raises(type(error)):
         consumer.receive(wait=0)
     bench.settle()

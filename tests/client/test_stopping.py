@@ -280,12 +280,10 @@ def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
     store.create_topic("nothing", queues=1)
     until(lambda: all(consumer.assignment() for consumer in before))
     crowd = Crowd(store, 3, {})
-    closing = threading.Thread(target=store.close, args=(20,))
-
-    closing.start()
+    closing = in_thread(lambda: store.close(20))
     try:
         until(lambda: len(revoked) == 4)
     finally:
         crowd.let_go.set()
-    closing.join(30)
+    ended(*closing, 30)
     assert revoked == [True] * 4

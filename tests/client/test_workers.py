@@ -14,7 +14,7 @@ import pytest
 
 from mqstore.client.workers import Awaited, Flow, Worker, Workers, cancelled, current
 from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
-from tests.client.support import until
+from tests.client.support import ended, in_thread, until
 from tests.holding import new_threads
 
 
@@ -133,8 +133,7 @@ def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
             if worker.lapse(call):
                 lapsed.add(call)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    watcher = in_thread(watch)
     void = set[int]()
     for _ in range(20_000):
         worker.begin([Value()])  # type: ignore[list-item]
@@ -142,7 +141,7 @@ def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
         if worker.lapsed == worker.calls:
             void.add(worker.calls)
     stop.set()
-    watcher.join()
+    ended(*watcher)
     assert void == lapsed
 
 
@@ -387,14 +386,12 @@ def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(worker
 
     for i in range(2):
         workers.submit(partial(job, i))
-    runner = threading.Thread(target=workers.run_once)
-    runner.start()
+    runner = in_thread(workers.run_once)
     assert places[1].begun.wait(10)
     places[0].end()
     assert settling.wait(10)
     workers.halt()
     halted.set()
     assert workers.stop(10)
-    runner.join(10)
-    assert not runner.is_alive()
+    ended(*runner)
     assert done == [0, 1]
