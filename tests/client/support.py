@@ -39,7 +39,7 @@ __all__ = [
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Runs `work`; what it returned or raised comes into the list."""
+    """Run `work` in a thread. What it returns or raises comes into the list."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -54,7 +54,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -> Any:
-    """What the thread returned or raised."""
+    """Return what the thread has returned or raised, once it has ended."""
     thread.join(timeout_s)
     assert not thread.is_alive()
     return outcome[0]
@@ -69,7 +69,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def failing(call: Callable[..., Any], *errors: BaseException | None) -> Callable[..., Any]:
-    """Stands for `call`, and raises these in its place, one after the other. None: not this time."""
+    """Return a stand-in for `call` that raises these errors first, one a call. None: this time it calls."""
     left = deque(errors)
 
     def called(*arguments: Any, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def failing(call: Callable[..., Any], *errors: BaseException | None) -> Callable
 def subscribed(
     owner: Broker | Store, handler: Callable[..., object], topic: str = "t", *, group: str = "g", **options: Any
 ) -> PushConsumer:
-    """A push consumer that is not started."""
+    """Return a push consumer that has this handler and is not started."""
     make = owner.push_consumer if isinstance(owner, Store) else partial(PushConsumer, owner)
     consumer = make(group, **options)
     consumer.subscribe(topic, handler)
@@ -101,7 +101,7 @@ def every_lock_held(*owners: object) -> Iterator[None]:
                 if lock.acquire(timeout=0.05):  # a bell is held until somebody rings it
                     held.callback(lock.release)
             taken.set()
-            done.wait(60)
+            done.wait(300)
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -124,9 +124,9 @@ def _locks_of(*owners: object) -> list[Any]:
         if isinstance(each, _thread.LockType | _thread.RLock):
             found.append(each)
         elif isinstance(each, dict):
-            todo += each.values()
+            todo += list(each.values())  # other threads change it
         elif isinstance(each, list | tuple | set):
-            todo += each
+            todo += list(each)
         elif isinstance(each, MethodType):
             todo.append(each.__self__)
         elif type(each).__module__.startswith("mqstore"):
@@ -168,12 +168,12 @@ def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsu
 
 
 def parked(broker: Broker) -> int:
-    """How many readers and receivers are parked."""
+    """Return the number of parked readers and receivers."""
     return broker._waiters.parked
 
 
 def waits_of(receiver: Queue | SimpleConsumer | PushConsumer) -> Waits:
-    """Its waits for messages to pop."""
+    """Return its waits for messages to pop."""
     if isinstance(receiver, Queue):
         return receiver._waits
     if isinstance(receiver, PushConsumer):
@@ -186,6 +186,6 @@ def workers_of(consumer: PushConsumer) -> Workers:
 
 
 def turns_left(consumer: PushConsumer) -> int:
-    """How many jobs wait for a thread or a worker."""
+    """Return the number of jobs that wait for a thread or a worker."""
     workers = consumer._workers
     return workers._turns.qsize() + len(workers._waiting)

@@ -140,10 +140,11 @@ def test_a_start_that_is_none_is_refused_at_once(bench: PushBench, start: Any) -
         bench.consumer(run=False, start=start)
 
 
-def test_a_decorator_without_a_topic_is_told_from_a_topic(bench: PushBench) -> None:
+def test_a_decorator_wants_a_topic_and_gives_the_function_back(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g", workers=1)
     with pytest.raises(ConfigError, match=r"@consumer\.subscribe\('topic'\)"):
         consumer.subscribe(lambda message: None)  # type: ignore[arg-type]
+    assert consumer.subscribe("t")(nothing) is nothing
 
 
 def test_one_that_was_stopped_is_of_no_more_use(bench: PushBench) -> None:
@@ -188,11 +189,6 @@ def test_consumers_that_were_never_started_are_forgotten(bench: PushBench, mode:
     gc.collect()
     assert [each() for each in gone] == [None] * 3
     assert len(bench.broker.topics.on_change) == listeners
-
-
-def test_a_decorator_gives_the_function_back(bench: PushBench) -> None:
-    consumer = PushConsumer(bench.broker, "g")
-    assert consumer.subscribe("t")(nothing) is nothing
 
 
 def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:

@@ -478,35 +478,27 @@ def test_a_receive_ends_with_the_wait(store: Store) -> None:
     assert not waits_of(consumer).open
 
 
-@pytest.mark.parametrize("topic", ["t", "u"])
-def test_a_message_of_any_topic_ends_the_wait(store: Store, topic: str) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store.broker) == 2)
-    store.put(topic, b"a")
-    assert ended(*waiting) == [b"a"]
-    assert parked(store.broker) == 0
-
-
-def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, retry=RetryPolicy(5, [0.1]))
-    store.put("t", b"a")
-    [delivery] = consumer.receive()
-    waiting = in_thread(lambda: consumer.receive(wait=math.inf)[0].attempt)
-    until(lambda: parked(store.broker) == 2)
-    delivery.nack()
-    assert ended(*waiting) == 2
-
-
-def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"}, ordered=True)
-    for body in (b"0", b"1"):
-        store.put("t", body, queue_id=0)
+@pytest.mark.parametrize(
+    ("ordered", "before", "news", "expected"),
+    [
+        (False, [b"0"], lambda store, first: store.put("t", b"a"), (b"a", 1)),
+        (False, [b"0"], lambda store, first: store.put("u", b"a"), (b"a", 1)),
+        (False, [b"0"], lambda store, first: first.nack(), (b"0", 2)),
+        (True, [b"0", b"1"], lambda store, first: first.ack(), (b"1", 1)),
+    ],
+    ids=["a message", "one of another topic", "one that comes again", "in order an ack of the one before"],
+)
+def test_what_becomes_visible_ends_the_wait(
+    store: Store, ordered: bool, before: list[bytes], news: Any, expected: tuple[bytes, int]
+) -> None:
+    consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, ordered=ordered, retry=RetryPolicy(5, [0.1]))
+    store.put_many("t", before, queue_id=0)
     [first] = consumer.receive()
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
+    waiting = in_thread(lambda: [(each.message.body, each.attempt) for each in consumer.receive(wait=math.inf)])
     until(lambda: parked(store.broker) == 2)
-    first.ack()
-    assert ended(*waiting) == [b"1"]
+    news(store, first)
+    assert ended(*waiting) == [expected]
+    assert parked(store.broker) == 0
 
 
 def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
