@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 import mqstore
 from bench.harness import Load, Side, Work
 from bench.peers import BATCH
 from mqstore.broker.broker import Broker
-from mqstore.client.pushconsumer import PushConsumerOptions
 
 POP_BATCH = 32
 """The most that one pop gives."""
@@ -144,7 +143,7 @@ def push(
     queues: int = 4,
     tag: str | None = None,
     tags: str = "*",
-    **options: Unpack[PushConsumerOptions],
+    **options: Any,
 ) -> Iterator[Work]:
     """A push consumer that finds a backlog, with a handler that only looks at the body."""
     with mqstore.open(directory / "store") as store:

@@ -27,11 +27,17 @@ def compiled_parts_left_out() -> Iterator[None]:
         yield
 
 
+def put_by_python(door: Sending) -> None:
+    """Leave each put of `door` to Python from now on."""
+    door._sender = None
+
+
 class Door(Sending):
     """An object that puts by a sender, and notes what that leaves to Python."""
 
     def __init__(self, sender: object) -> None:
-        self._sender = sender
+        """Take a sender, or an object that has one."""
+        self._sender = sender._sender if isinstance(sender, Sending) else sender
         self.left: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     @compiled_put

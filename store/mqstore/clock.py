@@ -13,9 +13,9 @@ __all__ = ["SYSTEM_CLOCK", "Clock", "SimulatedClock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Where a store reads the time.
+    """Clock of a store.
 
-    Any object with these two will do:
+    Any object with these two methods will do:
 
     >>> class Late:  # an hour behind
     ...     def now_ms(self):
@@ -35,7 +35,7 @@ class Clock(Protocol):
         """Wall-clock time, milliseconds since the epoch. May step backwards."""
 
     def monotonic_ms(self) -> int:
-        """Milliseconds on a scale that never steps back; its zero has no meaning."""
+        """Milliseconds on a scale that never steps back. Its zero has no meaning."""
 
 
 class SystemClock:
@@ -50,11 +50,9 @@ class SystemClock:
     __slots__ = ()
 
     def now_ms(self) -> int:
-        """As `Clock`."""
         return time.time_ns() // 1_000_000
 
     def monotonic_ms(self) -> int:
-        """As `Clock`."""
         return time.monotonic_ns() // 1_000_000
 
 
@@ -74,11 +72,9 @@ class SimulatedClock:
         self._monotonic_ms = 0
 
     def now_ms(self) -> int:
-        """As `Clock`."""
         return self._now_ms
 
     def monotonic_ms(self) -> int:
-        """As `Clock`."""
         return self._monotonic_ms
 
     def advance(self, duration_ms: int) -> None:

@@ -10,8 +10,6 @@ __all__ = ["Closing"]
 
 
 class Closing(ABC):
-    """Base of an object that is closed at the end of its `with` block, also after an exception."""
-
     @abstractmethod
     def close(self) -> None:
         """Give back all that it holds."""

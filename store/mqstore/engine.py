@@ -1,4 +1,4 @@
-"""The engine under queues and consumers: the message store, its clocks, and the reports of opening and checking it.
+"""The engine under queues and consumers: message store, clocks, reports of opening and checking.
 
 For tools and tests. An application needs `mqstore.open`; the engine of an open store is `Store.log`.
 

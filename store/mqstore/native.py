@@ -4,9 +4,9 @@
     why_not     why `kernel` is None; "" when it is there
     fence       keep loads and stores of mappings in order, for other processes that map the same file
 
-Everything works without. Whoever uses `kernel` has the same thing in Python beside it, which says what it does; tests
-hold both against each other. MQSTORE_NATIVE=0 in the environment leaves the compiled parts out; with
-MQSTORE_NATIVE=require mqstore is not imported without them.
+Everything works without. Each use of `kernel` has the same in Python beside it, which is the definition. With
+MQSTORE_NATIVE=0 in the environment the compiled parts are left out. With MQSTORE_NATIVE=require mqstore is not imported
+without them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType
 __all__ = ["described", "fence", "kernel", "why_not"]
 
 _VERSION = 21
-"""Of what the functions take and give: a module built from older sources is not used."""
+"""Version of what the functions take and give. A module built from older sources is not used."""
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -56,7 +56,7 @@ Processors such as arm64 show stores to each other in another order, also those 
 
 
 def described() -> str:
-    """Whether they are used, in words.
+    """Return a text that says whether compiled parts are used.
 
     >>> described().startswith(("with compiled parts", "without compiled parts: "))
     True

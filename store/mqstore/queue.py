@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
@@ -52,7 +52,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Condition
 
-__all__ = ["Queue", "QueueOptions", "Task"]
+__all__ = ["Queue", "Task"]
 
 _UNREAD: Any = object()
 _MAX_NAME = 120
@@ -101,16 +101,6 @@ class Task(Loan):
 
     def __enter__(self) -> Task:
         return self
-
-
-class QueueOptions(TypedDict, total=False):
-    """Options of a `Queue`, which describes them."""
-
-    visibility: Duration
-    retry: RetryPolicy | None
-    ordered: bool
-    codec: Codec | None
-    maxsize: int
 
 
 class Queue:
@@ -317,10 +307,10 @@ class Queue:
         except MQStoreError:
             if not tasks:
                 raise
-        except BaseException:  # Ctrl-C: no caller will get the items
+        except BaseException:  # Ctrl-C, or an error of a signal handler: no caller will get the items
             for task in tasks:
                 with suppress(MQStoreError):
-                    task._release()
+                    task.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # releases it: no failed attempt
             raise
         return tasks
 

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def _timeout(timeout_s: float | None) -> float:
-    """Return `timeout_s` as `lock.acquire` takes it: None and infinity wait for ever, a negative time is none."""
+    """Return `timeout_s` as `lock.acquire` takes it: -1 for None and infinity, 0 for a negative time."""
     if timeout_s is None or timeout_s > threading.TIMEOUT_MAX:
         return -1.0
     return max(timeout_s, 0.0)
@@ -70,7 +70,7 @@ class Bell:
 
 
 class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
-    """`threading.Condition` that is its own lock, taken by `with`. It is held once while `wait` is called.
+    """`threading.Condition` that is its own lock, taken by `with`. The caller of `wait` holds it once.
 
     >>> changed = Condition()
     >>> with changed:
@@ -86,8 +86,8 @@ class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPy
         self._bells: list[Bell] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Give the lock back, wait for `notify_all`, at most `timeout` seconds (None: without limit), and take the
-        lock again. Return True if it was notified."""
+        """Give the lock back, wait for `notify_all`, and take the lock again. Return True if it was notified.
+        It waits at most `timeout` seconds (None: without limit)."""
         bell = Bell()
         try:
             self._bells.append(bell)
@@ -109,8 +109,8 @@ class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPy
 
 
 class Future(concurrent.futures.Future[Result]):
-    """`concurrent.futures.Future` that survives Ctrl-C in `result`. The standard one stays locked for ever then, and
-    with it whichever thread sets its result."""
+    """`concurrent.futures.Future` that survives Ctrl-C in `result`.
+    The standard one stays locked for ever then, and with it the thread that sets its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Gate:
             self._opened.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the gate is open, at most `timeout_s` seconds (None: without limit). Return True if it is."""
+        """Wait at most `timeout_s` seconds (None: without limit) for the gate to open. Return True if it is open."""
         with self._opened:
             if not self.is_open:
                 self._opened.wait(timeout_s)

@@ -10,15 +10,16 @@ everything that they can do, use `broker` and `log`.
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack
 from weakref import WeakSet
 
 from mqstore.broker.broker import Broker
@@ -26,10 +27,10 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.road import SendOptions
-from mqstore.client.producer import Producer, ProducerOptions
-from mqstore.client.pullconsumer import PullConsumer, PullConsumerOptions
-from mqstore.client.pushconsumer import PushConsumer, PushConsumerOptions
-from mqstore.client.simpleconsumer import SimpleConsumer, SimpleConsumerOptions
+from mqstore.client.producer import Producer
+from mqstore.client.pullconsumer import PullConsumer
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -43,11 +44,14 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
-from mqstore.queue import Queue, QueueOptions
+from mqstore.queue import Queue
 
 __all__ = ["Store"]
 
 _log = logging.getLogger("mqstore")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _LOOK_S = 0.02
 _EXIT_S = 5.0
@@ -72,6 +76,20 @@ def _close_all() -> None:
         store.halt()
     for store in stores:
         store.close_halted(_EXIT_S, until)
+
+
+def _takes_options_of(
+    kind: Callable[Concatenate[Broker, _P], _T],
+) -> Callable[[Callable[..., _T]], Callable[Concatenate[Any, _P], _T]]:
+    """Give a method the parameters of the class `kind` behind its broker."""
+    broker, *others = inspect.signature(kind).parameters.values()
+
+    def decorate(method: Callable[..., _T]) -> Callable[Concatenate[Any, _P], _T]:
+        parameters = [broker.replace(name="self", annotation=broker.empty), *others]
+        method.__signature__ = inspect.Signature(parameters, return_annotation=kind)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
 
 
 def _in_time(end: Callable[[float], object], until: float) -> None:
@@ -218,7 +236,7 @@ class Store(Closing, Sending):
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (then nothing is written),
         FlushTimeoutError (stored, perhaps not on disk), and ReadOnlyStoreError.
         """
-        return self.broker._parts.road.put(topic, body, queue_id=queue_id, **options)
+        return self.broker.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,
@@ -376,34 +394,37 @@ class Store(Closing, Sending):
 
     # -- queues, producers, consumers -------------------------------------------------------------------------------
 
-    def queue(self, name: str, **options: Unpack[QueueOptions]) -> Queue:
+    @_takes_options_of(Queue)
+    def queue(self, *args: Any, **options: Any) -> Queue:
         """Return a persistent queue with the verbs of `queue.Queue`. See `Queue`."""
-        return Queue(self.broker, name, **options)
+        return Queue(self.broker, *args, **options)
 
-    def producer(self, group: str = "default", **options: Unpack[ProducerOptions]) -> Producer:
+    @_takes_options_of(Producer)
+    def producer(self, *args: Any, **options: Any) -> Producer:
         """Return a producer of messages, one or many, now or later, or in transactions. See `Producer`."""
-        producer = Producer(self.broker, group, **options)
+        producer = Producer(self.broker, *args, **options)
         self._producers.add(producer)
         return producer
 
-    def simple_consumer(
-        self, group: str, topics: Mapping[str, str] | None = None, **options: Unpack[SimpleConsumerOptions]
-    ) -> SimpleConsumer:
+    @_takes_options_of(SimpleConsumer)
+    def simple_consumer(self, *args: Any, **options: Any) -> SimpleConsumer:
         """Return a consumer that receives messages on request, each leased for a time. See `SimpleConsumer`.
         `topics` maps names to tags, "*" for all."""
-        consumer = SimpleConsumer(self.broker, group, topics, **options)
+        consumer = SimpleConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
-    def pull_consumer(self, group: str, **options: Unpack[PullConsumerOptions]) -> PullConsumer:
+    @_takes_options_of(PullConsumer)
+    def pull_consumer(self, *args: Any, **options: Any) -> PullConsumer:
         """Return a consumer that reads when it is polled, and keeps its offsets. See `PullConsumer`."""
-        consumer = PullConsumer(self.broker, group, **options)
+        consumer = PullConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
-    def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> PushConsumer:
+    @_takes_options_of(PushConsumer)
+    def push_consumer(self, *args: Any, **options: Any) -> PushConsumer:
         """Return a consumer that calls handlers on its own threads. See `PushConsumer`."""
-        consumer = PushConsumer(self.broker, group, **options)
+        consumer = PushConsumer(self.broker, *args, **options)
         self._consumers.add(consumer)
         return consumer
 
@@ -477,7 +498,7 @@ class Store(Closing, Sending):
         """
         if os.getpid() != self._pid:  # other threads of the parent may hold locks
             return
-        self._end_all(consumer._halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
+        self._end_all(consumer.halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
 
     def close_halted(self, timeout_s: float, until: float) -> None:
         """Close after `halt`, and wait for handlers until `until` (`time.monotonic`).
@@ -487,7 +508,7 @@ class Store(Closing, Sending):
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs.
-        pushing.sort(key=lambda each: len(each._workers.busy()))
+        pushing.sort(key=PushConsumer.halt)
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):

@@ -9,7 +9,8 @@ import pytest
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Parts
-from tests.broker.support import Bench, new_parts
+from tests.broker.popsupport import PopBench
+from tests.broker.support import Bench, new_parts, shrink_timer_log
 
 
 @pytest.fixture
@@ -31,3 +32,16 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
     parts = new_parts(tmp_path / "store")
     yield parts
     parts.store.close()
+
+
+@pytest.fixture
+def pops(tmp_path: Path) -> Iterator[PopBench]:
+    """A pop service alone, with a topic `t` of one queue."""
+    with PopBench(tmp_path / "store", queues=1) as pops:
+        yield pops
+
+
+@pytest.fixture
+def few_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten units to a file of the timer's log, of stores that are made afterwards."""
+    shrink_timer_log(monkeypatch)

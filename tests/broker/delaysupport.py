@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.names import SCHEDULE_TOPIC
+from mqstore.broker.parts import Parts
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from tests.broker.support import ServiceBench
@@ -18,9 +20,12 @@ class Delays(ServiceBench[DelayService]):
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.dead: list[tuple[int, str, str]] = []
-        super().__init__(path, lambda parts, wake: DelayService(parts, wake, self._bury), **options)
+        super().__init__(path, self._service, **options)
 
-    def _bury(self, message: Message, group: str, reason: str) -> None:
+    def _service(self, parts: Parts, wake: Callable[[], None]) -> DelayService:
+        return DelayService(parts, wake, lambda *letter: self.bury(*letter))
+
+    def bury(self, message: Message, group: str, reason: str) -> None:
         self.dead.append((message.offset, group, reason))
 
     @property
@@ -35,12 +40,8 @@ class Delays(ServiceBench[DelayService]):
         """Put a record into a level's queue as another program might have."""
         return self.store.append(SCHEDULE_TOPIC, level - 1, body, properties={"DELAY": str(level), **properties}).offset
 
-    def delivered(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
-        return [message.body for message in self.messages(topic, queue_id)]
+    delivered = ServiceBench.bodies
 
     def file(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.path / "config" / "delayOffset.json").read_bytes())
         return value
-
-    def counted(self, name: str) -> int:
-        return sum(total[0] for (kind, _), total in self.parts.statistics.snapshot().totals.items() if kind == name)

@@ -2,101 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqstore.broker.parts import Mechanism, Parts
+from mqstore.broker.names import QueueKey
+from mqstore.broker.parts import Parts
 from mqstore.broker.pop.service import Delivery, PopService
+from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.waiting import Waiters
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.message import Message
-from mqstore.options import Durability
-from tests.broker.support import advance, new_parts, settle
-from tests.log.support import kill
+from mqstore.log.store import MessageStore
+from tests.broker.support import ServiceBench
 
-__all__ = ["PopBench", "bodies", "fail_once", "offsets"]
+__all__ = ["PopBench", "bodies", "fail_once", "interrupted_puts", "memory", "offsets", "orders"]
 
 
-class PopBench:
+class PopBench(ServiceBench[PopService]):
     """Everything that pop needs, opened; `reopen` after `kill` or `close`. Time goes on across them."""
-
-    parts: Parts
-    service: PopService
-    waiters: Waiters
-    mechanisms: list[Mechanism]
 
     def __init__(
         self,
         path: Path,
-        *,
         fs: FileSystem | None = None,
-        durability: Durability = "append",
-        rng: Callable[[], float] | None = None,
-        clock: SimulatedClock | None = None,
+        *,
+        rng: Callable[[], float] = lambda: 0.5,  # no luck: the retry topic comes last
+        queues: int = 0,
         **config: Any,
     ) -> None:
-        self.path = path
-        self.clock = clock or SimulatedClock()
+        """Open it. `queues`: with a topic `t` of so many."""
         self._fs = fs
-        self._durability = durability
-        self._rng = rng or (lambda: 0.5)  # no luck: the retry topic comes last
-        self.open(**config)
+        self._rng = rng
+        super().__init__(path, self._service, fs, **config)
+        if queues:
+            self.parts.topics.create("t", queues=queues)
 
-    def open(self, **config: Any) -> None:
-        self.parts = new_parts(self.path, fs=self._fs, durability=self._durability, clock=self.clock, **config)
-        reads = Reads(self.parts)
-        self.waiters = Waiters(self.parts, lambda: None)
-        dead_letter = Retries(self.parts).dead_letter
-        self.service = PopService(self.parts, lambda: None, self.waiters, reads, dead_letter, rng=self._rng)
-        self.reads = reads
-        self.mechanisms = [self.service, self.waiters, self.parts.offsets]
-        self._opened = True
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        super().open(fs or self._fs, **config)
+        self.mechanisms += [self.waiters, self.parts.offsets]
 
-    def close(self) -> None:
-        for mechanism in self.mechanisms:
-            mechanism.close()
-        self.parts.store.close()
-        self._opened = False
+    def _service(self, parts: Parts, wake: Callable[[], None]) -> PopService:
+        self.reads, self.waiters = Reads(parts), Waiters(parts, lambda: None)
+        return PopService(parts, wake, self.waiters, self.reads, Retries(parts).dead_letter, rng=self._rng)
 
-    def kill(self) -> None:
-        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        kill(self.parts.store)
-        self._opened = False
+    advance = ServiceBench.pass_ms
+    read = ServiceBench.messages
 
-    def crash(self, **config: Any) -> None:
-        """Open again after a kill."""
-        self.kill()
-        self.open(**config)
+    # -- what is known in memory: tests look there by these names only, and by `memory` and `orders` below ------------
 
-    def reopen(self, **config: Any) -> None:
-        if self._opened:
-            self.close()
-        self.open(**config)
+    @property
+    def tables(self) -> PopTables:
+        return self.service._tables
 
-    def __enter__(self) -> PopBench:
-        return self
+    @property
+    def state(self) -> QueueState:
+        """State of queue 0 of topic t for group g."""
+        return self.tables.states[QueueKey("g", "t", 0)]
 
-    def __exit__(self, *_: object) -> None:
-        if self._opened:
-            self.close()
+    @property
+    def announced(self) -> int:
+        """Number of times at which the housekeeper is to look at a queue."""
+        return len(self.tables._agenda)
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    def by_python(self) -> None:
+        """Pop and settle without compiled parts from now on."""
+        self.tables._tip = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.tables._tip is not None
+
+    def put_anew(self) -> None:
+        """Append the last batch in order again, as the keeper does if it lies too far behind the log end."""
+        if self.state.fifo is not None:
+            self.service._fifo.put_anew(self.state)
 
     @property
     def now_ms(self) -> int:
         return self.clock.now_ms()
-
-    def settle(self) -> None:
-        settle(self.parts, self.mechanisms)
-
-    def advance(self, duration_ms: int) -> None:
-        advance(self.parts, self.mechanisms, duration_ms)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -106,11 +95,6 @@ class PopBench:
         """Messages with bodies `first`, `first` + 1 and so on, as text."""
         for i in range(first, first + count):
             self.parts.store.put(topic, str(i).encode().ljust(body_bytes, b"."), queue_id, **options)
-
-    def read(self, topic: str, queue_id: int = 0) -> list[Message]:
-        """All that the queue holds."""
-        bounds = self.parts.store.offsets_or_none(topic, queue_id)
-        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 100_000)
 
     def log_size(self) -> int:
         return self.parts.store.max_offset
@@ -154,3 +138,52 @@ def bodies(deliveries: list[Delivery]) -> list[bytes]:
 
 def offsets(deliveries: list[Delivery]) -> list[int]:
     return [delivery.message.offset for delivery in deliveries]
+
+
+_FIELDS = (
+    *("key", "head", "cursor", "committed", "written", "ahead_at", "ahead_from", "ahead_next", "ahead_filter"),
+    *("announced_ms", "last_pop_ms", "reset_ms", "pops", "popped", "popped_bytes", "acked", "gone", "_batches"),
+)
+"""Those that are values; `memory` shows the others."""
+
+
+def _shown(batch: Batch | None) -> Any:
+    names = ("name", "start", "count", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
+    return None if batch is None else tuple(repr(getattr(batch, name)) for name in names)
+
+
+def memory(state: QueueState) -> dict[str, Any]:
+    """All that is known of a queue, as values."""
+    timeline = state.timeline
+    return {name: getattr(state, name) for name in _FIELDS} | {
+        "in_flight": [(offset, _shown(batch)) for offset, batch in state.in_flight.items()],
+        "released": [(offset, _shown(batch)) for offset, batch in state.released.items()],
+        "revived": list(state.revived),
+        "fifo": _shown(state.fifo),
+        "ahead": [message.offset for message in state.ahead],
+        "entries": timeline.entries,
+        "asked": timeline.asked,
+        "timeline": {at: [_shown(batch) for batch in timeline._at(at)] for at in timeline._buckets},
+        "times": timeline._times,
+    }
+
+
+def orders(bench: PopBench) -> tuple[int, Any, set[QueueKey]]:
+    """All that the order info says, and the queues whose record is the batch itself."""
+    tables = bench.tables
+    batches = {key for key, entry in tables.orders.entries.items() if isinstance(entry, Batch)}
+    assert all(tables.orders.entries[key] is tables.states[key].fifo for key in batches)
+    return tables.order_version, tables.orders.as_json(), batches
+
+
+@contextmanager
+def interrupted_puts(store: MessageStore) -> Iterator[None]:
+    """Let Ctrl-C come into each put: into the alarm that it rings, which runs Python."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    log = store._log
+    real, log._on_alarm, log.alarm = log._on_alarm, interrupt, 0
+    yield
+    log._on_alarm = real

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import pytest
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.delay.levels import DelayService
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
+from mqstore.broker.waiting import Waiters
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
+from mqstore.log import manifest
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile
@@ -29,11 +36,15 @@ __all__ = [
     "advance",
     "advance_broker",
     "clock_of",
+    "counted",
     "full",
     "in_threads",
+    "messages_of",
     "new_parts",
+    "parked_thread",
     "settle",
     "settle_broker",
+    "shrink_timer_log",
 ]
 
 START_MS = 1_700_000_000_000
@@ -106,6 +117,12 @@ def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> N
     settle_broker(broker, clock)
 
 
+def shrink_timer_log(monkeypatch: pytest.MonkeyPatch, units: int = 10) -> None:
+    """Let stores that are made from now on have `units` units in a file of the timer's log."""
+    sizes = manifest._SIZES
+    monkeypatch.setitem(sizes, "mqstore", (*sizes["mqstore"][:4], units * 52 + 16))
+
+
 def full(*_: object, **__: object) -> Any:
     """Meet a full disk, in the place of a function that writes."""
     raise StoreFullError(errno.ENOSPC, "no space", "file", "put")
@@ -119,9 +136,39 @@ def in_threads(*calls: Callable[[], object]) -> None:
         gate.wait()
         call()
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for future in [pool.submit(run, call) for call in calls]:
-            future.result()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # by 5 ms each is done before the next begins
+    try:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for future in [pool.submit(run, call) for call in calls]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:
+    """A started thread that has parked."""
+    before = waiters.parked
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    for _ in range(30_000):
+        if waiters.parked > before:
+            break
+        thread.join(0.001)
+    assert waiters.parked == before + 1
+    return thread
+
+
+def messages_of(parts: Parts, topic: str, queue_id: int = 0) -> list[Message]:
+    """All messages of a queue, which need not exist."""
+    bounds = parts.store.offsets_or_none(topic, queue_id)
+    return parts.store.read(topic, queue_id, bounds[0], 1_000_000) if bounds and bounds[1] else []
+
+
+def counted(parts: Parts, name: str) -> int:
+    """Sum of a counter over all its keys."""
+    totals = parts.statistics.snapshot().totals
+    return sum(total.value for (kind, _), total in totals.items() if kind == name)
 
 
 Table = TypeVar("Table")
@@ -179,13 +226,14 @@ class ServiceBench(Generic[Service]):
         self._config |= config
         self.parts: Parts = new_parts(self.path, fs=fs, **self._config)
         self.service = self._make(self.parts, self._wake)
+        self.mechanisms: list[Mechanism] = [self.service]
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def close(self) -> None:
-        self.service.close()
-        self.parts.offsets.close()
+        for mechanism in (*self.mechanisms, self.parts.offsets):
+            mechanism.close()
         self.parts.store.close()
 
     def kill(self) -> None:
@@ -193,8 +241,19 @@ class ServiceBench(Generic[Service]):
         kill(self.parts.store)
 
     def reopen(self, fs: FileSystem | None = None, *, killed: bool = False, **config: Any) -> None:
-        (self.kill if killed else self.close)()
+        if not self.parts.store.closed:
+            (self.kill if killed else self.close)()
         self.open(fs, **config)
+
+    def crash(self, **config: Any) -> None:
+        self.reopen(killed=True, **config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.parts.store.closed:
+            self.close()
 
     @property
     def clock(self) -> SimulatedClock:
@@ -202,14 +261,19 @@ class ServiceBench(Generic[Service]):
 
     def settle(self) -> int | None:
         """Run everything that is due now, and return when the next is."""
-        return settle(self.parts, [self.service])
+        return settle(self.parts, self.mechanisms)
 
     def pass_ms(self, duration_ms: int) -> None:
-        advance(self.parts, [self.service], duration_ms)
+        advance(self.parts, self.mechanisms, duration_ms)
 
     def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
-        bounds = self.parts.store.offsets_or_none(topic, queue_id)
-        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 1_000_000)
+        return messages_of(self.parts, topic, queue_id)
+
+    def bodies(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
+        return [message.body for message in self.messages(topic, queue_id)]
+
+    def counted(self, name: str) -> int:
+        return counted(self.parts, name)
 
 
 class Bench:
@@ -222,6 +286,23 @@ class Bench:
         self.asked: list[bytes] = []
         """Bodies of the half messages that `check` was asked about."""
         self.broker = self.open()
+
+    @property
+    def parts(self) -> Parts:
+        """The tables behind the broker's door. Tests look there, and at the three below, only by these names."""
+        return self.broker._parts
+
+    @property
+    def delay(self) -> DelayService:
+        return self.broker._delay
+
+    @property
+    def timer(self) -> TimerService:
+        return self.broker._timer
+
+    @property
+    def waiters(self) -> Waiters:
+        return self.broker._waiters
 
     def open(self, **kwargs: Any) -> Broker:
         self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))

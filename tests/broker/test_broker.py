@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +18,7 @@ import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
+from mqstore.broker.road import Road
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Retention
-from tests.broker.support import Bench, full
+from tests.broker.support import Bench, full, parked_thread
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
@@ -240,7 +240,7 @@ def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(dropping: Bench, mo
     [_] = broker.pop("g", "t", invisible=90)
 
     with monkeypatch.context() as patch:
-        patch.setattr(broker._parts.road, "copy", full)
+        patch.setattr(Road, "copy", full)
         for _ in range(20):
             broker.put_many("t", [bytes(100)] * 20, queue_id=0)
             dropping.jump(30_000)
@@ -292,7 +292,7 @@ def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_pat
     ],
 )
 def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
-    broker: Broker, change: Callable[[Broker], object], error: type[Exception]
+    bench: Bench, broker: Broker, change: Callable[[Broker], object], error: type[Exception]
 ) -> None:
     """Only of a topic that was deleted. Of a group that was deleted or disabled who waited heard when his time was
     over; and if a message came first his pop made the deleted group anew."""
@@ -305,10 +305,7 @@ def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
         except Exception as error:
             raised.append(error)
 
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    while thread.is_alive() and not broker._waiters.parked:
-        time.sleep(0.001)
+    thread = parked_thread(bench.waiters, receive)
     change(broker)
     thread.join(5)
 
@@ -517,7 +514,7 @@ def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench, brok
 
 def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.broker.put("t", b"x", delay_level=1)
-    monkeypatch.setattr(bench.broker._delay._road, "copy_many", full)
+    monkeypatch.setattr(Road, "copy_many", full)
     bench.jump(2_000)
     [(where, error)] = bench.broker.stats().errors.items()
     assert (where, error[:15]) == ("delay level 1", "StoreFullError:")
@@ -526,12 +523,13 @@ def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.Mo
 def test_close_while_another_thread_calls_waiters(tmp_path: Path) -> None:
     """Both took from the same queue of callbacks; one found it empty, raised, and the store stayed open and locked."""
     called: list[str] = []
-    broker = Bench(tmp_path).broker
+    bench = Bench(tmp_path)
+    broker = bench.broker
     broker.put("t", b"")
 
     def housekeeper(_worth_a_read: bool) -> None:
         called.append("first")
-        other = threading.Thread(target=broker._waiters.run_once, args=(0,))
+        other = threading.Thread(target=bench.waiters.run_once, args=(0,))
         other.start()
         other.join()
 

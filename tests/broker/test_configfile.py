@@ -267,17 +267,3 @@ def test_a_create_encodes_its_entry_and_reads_no_other(
     again = new_parts(tmp_path / "s")
     assert getattr(again, table).names() == ["first", *sorted(names)]
     again.store.close()
-
-
-def test_an_altered_or_deleted_entry_is_so_in_the_file(tmp_path: Path) -> None:
-    parts = new_parts(tmp_path / "s")
-    for name in ("a", "b", "c"):
-        parts.groups.create(name)
-    parts.groups.alter("a", consume_enable=False)
-    parts.groups.delete("b")
-    parts.groups.create("b", orderly=True)
-    parts.store.close()
-    again = new_parts(tmp_path / "s")
-    assert [again.groups.need(name) for name in "abc"] == [parts.groups.need(name) for name in "abc"]
-    assert (again.groups.need("a").consume_enable, again.groups.need("b").orderly) == (False, True)
-    again.store.close()

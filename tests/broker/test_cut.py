@@ -20,7 +20,6 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.message import Message
 from mqstore.log.recovery.report import Finding
-from mqstore.log.store import MessageStore
 from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, files, kill, open_store
@@ -244,7 +243,8 @@ def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path) -> 
         try:
             restore(store)
         except Crash:
-            kill_faulty(store, fs)
+            fs.heal()
+            kill(store)
         else:
             fs.heal()
             store.close()
@@ -261,11 +261,6 @@ def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path) -> 
         assert sorted(each.read_bytes() for each in held) == raw, nth
         shutil.rmtree(copy)
     assert nth > 15, "the run was too short to tell"
-
-
-def kill_faulty(store: MessageStore, fs: FaultyFileSystem) -> None:
-    fs.heal()
-    kill(store)
 
 
 def test_a_damaged_note_of_a_killed_restore_is_refused_with_advice(cut_store: Path) -> None:

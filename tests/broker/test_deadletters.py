@@ -21,7 +21,7 @@ from mqstore.broker.retry import Retries
 from mqstore.broker.road import Road
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from mqstore.log.message import Message
-from tests.broker.support import START_MS, clock_of, full, new_parts
+from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill
 
 DAY_MS = 86_400_000
@@ -37,8 +37,7 @@ def die(parts: Parts, n: int, *, topic: str = "orders", group: str = "g", **prop
 
 
 def sent_again(parts: Parts, topic: str = "orders", after: int = 0) -> list[Message]:
-    bounds = parts.store.offsets_or_none(topic, 0)
-    return [] if bounds is None else parts.store.read(topic, 0, after, 1000)
+    return messages_of(parts, topic)[after:]
 
 
 def bodies(messages: Any) -> list[int]:

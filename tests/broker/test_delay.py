@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import StoreConfig
+from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
@@ -25,7 +26,7 @@ from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
-from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
+from mqstore.options import delay_table_ms
 from tests.broker.delaysupport import Delays
 from tests.broker.support import START_MS, full
 from tests.log.support import Unsynced, flip
@@ -40,10 +41,6 @@ def delays(tmp_path: Path) -> Delays:
 
 
 # -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
-
-
-def test_the_default_table() -> None:
-    assert list(delay_table_ms(DEFAULT_DELAY_LEVELS)) == DEFAULT_MS
 
 
 @pytest.mark.parametrize("levels", ["", " ", "1", "s", "1x", "1s,5s", "-1s", "1.5s", "1s 5", "1 s", "1S", "1ms"])
@@ -62,25 +59,6 @@ def test_any_run_of_blanks_separates_levels() -> None:
 )
 def test_when_a_message_of_a_level_is_due(level: int, stored_ms: int, due_ms: int) -> None:
     assert deliver_time_ms(DEFAULT_MS, level, stored_ms) == due_ms
-
-
-@pytest.mark.parametrize(("level", "served"), [(1, 1), (18, 18), (99, 18)])
-def test_a_delayed_message_waits_in_the_queue_of_its_level_with_its_time_in_the_unit(
-    delays: Delays, level: int, served: int
-) -> None:
-    delays.put(level, b"late", queue_id=3, TAGS="t")
-    [message] = delays.messages(SCHEDULE_TOPIC, served - 1)
-    assert message.tags_code == START_MS + DEFAULT_MS[served - 1]
-    wanted = {"TAGS": "t", "DELAY": str(served), "REAL_TOPIC": "orders", "REAL_QID": "3"}
-    assert message.stored_properties() == wanted
-    assert delays.delivered(queue_id=3) == []
-
-
-def test_level_0_is_no_delay(delays: Delays) -> None:
-    delays.put(0, b"now")
-    [message] = delays.messages()
-    assert message.stored_properties() == {"DELAY": "0"}
-    assert delays.settle() is None
 
 
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
@@ -357,13 +335,14 @@ def test_a_dead_letter_that_cannot_be_stored_is_tried_again(delays: Delays, monk
     delays.raw(1, {})
     delays.put(1, b"behind")
     errors = iter([InvalidMessageError("too long", "body"), StoreFullError(errno.ENOSPC, "full", "f", "allocate")])
+    real = delays.bury
 
     def bury(message: Message, group: str, reason: str) -> None:
         for error in errors:
             raise error
-        delays._bury(message, group, reason)
+        real(message, group, reason)
 
-    monkeypatch.setattr(delays.service, "_dead_letter", bury)
+    monkeypatch.setattr(delays, "bury", bury)
     delays.clock.advance(1_000)
     assert delays.settle() == START_MS + 1_100
     assert "too long" in delays.service.errors[1]
@@ -438,8 +417,7 @@ def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
         with monkeypatch.context() as patched:
             patched.setattr(type(delays.parts.road), "copy_many", full)
             for _ in range(count):
-                delays.service.run_once(delays.clock.now_ms())
-                due_ms = delays.service._levels[0].due_ms
+                due_ms = delays.service.run_once(delays.clock.now_ms())
                 assert due_ms is not None
                 found.append(due_ms - delays.clock.now_ms())
                 delays.clock.set_wall(due_ms)
@@ -491,16 +469,17 @@ def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log
     delays: Delays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, int]] = []
-    flush, save = delays.store.flush, delays.service._file.save
+    flush, save = delays.store.flush, ConfigFile.save
 
-    def noted_save(value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
-        done.append(("save" if quick_log_end is None else "quick", delays.clock.now_ms() - START_MS))
-        save(value, quick_log_end=quick_log_end)
+    def noted_save(file: ConfigFile, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
+        if file.path.name == "delayOffset.json":
+            done.append(("save" if quick_log_end is None else "quick", delays.clock.now_ms() - START_MS))
+        save(file, value, quick_log_end=quick_log_end)
 
     monkeypatch.setattr(
         delays.store, "flush", lambda: (done.append(("flush", delays.clock.now_ms() - START_MS)), flush())
     )
-    monkeypatch.setattr(delays.service._file, "save", noted_save)
+    monkeypatch.setattr(ConfigFile, "save", noted_save)
     for _ in range(8):
         delays.put(2)
         delays.pass_ms(3_000)  # so deliveries are at 5, 8, ... 26 s

@@ -12,7 +12,8 @@ import pytest
 
 from mqstore import Retention
 from mqstore.broker.broker import Broker
-from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.pop.log import PopLog
 from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, TransactionStateError
 from mqstore.layout.properties import SHARDINGKEY
 from tests.broker.popsupport import PopBench, bodies, fail_once
@@ -103,9 +104,10 @@ def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> No
     bench.broker.topics.create("t", queues=1)
     bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
     bench.broker.topics.delete("t")
-    table = bench.broker._parts.offsets
-    table._committed["t"]["CID_RMQ_SYS_DELETED"][0] += 1 << 20  # as if so much were gone
-    table._changes += 1
+    offsets = bench.broker.offsets
+    end = offsets.committed("CID_RMQ_SYS_DELETED", "t", 0)
+    assert end is not None
+    offsets.commit("CID_RMQ_SYS_DELETED", "t", 0, end + (1 << 20))  # as if so much were gone
     bench.again()
     bench.broker.topics.create("t", queues=1)
     bench.broker.put("t", b"new", delay=5)
@@ -180,7 +182,7 @@ def test_ack_during_a_topic_deletion_says_the_receipt_expired(tmp_path: Path) ->
     with PopBench(tmp_path) as bench:
         bench.put("t", 1)
         [delivery] = bench.pop()
-        state = bench.service._tables.states[QueueKey("g", "t", 0)]
+        state = bench.state
         find = bench.service._state_of
         bench.service._state_of = lambda *args: (find(*args), bench.parts.topics.delete("t", force=True))[0]  # type: ignore[method-assign,func-returns-value]
         with pytest.raises(ReceiptExpiredError):
@@ -196,7 +198,7 @@ def test_topic_deletion_is_complete_though_the_pop_log_is_full(tmp_path: Path, m
         bench.put("t", 1, queue_id=1)
         bench.pop(n=2)
         bench.parts.topics.on_change.append(told.append)
-        fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+        fail_once(monkeypatch, PopLog, "put_reset")
         bench.parts.topics.delete("t", force=True)
         assert told == ["t"]
         assert bench.service.in_flight() == 0

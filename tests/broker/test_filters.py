@@ -73,11 +73,21 @@ def test_tag_expressions(expression: str, tags: set[str]) -> None:
     assert (found.kind, found.expression) == ("TAG", expression)
 
 
-@pytest.mark.parametrize("expression", ["||", "||||"])
-def test_bars_alone_are_an_error(expression: str) -> None:
-    with pytest.raises(FilterError, match="no tag beside") as caught:
-        parse_filter(expression)
-    assert (caught.value.position, caught.value.code) == (0, ResultCode.SUBSCRIPTION_PARSE_FAILED)
+@pytest.mark.parametrize(
+    ("expression", "kind", "position", "says"),
+    [
+        *((bars, "TAG", 0, "no tag beside") for bars in ("||", "||||")),
+        *((blank, "SQL92", len(blank or ""), ".") for blank in (None, "", " ")),
+        ("*", "SQL92", 0, "."),
+        ("a > ", "SQL92", 4, "."),
+        *(("a", kind, 0, "use 'TAG' or 'SQL92'") for kind in ("SQL", "tag", "")),
+        (3, "TAG", 0, "not int"),
+    ],
+)
+def test_what_is_no_filter_is_refused(expression: Any, kind: str, position: int, says: str) -> None:
+    with pytest.raises(FilterError, match=says) as caught:
+        parse_filter(expression, kind)
+    assert (caught.value.position, caught.value.code) == (position, ResultCode.SUBSCRIPTION_PARSE_FAILED)
 
 
 # `Aa` and `BB` share their hash; the last one's is the smallest of all.
@@ -136,24 +146,6 @@ def test_sql_filters_judge_properties_and_let_every_unit_pass() -> None:
     assert not found.matches({"a": "x", "TAGS": "x"})  # an error
     assert found.units(np.zeros(3, np.int64)).tolist() == [True] * 3
     assert found.units(np.zeros(0, np.int64)).tolist() == []
-
-
-@pytest.mark.parametrize("expression", [None, "", " ", "*", "a > "])
-def test_sql_filters_need_an_expression(expression: str | None) -> None:
-    with pytest.raises(FilterError) as caught:
-        parse_filter(expression, "SQL92")
-    assert caught.value.position == len(expression or "") - (expression == "*")
-
-
-@pytest.mark.parametrize("kind", ["SQL", "tag", ""])
-def test_other_types_are_refused(kind: str) -> None:
-    with pytest.raises(FilterError, match="use 'TAG' or 'SQL92'"):
-        parse_filter("a", kind)
-
-
-def test_what_is_no_text_is_refused() -> None:
-    with pytest.raises(FilterError, match="not int"):
-        parse_filter(3)  # type: ignore[arg-type]
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

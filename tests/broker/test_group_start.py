@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.configfile import ConfigFile
 from tests.broker.support import Bench, full
 
 
@@ -36,7 +37,7 @@ def test_start_that_cannot_be_saved_is_not_used(bench: Bench, broker: Broker, mo
     broker.groups.create("g", start="latest")
 
     with monkeypatch.context() as patch:
-        patch.setattr(broker._parts.offsets._file, "save", full)
+        patch.setattr(ConfigFile, "save", full)
         with pytest.raises(OSError, match="no space"):
             broker.start_of("g", "t", 0)
         assert broker.committed("g", "t", 0) is None
@@ -52,15 +53,14 @@ def test_start_is_used_by_others_only_once_it_is_saved(broker: Broker, monkeypat
     second had committed since was taken back with it."""
     broker.put_many("t", [b"old"] * 3, queue_id=0)
     broker.groups.create("g", start="latest")
-    file = broker._parts.offsets._file
-    saving, go_on, save = threading.Event(), threading.Event(), file.save
+    saving, go_on, save = threading.Event(), threading.Event(), ConfigFile.save
 
-    def slow(value: Any, **options: Any) -> None:
+    def slow(file: ConfigFile, value: Any, **options: Any) -> None:
         saving.set()
         assert go_on.wait(30)
-        save(value, **options)
+        save(file, value, **options)
 
-    monkeypatch.setattr(file, "save", slow)
+    monkeypatch.setattr(ConfigFile, "save", slow)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(broker.start_of, "g", "t", 0)
         assert saving.wait(30)

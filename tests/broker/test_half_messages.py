@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from mqstore import Retention
-from mqstore.errors import ConfigError, InvalidMessageError, TransactionStateError
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import TIMER_DELAY_MS, UNIQ_KEY
 from tests.broker.support import Bench
-from tests.log.support import kill
 
 DAY = 86_400_000
 
@@ -27,7 +26,8 @@ def test_half_message_above_a_lowered_limit_is_given_up(bench: Bench) -> None:
     assert bench.broker.store.offsets_or_none("TRANS_CHECK_MAX_TIME_TOPIC", 0) == (0, 1)
 
 
-def test_producers_are_asked_after_four_closed_days(bench: Bench) -> None:
+@pytest.mark.parametrize("come_back", [True, False])
+def test_producers_are_asked_after_four_closed_days_if_they_come_back(bench: Bench, come_back: bool) -> None:
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.begin("t", b"half", producer_group="p")
     bench.broker.close()
@@ -36,20 +36,11 @@ def test_producers_are_asked_after_four_closed_days(bench: Bench) -> None:
     bench.settle()  # before they are back
     bench.jump(30_000)
     assert bench.broker.stats().open_transactions == 1
-    bench.broker.transactions.on_check("p", bench.check)
-    bench.jump(60_000)
-    assert bench.asked == [b"half"]
-    assert bench.drain() == [b"half"]
-
-
-def test_half_message_without_a_checker_is_given_up(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    bench.broker.transactions.begin("t", b"half", producer_group="p")
-    bench.broker.close()
-    bench.clock.advance(4 * DAY)
-    bench.open()
+    if come_back:
+        bench.broker.transactions.on_check("p", bench.check)
     for _ in range(25):
         bench.jump(30_000)
+    assert bench.asked == bench.drain() == ([b"half"] if come_back else [])
     assert bench.broker.stats().open_transactions == 0
 
 
@@ -85,21 +76,6 @@ def test_half_message_without_room_for_its_timer_is_refused(tmp_path: Path) -> N
             break
         assert refused
         assert broker.transactions.end(half, "commit") is not None
-
-
-def test_commit_before_a_crash_cannot_be_rolled_back(tmp_path: Path) -> None:
-    """It was rolled back, said the answer, while everybody could read it."""
-    broker = Bench(tmp_path).broker
-    half = broker.transactions.begin("t", b"paid", producer_group="till", queue_id=0)
-    broker.transactions.end(half, "commit")
-    kill(broker.store)
-    with Bench(tmp_path).broker as broker:
-        with pytest.raises(TransactionStateError) as error:
-            broker.transactions.end(half.transaction_id, "rollback")
-        assert error.value.outcome == "commit"
-        assert broker.transactions.end(half.transaction_id, "commit") is None
-        assert broker.transactions.open_count() == 0
-        assert [message.body for message in broker.store.read("t", 0)] == [b"paid"]
 
 
 def test_ended_transactions_leave_the_list_of_checks(bench: Bench) -> None:

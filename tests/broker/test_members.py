@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 
 from mqstore.broker.members import Members, Mode
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
-from tests.broker.support import in_threads
 
 ALL = {"orders": ("TAG", "*")}
 QUEUE = Mode("queue")
@@ -165,20 +163,3 @@ def test_a_failing_listener_is_logged_and_keeps_nobody_from_hearing(
     assert told == ["g"]
     assert members.members("g") == ["c1"]
     assert "members of group g changed" in caplog.text
-
-
-def test_of_two_modes_that_race_one_gets_the_group(members: Members) -> None:
-    for turn in range(50):
-        accepted: list[Mode] = []
-
-        def join(number: int, accepted: list[Mode], group: str) -> None:
-            mode = Mode("queue" if number % 2 else "pop")
-            try:
-                members.register(f"c{number}", group, ALL, mode)
-            except GroupInUseError:
-                return
-            accepted.append(mode)
-
-        in_threads(*(partial(join, i, accepted, f"g{turn}") for i in range(4)))
-        assert len(accepted) == 2
-        assert set(accepted) == {members.mode(f"g{turn}")}

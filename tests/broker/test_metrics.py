@@ -11,11 +11,12 @@ import pytest
 from mqstore.broker.admin import metrics as metrics_module
 from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.broker import Broker
-from mqstore.clock import SimulatedClock
+from mqstore.broker.road import Road
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.store import MessageStore
 from tests.broker.scraping import scraped, series
-from tests.broker.support import Bench, full
+from tests.broker.support import Bench, full, in_threads
 from tests.faults import FaultyFileSystem
 
 HOUR = 3_600_000
@@ -122,7 +123,7 @@ def test_windows_have_what_was_put_when_nobody_looked(bench: Bench, broker: Brok
     for _ in range(3):
         broker.put_many("t", [b"x"] * 100)
         bench.advance(10_000)
-    rate = broker._parts.statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"]
+    rate = bench.parts.statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"]
     assert (rate.value, rate.span_ms, rate.tps) == (300, 30_000, 10.0)
 
 
@@ -133,21 +134,19 @@ def test_looks_from_many_threads_count_each_put_once(broker: Broker) -> None:
         while not done.is_set():
             broker.stats()
 
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        broker.put("t", b"x")
-        broker.store.dispatch()
-    done.set()
-    for thread in threads:
-        thread.join()
+    def put() -> None:
+        for _ in range(200):
+            broker.put("t", b"x")
+            broker.store.dispatch()
+        done.set()
+
+    in_threads(put, *[look] * 3)
     assert totals(broker, "TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", key="t") == [200, 0]
 
 
 def test_a_closed_broker_listens_no_more(bench: Bench) -> None:
     store = bench.broker.store
-    assert bench.broker._metrics._grown in store.on_growth
+    assert store.on_growth
     bench.broker.close()
     assert store.on_growth == []
 
@@ -491,7 +490,7 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
 
-    monkeypatch.setattr(broker._parts.road, "copy", full)
+    monkeypatch.setattr(Road, "copy", full)
     bench.clock.advance(10_500)
     broker.run_once()
     assert "pop" in broker.stats().errors
@@ -510,16 +509,14 @@ def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
     assert lagging == {"g"}, "no group of the engine"
 
 
-def test_opening_looks_at_no_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_looks_at_no_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred thousand of them would make it slow."""
-    bench = Bench(tmp_path / "store")
-    bench.broker.put("t", b"x")
-    parts, broker = bench.broker._parts, bench.broker
-    monkeypatch.setattr(type(parts.store), "offsets_or_none", lambda *_: pytest.fail("looked at"))
-    metrics_module.Metrics(
-        parts, reads=broker._reads, pop=broker._pop, delay=broker._delay, timer=broker._timer,
-        transactions=broker._transactions,
-    ).close()  # fmt: skip
+    looked: list[str] = []
+    bench.broker.topics.create("t", queues=100)
+    for queue_id in range(100):
+        bench.broker.put("t", b"x", queue_id=queue_id)
+    bench.broker.close()
+    monkeypatch.setattr(MessageStore, "offsets_or_none", lambda store, topic, _: looked.append(topic))
+    bench.open()
     monkeypatch.undo()
-    broker.close()
-    assert isinstance(bench.clock, SimulatedClock)
+    assert "t" not in looked

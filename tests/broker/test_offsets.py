@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from mqstore.broker.names import POP_LOG_GROUP, START_GROUP, QueueKey
 from mqstore.broker.offsets import OffsetTable
 from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json
-from tests.broker.support import START_MS, TableBench, in_threads
+from tests.broker.support import START_MS, TableBench
 from tests.conftest import Golden
 from tests.log.support import kill, open_store
 
@@ -42,17 +41,12 @@ def offsets(tmp_path: Path) -> Any:
 # -- committed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0)])
-def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: int) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0), (0, 1.0), (0, "1"), (0, None)]
+)
+def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: Any) -> None:
+    with pytest.raises(ConfigError if type(offset) is int else TypeError):
         offsets.table.commit("g", "t", queue_id, offset)
-    assert not offsets.table.dirty
-
-
-@pytest.mark.parametrize("bad", [1.0, "1", None])
-def test_what_is_no_integer_is_refused(offsets: _Offsets, bad: Any) -> None:
-    with pytest.raises(TypeError):
-        offsets.table.commit("g", "t", 0, bad)
     assert not offsets.table.dirty
 
 
@@ -451,21 +445,6 @@ def test_after_an_error_the_save_stays_due(offsets: _Offsets) -> None:
         offsets.table.run_once(START_MS + 5_000)
     assert offsets.table.run_once(START_MS + 5_001) == START_MS + 10_001
     assert not offsets.table.dirty
-
-
-def test_commits_from_many_threads_all_arrive(offsets: _Offsets) -> None:
-    for queue_id in range(4):
-        offsets.fill("t", queue_id, 50)
-
-    def work(queue_id: int) -> None:
-        for offset in range(1, 51):
-            offsets.table.commit("g", "t", queue_id, offset)
-            if offset % 10 == 0:
-                offsets.table.save()
-
-    in_threads(*(partial(work, queue_id) for queue_id in range(4)))
-    assert not offsets.table.dirty
-    assert offsets.again().of_group("g") == {("t", queue_id): 50 for queue_id in range(4)}
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -2,93 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mqstore.broker.names import QueueKey
+from mqstore.broker.pop.log import PopLog
 from mqstore.broker.pop.state import Timeline
+from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, InvalidMessageError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench, bodies, fail_once
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PopBench]:
-    with PopBench(tmp_path) as bench:
-        yield bench
-
 
 # -- errors half-way --------------------------------------------------------------------------------------------------
 
 
 def test_pop_from_a_missing_queue_leaves_nothing_in_flight(tmp_path: Path) -> None:
     """When luck had it look at the retry topic first, what it found there was in flight with nobody."""
-    with PopBench(tmp_path, rng=lambda: 0.0) as bench:
-        bench.put("t", 1)
-        bench.pop(invisible_ms=1_000)
-        bench.advance(1_000)
+    with PopBench(tmp_path, rng=lambda: 0.0) as pops:
+        pops.put("t", 1)
+        pops.pop(invisible_ms=1_000)
+        pops.advance(1_000)
         for n in (1, 2):
             with pytest.raises(ConfigError, match="99"):
-                bench.pop(queue_id=99, n=n)
-        assert bench.service.pending("g") == []
+                pops.pop(queue_id=99, n=n)
+        assert pops.service.pending("g") == []
 
 
 def test_pop_returns_what_it_found_before_a_queue_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was in flight, and its receiver got an exception: it came again when its time was over, an attempt less."""
-    with PopBench(tmp_path, rng=lambda: 0.0) as bench:
-        bench.put("t", 2)
-        bench.put("t", 2, queue_id=1, first=2)
-        fail_once(monkeypatch, bench.service._tables.log, "put_pop", call=2)
-        assert bodies(bench.pop(n=8)) == [b"0", b"1"]
-        assert bodies(bench.pop(n=8)) == [b"2", b"3"]
-        fail_once(monkeypatch, bench.service._tables.log, "put_pop")
-        bench.put("t", 1, first=4)
+    with PopBench(tmp_path, rng=lambda: 0.0) as pops:
+        pops.put("t", 2)
+        pops.put("t", 2, queue_id=1, first=2)
+        fail_once(monkeypatch, PopLog, "put_pop", call=2)
+        assert bodies(pops.pop(n=8)) == [b"0", b"1"]
+        assert bodies(pops.pop(n=8)) == [b"2", b"3"]
+        fail_once(monkeypatch, PopLog, "put_pop")
+        pops.put("t", 1, first=4)
         with pytest.raises(OSError, match="space"):  # nothing was found before it
-            bench.pop(n=8)
-        assert bodies(bench.pop(n=8)) == [b"4"]
+            pops.pop(n=8)
+        assert bodies(pops.pop(n=8)) == [b"4"]
 
 
-def test_reset_on_a_full_disk_is_completed_by_the_next_pop(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_on_a_full_disk_is_completed_by_the_next_pop(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table said 0 and pops went on behind the end: until a restart the group was in two places."""
-    bench.put("t", 3)
-    bench.ack(*bench.pop(n=3))
-    fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+    pops.put("t", 3)
+    pops.ack(*pops.pop(n=3))
+    fail_once(monkeypatch, PopLog, "put_reset")
     with pytest.raises(OSError, match="space"):
-        bench.reset(0)
-    fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+        pops.reset(0)
+    fail_once(monkeypatch, PopLog, "put_reset")
     with pytest.raises(OSError, match="space"):
-        bench.pop()
-    assert bench.committed() == 0
-    assert bodies(bench.pop(n=3)) == [b"0", b"1", b"2"]
+        pops.pop()
+    assert pops.committed() == 0
+    assert bodies(pops.pop(n=3)) == [b"0", b"1", b"2"]
 
 
-def test_dead_letter_in_order_is_filed_again_after_a_failure(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_letter_in_order_is_filed_again_after_a_failure(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody came back to it: a receiver that was parked waited for ever on a queue that was free."""
     woken: list[bool] = []
-    bench.parts.groups.create("g", max_attempts=1)
-    bench.put("t", 2)
-    bench.pop(order=True, invisible_ms=1_000)
-    bench.service.add_waiter("g", "t", -1, None, woken.append, order=True)
-    fail_once(monkeypatch, bench.service._tables, "dead_letter")
-    bench.clock.advance(1_000)
+    pops.parts.groups.create("g", max_attempts=1)
+    pops.put("t", 2)
+    pops.pop(order=True, invisible_ms=1_000)
+    pops.service.add_waiter("g", "t", -1, None, woken.append, order=True)
+    fail_once(monkeypatch, PopTables, "file_dead_letter")
+    pops.clock.advance(1_000)
     with pytest.raises(OSError, match="space"):
-        bench.service.run_once(bench.now_ms)
-    bench.advance(1_000)
+        pops.service.run_once(pops.now_ms)
+    pops.advance(1_000)
     assert woken == [True]
-    assert bodies(bench.pop(order=True)) == [b"1"]
-    assert [letter.body for letter in bench.read("%DLQ%g")] == [b"0"]
+    assert bodies(pops.pop(order=True)) == [b"1"]
+    assert [letter.body for letter in pops.read("%DLQ%g")] == [b"0"]
 
 
 # -- records as long as one can be ------------------------------------------------------------------------------------
 
 
-def put_longest(bench: PopBench) -> int:
+def put_longest(pops: PopBench) -> int:
     """The longest message that fits a segment of 64 KiB; its copies, whose topics have longer names, do not."""
     size = 1 << 16
     while True:
         try:
-            bench.parts.store.put("t", b"x" * size, 0)
+            pops.parts.store.put("t", b"x" * size, 0)
         except InvalidMessageError:
             size -= 1
         else:
@@ -96,89 +89,88 @@ def put_longest(bench: PopBench) -> int:
 
 
 @pytest.mark.parametrize("max_attempts", [1, 16])
-def test_message_too_long_to_copy_is_redelivered_in_place(bench: PopBench, max_attempts: int) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_place(pops: PopBench, max_attempts: int) -> None:
     """Neither its copy nor its dead letter fit a segment: it stayed in flight for ever, an error every ten seconds."""
-    bench.parts.groups.create("g", max_attempts=max_attempts)
-    size = put_longest(bench)
-    bench.put("t", 1)
-    [first, _] = bench.pop(n=2, invisible_ms=1_000)
-    bench.advance(1_000)
-    again = bench.pop(n=2)
+    pops.parts.groups.create("g", max_attempts=max_attempts)
+    size = put_longest(pops)
+    pops.put("t", 1)
+    [first, _] = pops.pop(n=2, invisible_ms=1_000)
+    pops.advance(1_000)
+    again = pops.pop(n=2)
     assert size in [len(delivery.message.body) for delivery in again]
     with pytest.raises(ReceiptExpiredError):
-        bench.ack(first)
-    bench.reopen()
-    bench.settle()
-    again = bench.pop(n=2)
+        pops.ack(first)
+    pops.reopen()
+    pops.settle()
+    again = pops.pop(n=2)
     assert size in [len(delivery.message.body) for delivery in again]
-    bench.ack(*again)
-    bench.advance(100_000)
-    assert bench.pop(n=2) == []
-    assert bench.committed() == 2
+    pops.ack(*again)
+    pops.advance(100_000)
+    assert pops.pop(n=2) == []
+    assert pops.committed() == 2
 
 
-def test_dead_letter_without_room_has_no_added_properties(bench: PopBench) -> None:
-    bench.parts.groups.create("g", max_attempts=1)
-    longest = put_longest(bench)
-    bench.parts.store.put("t", b"y" * (longest - len("%DLQ%g") + len("t")), 0)
-    bench.pop(n=2, invisible_ms=1_000)
-    bench.advance(1_000)
-    assert [(letter.body[:1], letter.stored_properties()) for letter in bench.read("%DLQ%g")] == [(b"y", {})]
+def test_dead_letter_without_room_has_no_added_properties(pops: PopBench) -> None:
+    pops.parts.groups.create("g", max_attempts=1)
+    longest = put_longest(pops)
+    pops.parts.store.put("t", b"y" * (longest - len("%DLQ%g") + len("t")), 0)
+    pops.pop(n=2, invisible_ms=1_000)
+    pops.advance(1_000)
+    assert [(letter.body[:1], letter.stored_properties()) for letter in pops.read("%DLQ%g")] == [(b"y", {})]
 
 
-def test_message_too_long_to_copy_is_redelivered_in_order(bench: PopBench) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_order(pops: PopBench) -> None:
     """Every pop of the queue raised: all behind it was out of reach."""
-    bench.parts.groups.create("g", max_attempts=1)
-    size = put_longest(bench)
-    bench.put("t", 1)
-    bench.pop(order=True, invisible_ms=1_000)
-    bench.advance(1_000)
-    [again] = bench.pop(order=True)
+    pops.parts.groups.create("g", max_attempts=1)
+    size = put_longest(pops)
+    pops.put("t", 1)
+    pops.pop(order=True, invisible_ms=1_000)
+    pops.advance(1_000)
+    [again] = pops.pop(order=True)
     assert len(again.message.body) == size
-    bench.ack(again)
-    assert bodies(bench.pop(order=True)) == [b"0"]
+    pops.ack(again)
+    assert bodies(pops.pop(order=True)) == [b"0"]
 
 
 # -- many in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_redelivery_of_many_messages_is_done_in_steps(bench: PopBench) -> None:
+def test_redelivery_of_many_messages_is_done_in_steps(pops: PopBench) -> None:
     """A million deliveries that ended at once held the housekeeper for a minute and a half."""
     count = 1_000
-    bench.put("t", count)
+    pops.put("t", count)
     for _ in range(count):
-        bench.pop(invisible_ms=1_000)
-    bench.clock.advance(1_000)
-    due_ms = bench.service.run_once(bench.now_ms)
-    assert due_ms == bench.now_ms
-    assert 0 < bench.service.in_flight() < count
-    bench.settle()
-    assert bench.service.in_flight() == 0
+        pops.pop(invisible_ms=1_000)
+    pops.clock.advance(1_000)
+    due_ms = pops.service.run_once(pops.now_ms)
+    assert due_ms == pops.now_ms
+    assert 0 < pops.service.in_flight() < count
+    pops.settle()
+    assert pops.service.in_flight() == 0
 
 
-def test_renewals_one_by_one_rarely_compact_the_timeline(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_one_by_one_rarely_compact_the_timeline(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 20,000 messages popped by 32 and each given another time, every change went over all of them: 20 ms each."""
     looks = [0]
     compact = Timeline.compact
     monkeypatch.setattr(Timeline, "compact", lambda self: (looks.__setitem__(0, looks[0] + 1), compact(self))[1])
-    bench.put("t", 3_200)
-    popped = [delivery for _ in range(100) for delivery in bench.pop(n=32)]
+    pops.put("t", 3_200)
+    popped = [delivery for _ in range(100) for delivery in pops.pop(n=32)]
     for i, delivery in enumerate(popped):
-        bench.service.renew("g", "t", delivery.receipt, 60_001 + i)
-    state = bench.service._tables.states[QueueKey("g", "t", 0)]
+        pops.service.renew("g", "t", delivery.receipt, 60_001 + i)
     for delivery in popped[:-1]:
-        bench.ack(delivery)
+        pops.ack(delivery)
     assert looks[0] < 50
-    assert state.timeline.entries < 1_500  # and what is settled does go
+    assert pops.state.timeline.entries < 1_500  # and what is settled does go
 
 
-def test_delivery_far_ahead_is_on_the_agenda_once(bench: PopBench) -> None:
+def test_delivery_far_ahead_is_on_the_agenda_once(pops: PopBench) -> None:
     """Each look at its queue entered it anew: half a million entries a queue in twelve hours."""
-    bench.put("t", 101)
-    bench.pop(invisible_ms=12 * 3_600_000)
+    pops.put("t", 101)
+    pops.pop(invisible_ms=12 * 3_600_000)
     for _ in range(100):
-        bench.ack(*bench.pop(invisible_ms=100))
-        bench.advance(100)
-    assert len(bench.service._tables._agenda) < 5
-    bench.advance(12 * 3_600_000)
-    assert [delivery.attempt for delivery in bench.pop()] == [2]
+        pops.ack(*pops.pop(invisible_ms=100))
+        pops.advance(100)
+    assert pops.announced < 5
+    pops.advance(12 * 3_600_000)
+    assert [delivery.attempt for delivery in pops.pop()] == [2]

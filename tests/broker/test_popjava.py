@@ -417,8 +417,7 @@ class Java:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[PopBench]:
     """A directory as Java's, with 20 messages in each of two queues, whose group stands behind the first 10."""
-    with PopBench(tmp_path / "store", profile="rocketmq") as bench:
-        bench.parts.topics.create("t", queues=2)
+    with PopBench(tmp_path / "store", profile="rocketmq", queues=2) as bench:
         bench.parts.groups.create("g")
         for queue_id in (0, 1):
             bench.put("t", 20, queue_id=queue_id)
@@ -587,8 +586,7 @@ def test_a_ck_that_was_put_twice_is_taken_once(bench: PopBench, java: Java) -> N
 
 
 def test_a_message_that_retention_took_is_told_as_lost(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", profile="rocketmq", segment_bytes=1 << 16) as bench:
-        bench.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", profile="rocketmq", segment_bytes=1 << 16, queues=1) as bench:
         bench.parts.groups.create("g")
         bench.put("t", 6, body_bytes=30_000)
         java = Java(bench)
@@ -883,17 +881,7 @@ def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
     monkeypatch.setattr(PopLog, "put_pop", watched(PopLog.put_pop))
     monkeypatch.setattr(Road, "append", watched(Road.append))
-    monkeypatch.setattr(popjava.JavaTakeover, "mark", _mark_watched(watched))
-
-
-def _mark_watched(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., None]:
-    original = popjava.JavaTakeover.mark
-
-    def mark(self: popjava.JavaTakeover) -> None:
-        self._offsets.save = watched(self._offsets.save)  # type: ignore[method-assign]
-        original(self)
-
-    return mark
+    monkeypatch.setattr(OffsetTable, "save", watched(OffsetTable.save))
 
 
 def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
@@ -932,8 +920,7 @@ def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_a_store_that_no_java_broker_popped_from_is_left_alone(tmp_path: Path, profile: Any) -> None:
-    with PopBench(tmp_path / "store", profile=profile) as bench:
-        bench.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", profile=profile, queues=1) as bench:
         bench.put("t", 3)
         bench.parts.road.append("t", 0, b"later", {"TIMER_DELAY_SEC": "60"})
         bench.pop(n=2, local=False)

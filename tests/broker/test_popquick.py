@@ -15,51 +15,16 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
+from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.quick import Lending
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.state import Batch
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
-from tests.broker.popsupport import PopBench
+from tests.broker.popsupport import PopBench, interrupted_puts, memory, orders
 from tests.without import compiled
-
-FIELDS = (
-    *("key", "head", "cursor", "committed", "written", "ahead_at", "ahead_from", "ahead_next", "ahead_filter"),
-    *("announced_ms", "last_pop_ms", "reset_ms", "pops", "popped", "popped_bytes", "acked", "gone", "_batches"),
-)
-"""Those that are values; `memory` shows the others."""
-
-
-def shown(batch: Batch | None) -> Any:
-    names = ("name", "start", "count", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
-    return None if batch is None else tuple(repr(getattr(batch, name)) for name in names)
-
-
-def memory(state: QueueState) -> dict[str, Any]:
-    """All that is known of a queue, as values."""
-    timeline = state.timeline
-    return {name: getattr(state, name) for name in FIELDS} | {
-        "in_flight": [(offset, shown(batch)) for offset, batch in state.in_flight.items()],
-        "released": [(offset, shown(batch)) for offset, batch in state.released.items()],
-        "revived": list(state.revived),
-        "fifo": shown(state.fifo),
-        "ahead": [message.offset for message in state.ahead],
-        "entries": timeline.entries,
-        "asked": timeline.asked,
-        "timeline": {at: [shown(batch) for batch in timeline._at(at)] for at in timeline._buckets},
-        "times": timeline._times,
-    }
-
-
-def orders(bench: PopBench) -> tuple[int, Any, set[QueueKey]]:
-    """All that the order info says, and the queues whose record is the batch itself."""
-    tables = bench.service._tables
-    batches = {key for key, entry in tables.orders.entries.items() if isinstance(entry, Batch)}
-    assert all(tables.orders.entries[key] is tables.states[key].fifo for key in batches)
-    return tables.order_version, tables.orders.as_json(), batches
-
 
 ORDERS = {"no order": {}, "in order": {"order": True}, "without what is acked": {"order": True, "skip_acked": True}}
 """Ways to pop."""
@@ -71,16 +36,10 @@ class Pair:
 
     def __init__(self, folder: Path, way: str = "no order", **config: Any) -> None:
         self.way = ORDERS[way]
-        self.benches = [self._bench(folder / name, config) for name in ("compiled", "python")]
+        names = ("compiled", "python")
+        self.benches = [PopBench(folder / name, rng=random.Random(7).random, **config) for name in names]
         self.deliveries: list[tuple[Delivery, Delivery]] = []
-        self._slow()
-
-    @staticmethod
-    def _bench(path: Path, config: dict[str, Any]) -> PopBench:
-        return PopBench(path, rng=random.Random(7).random, **config)
-
-    def _slow(self) -> None:
-        self.benches[1].service._tables._tip = None
+        self.benches[1].by_python()
 
     def __enter__(self) -> Pair:
         return self
@@ -118,10 +77,10 @@ class Pair:
             if kill:
                 bench.kill()
             bench.reopen()
-        self._slow()
+        self.benches[1].by_python()
 
     def check(self) -> None:
-        states = [bench.service._tables.states for bench in self.benches]
+        states = [bench.tables.states for bench in self.benches]
         assert list(states[0]) == list(states[1])
         for key in states[0]:
             assert memory(states[0][key]) == memory(states[1][key])
@@ -198,11 +157,9 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
         case "clock":
             for bench in pair.benches:
                 bench.clock.set_wall(bench.now_ms + first)
-        case "put anew":  # as the keeper does where the last batch lies too far behind the log's end
+        case "put anew":
             for bench in pair.benches:
-                state = bench.service._tables.states[QueueKey("g", "t", 0)]
-                if state.fifo is not None:
-                    bench.service._fifo.put_anew(state)
+                bench.put_anew()
         case "reset":
             pair.do(lambda bench: bench.reset(second, first))
         case "reopen":
@@ -305,8 +262,7 @@ def test_messages_that_cannot_be_read_are_passed_over(
     pair.do(lambda bench: bench.put("t", 8))
     pair.pop()
     for bench in pair.benches:
-        state = bench.service._tables.states[QueueKey("g", "t", 0)]
-        state.ahead = [message for message in state.ahead if message.offset not in (2, 3, 6, 7)]
+        bench.state.ahead = [message for message in bench.state.ahead if message.offset not in (2, 3, 6, 7)]
     for _ in range(4):
         if settles:
             for one, _ in pair.deliveries:
@@ -398,7 +354,7 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
     receipts = [one.receipt for one, _ in pair.deliveries]
     by_python: list[Any] = []
     real = StandardQueues.settle
-    monkeypatch.setattr(StandardQueues, "settle", lambda *rest: by_python.append(rest[0]) or real(*rest))
+    monkeypatch.setattr(StandardQueues, "settle", lambda *rest: by_python.append(rest[1]) or real(*rest))
     wrong = " ".join(["1000", *receipts[3].split()[1:-1], "1000"])
     for chosen, *calls in (
         ([receipts[0], wrong], 0, 0),
@@ -409,34 +365,34 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
         by_python.clear()
         pair.ack(chosen)
         pair.check()
-        assert [by_python.count(bench.service._standard) for bench in pair.benches] == calls
+        assert [sum(map(by_python.count, bench.tables.states.values())) for bench in pair.benches] == calls
     assert all(bench.service.in_flight() == 0 for bench in pair.benches)
 
 
+@pytest.fixture
+def ordered(pair: Pair) -> Pair:
+    """A pair that pops in order, and whose last batch is settled."""
+    pair.way = ORDERS["in order"]
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    return pair
+
+
 @compiled
-def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
+def test_a_last_batch_that_is_not_noted_yet_is_for_python(ordered: Pair) -> None:
     """As an exception of a signal handler may leave it, between the record in the log and the order info."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    for bench in pair.benches:
-        state = bench.service._tables.states[QueueKey("g", "t", 0)]
-        state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
-    tables = pair.benches[0].service._tables
-    state = tables.states[QueueKey("g", "t", 0)]
-    assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, True) is None
+    for bench in ordered.benches:
+        bench.state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
+    tables, state = ordered.benches[0].tables, ordered.benches[0].state
+    assert tables.hand_out(state, 1, ordered.benches[0].now_ms, 60_000, "t", True, True) is None
 
 
 @compiled
-def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    for bench in pair.benches:  # as no call leaves it
-        state = bench.service._tables.states[QueueKey("g", "t", 0)]
-        state.in_flight[8] = Batch(99, [8], 1, 1, True)
-    assert pair.pop() == 0
-    pair.check()
+def test_deliveries_without_order_have_to_end_first(ordered: Pair) -> None:
+    for bench in ordered.benches:  # as no call leaves it
+        bench.state.in_flight[8] = Batch(99, [8], 1, 1, True)
+    assert ordered.pop() == 0
+    ordered.check()
 
 
 @compiled
@@ -444,8 +400,7 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     pair.do(lambda bench: bench.put("t", 9))
     for _ in range(3):
         pair.pop()
-    tables = pair.benches[0].service._tables
-    state = tables.states[QueueKey("g", "t", 0)]
+    tables, state = pair.benches[0].tables, pair.benches[0].state
     receipt = pair.deliveries[-1][0].receipt
     ahead, next_, in_flight = state.ahead, state.ahead_next, dict(state.in_flight)
     pair.do(lambda bench: bench.parts.groups.delete("g"))
@@ -533,16 +488,13 @@ def test_single_messages_take_the_compiled_way(
 
 
 @compiled
-def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
+def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(ordered: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
-    pair.pop(n=3)
+    ordered.pop(n=3)
     told: list[bool] = []
-    bench = pair.benches[0]
+    bench = ordered.benches[0]
     bench.service.add_waiter("g", "t", -1, None, told.append, order=True)
-    for one, _ in pair.deliveries[-3:]:
+    for one, _ in ordered.deliveries[-3:]:
         bench.waiters.run_once(bench.now_ms)
         seen = bench.waiters.seen("t")
         assert told == []
@@ -557,27 +509,24 @@ def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
 
 @compiled
 @pytest.mark.parametrize("change", ["nack", "attempt of the queue model", "cleaned away", "reset"])
-def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> None:
+def test_a_record_that_says_more_is_not_replaced(ordered: Pair, change: str) -> None:
     """Compiled code asks the order info, and not only the last batch that it has seen."""
-    pair.way = ORDERS["in order"]
-    pair.do(lambda bench: bench.put("t", 9))
-    step(pair, *DONE, 0)
     if change == "nack":
-        pair.pop()
-        step(pair, "nack", -1, 0, 0)
-    for bench in pair.benches:
+        ordered.pop()
+        step(ordered, "nack", -1, 0, 0)
+    for bench in ordered.benches:
         if change == "attempt of the queue model":
             bench.service.note_attempt("g", "t", 0, 3, 2)
         elif change == "cleaned away":
-            bench.service._orders.put(QueueKey("g", "t", 0), None)
+            bench.tables.orders.put(QueueKey("g", "t", 0), None)
         elif change == "reset":
             bench.reset(3)
-    pair.pop()
+    ordered.pop()
     attempt = {"nack": 2, "attempt of the queue model": 3}.get(change, 1)
-    assert [(one.message.offset, one.attempt) for one, _ in pair.deliveries[-1:]] == [(3, attempt)]
-    pair.check()
-    pair.ack([pair.deliveries[-1][0].receipt])
-    pair.check()
+    assert [(one.message.offset, one.attempt) for one, _ in ordered.deliveries[-1:]] == [(3, attempt)]
+    ordered.check()
+    ordered.ack([ordered.deliveries[-1][0].receipt])
+    ordered.check()
 
 
 @compiled
@@ -585,8 +534,7 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("g", "t", 0)]
-    tables = bench.service._tables
+    tables, state = bench.tables, bench.state
     before = memory(state)
     with state.lock:
         assert tables.hand_out(state, 1, bench.now_ms, 1000, "t", True, False) is None
@@ -612,44 +560,39 @@ def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("g", "t", 0)]
-    log = bench.parts.store._log
-    before, real = memory(state), log._on_alarm
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    log._on_alarm, log.alarm = interrupt, 0
+    before = memory(bench.state)
     for call in (bench.pop, lambda: bench.ack(first)):
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_puts(bench.parts.store), pytest.raises(KeyboardInterrupt):
             call()
-        assert memory(state) == before
-        assert not state.lock.locked()
-    log._on_alarm = real
+        assert memory(bench.state) == before
+        assert not bench.state.lock.locked()
     assert [delivery.message.offset for delivery in (*bench.pop(), *bench.pop())] == [1, 2]
     bench.ack(first)
     assert bench.committed() == 1
 
 
 @compiled
-def test_an_offset_table_that_raises_leaves_the_queue_free(pair: Pair) -> None:
-    bench = pair.benches[0]
-    bench.put("t", 3)
-    bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
-    [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("g", "t", 0)]
+def test_an_offset_table_that_raises_leaves_the_queue_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note, interrupts = OffsetTable.note, False
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(*arguments: Any) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        note(*arguments)
 
-    real, bench.service._tables._commit = bench.service._tables._commit, interrupt
-    with pytest.raises(KeyboardInterrupt):
-        bench.ack(first)
-    assert not state.lock.locked()
-    assert not state.in_flight  # its record is in the log: it is settled, and the table hears of it with the next
-    bench.service._tables._commit = real
-    bench.ack(*bench.pop())
-    assert bench.committed() == 3
+    monkeypatch.setattr(OffsetTable, "note", interrupted)
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 3)
+        bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
+        [first] = bench.pop()
+        interrupts = True
+        with pytest.raises(KeyboardInterrupt):
+            bench.ack(first)
+        interrupts = False
+        assert not bench.state.lock.locked()
+        assert not bench.state.in_flight  # its record is in the log: it is settled, and the table hears of the next
+        bench.ack(*bench.pop())
+        assert bench.committed() == 3
 
 
 TEXTS = st.one_of(
@@ -686,7 +629,7 @@ def test_forged_receipts_are_refused_as_by_python(
 
 @compiled
 def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
-    tables = pair.benches[0].service._tables
+    tables = pair.benches[0].tables
     bare = kernel.Lending()
     half = Lending()
     half.key = QueueKey("g", "t", 0)
@@ -713,10 +656,9 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
 
 
 def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", durability="flush") as bench:
-        bench.parts.topics.create("t", queues=1)
+    with PopBench(tmp_path / "store", durability="flush", queues=1) as bench:
         bench.put("t", 5)
-        assert bench.service._tables._tip is None
+        assert not bench.is_compiled
         for i in range(5):
             [delivery] = bench.pop()
             assert delivery.message.offset == i
@@ -729,8 +671,7 @@ def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     bench.pop()
-    tables = bench.service._tables
-    state = tables.states[QueueKey("g", "t", 0)]
+    tables, state = bench.tables, bench.state
     head, before = state.head, memory(state)
     for length in (1025, 5000):
         state.head = head.ljust(length)

@@ -20,23 +20,20 @@ from mqstore.broker.published import publish
 from mqstore.files.quiet import QUIET
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from tests.faults import Crash, FaultyFileSystem
+from tests.broker.support import TableBench
+from tests.faults import Crash
 from tests.log.support import open_store
 
 
-class Owner:
+class Owner(TableBench[OffsetTable]):
     """A store with ten messages in each of two queues of `t`, and its offsets."""
 
-    def __init__(self, path: Path, fs: FaultyFileSystem | None = None) -> None:
-        self.path = path
-        self.store = open_store(path, fs=fs)
-        if not self.store.topics():
-            for queue_id in (0, 1):
-                for _ in range(10):
-                    self.store.put("t", b"x", queue_id)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "consumerOffset.json", OffsetTable)
+        for queue_id in (0, 1):
+            self.fill("t", queue_id, 10)
         self.store.dispatch()
-        self.fs = self.store.fs
-        self.table = OffsetTable(self.store)
+        self.table = self.again()
 
     def publish(self, offset: int, *, group: str = "sp", topic: str = "t", queue_id: int = 0) -> None:
         publish(self.path, group, {(topic, queue_id): offset})
@@ -45,8 +42,8 @@ class Owner:
         self.table.run_once(0)
         self.table.run_once(5_000)
 
-    def on_disk(self) -> dict[str, Any]:
-        return json.loads((self.path / "config/consumerOffset.json").read_text())["offsetTable"]  # type: ignore[no-any-return]
+    def on_disk(self) -> Any:
+        return self.stored()["offsetTable"]
 
     def waiting(self) -> list[str]:
         return sorted(path.name for path in (self.path / "config/spark/groups").iterdir())
@@ -54,7 +51,7 @@ class Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    owner = Owner(tmp_path / "s", FaultyFileSystem())
+    owner = Owner(tmp_path / "s")
     yield owner
     owner.store.close()
 
@@ -64,7 +61,7 @@ def test_progress_is_folded_in_when_offsets_are_saved(owner: Owner, at: str) -> 
     owner.publish(4)
     assert owner.table.committed("sp", "t", 0) is None
     if at == "open":
-        owner.table = OffsetTable(owner.store)
+        owner.table = owner.again()
     else:
         (owner.table.close if at == "close" else owner.tick)()
     assert owner.table.committed("sp", "t", 0) == 4
@@ -103,7 +100,7 @@ def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owne
     owner.publish(4)
     content = {"version": 1, "group": group, "offsets": {"t": {"0": 5}}}
     (owner.path / f"config/spark/groups/{group}.json").write_text(json.dumps(content))
-    table = OffsetTable(owner.store)
+    table = owner.again()
     assert table.groups() == {"sp"}
     assert owner.waiting() == [f"{group}.json.corrupt"]
 
@@ -114,7 +111,7 @@ def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:
     owner.table.commit("sp", "t", 0, 3)
     owner.tick()
     assert owner.table.committed("sp", "t", 0) == 3
-    table = OffsetTable(owner.store)
+    table = owner.again()
     assert table.committed("sp", "t", 0) == 3
 
 
@@ -172,18 +169,17 @@ def test_a_save_that_fails_keeps_what_was_taken_for_the_next(owner: Owner) -> No
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_an_owner_that_dies_anywhere_in_a_fold_loses_nothing(tmp_path: Path, step: int) -> None:
-    fs = FaultyFileSystem()
-    owner = Owner(tmp_path / "s", fs)
+    owner = Owner(tmp_path / "s")
     owner.store.flush()
     owner.publish(9)
-    fs.crash(nth=step)
+    owner.fs.crash(nth=step)
     try:
         owner.table.close()
     except Crash:
         died = True
     else:
         died = False
-    fs.heal()
+    owner.fs.heal()
     with open_store_like_the_next(owner):
         assert owner.on_disk() == {"t@sp": {"0": 9}}
         assert owner.waiting() == []

@@ -12,6 +12,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.errors import InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
 from tests.broker.support import START_MS, new_parts
 
 
@@ -43,6 +44,8 @@ def test_a_level_diverts_to_its_queue_and_is_clamped(parts: Parts, asked: int, s
     [message] = parts.store.read(SCHEDULE_TOPIC, queue_id)
     properties = message.stored_properties()
     assert (properties["DELAY"], properties["REAL_TOPIC"], properties["REAL_QID"]) == (stored, "orders", "2")
+    assert message.tags_code == START_MS + delay_table_ms(DEFAULT_DELAY_LEVELS)[queue_id]  # when it is due
+    assert parts.store.offsets_or_none("orders", 2) is None
 
 
 def test_a_level_wins_over_a_timer(parts: Parts) -> None:

@@ -20,7 +20,7 @@ from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.options import Profile
 from tests.broker.support import START_MS, clock_of, new_parts
-from tests.without import Door, compiled
+from tests.without import Door, compiled, put_by_python
 
 _START_S = START_MS / 1000
 _YEAR_S = 366 * 86_400
@@ -75,7 +75,7 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, *, by_python: bo
             for topic in ("orders", "narrow"):
                 parts.road.put(topic, b"first", unique_key="first", **cast(Any, first))
         if by_python:
-            parts.road._sender = None
+            put_by_python(parts.road)
         results: list[Any] = []
         for topic, options, key in puts:
             try:
@@ -120,7 +120,7 @@ def test_what_puts_of_the_broker_compiled_parts_do(tmp_path: Path, options: dict
     parts = new_parts(tmp_path / "s", segment_bytes=1 << 20)
     for first in ({"delay": 5}, {"delay_level": 3}, {}):
         parts.road.put("orders", b"first", **cast(Any, first))
-    door = Door(parts.road._sender)
+    door = Door(parts.road)
     receipt = door.put("orders", b"body", **options)
     assert door.left == ([] if is_compiled else [(("orders", b"body"), options)])
     assert (receipt is not None) == is_compiled
@@ -149,8 +149,8 @@ def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(parts: Parts)
 
 
 def test_the_receipt_of_a_delayed_message_is_a_value(parts: Parts) -> None:
-    for sender in (parts.road._sender, None):
-        parts.road._sender = sender
+    for prepare in (lambda _: None, put_by_python):
+        prepare(parts.road)
         receipt = parts.road.put("orders", b"x", delay=5, unique_key="u")
         assert type(receipt) is DelayedReceipt
         assert hash(receipt) == hash(tuple(receipt))

@@ -30,7 +30,6 @@ from mqstore.broker.retention import worth_rolling
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.properties import decode_properties
-from mqstore.log import manifest
 from mqstore.log.message import Message
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
@@ -83,16 +82,14 @@ class Bench(support.Bench):
         return self.store.max_offset - self.store.min_offset
 
     def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
-        bounds = self.store.offsets_or_none(topic, queue_id)
-        return self.store.read(topic, queue_id, bounds[0], 100_000) if bounds and bounds[1] else []
+        return support.messages_of(self.parts, topic, queue_id)
 
     def arrived(self) -> list[tuple[str, int]]:
         """(body, ms from START_MS) of what was delivered."""
         return [(message.text(), message.store_timestamp_ms - START_MS) for message in self.messages()]
 
     def counted(self, name: str) -> int:
-        totals = self.broker.stats().counters.totals
-        return sum(total[0] for (kind, _), total in totals.items() if kind == name)
+        return support.counted(self.parts, name)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +183,7 @@ def test_a_level_of_30_days_does_not_hold_the_log_either(tmp_path: Path, unconsu
 
 def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) -> None:
     properties = {"TAGS": "t", "KEYS": "k1 k2", "mine": "x", "WAIT": "true", "DELAY": "3"}
-    put = bench.broker._parts.road.append
+    put = bench.parts.road.append
     fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
     first = put("orders", 2, b"with a key", {**properties, "UNIQ_KEY": "u"}, **fields)
     second = put("orders", 2, b"without", properties, **fields)
@@ -275,11 +272,10 @@ def test_what_is_due_in_the_running_second_is_not_rolled_nor_what_lies_behind_it
     for wait_ms in (10 * HOUR, 5900, 20 * HOUR):
         bench.broker.put("orders", str(wait_ms).encode(), queue_id=0, delay=wait_ms / 1000)
     bench.advance(5500)  # the slot of the second one is being read, and all three are written
-    timer = bench.broker._timer
-    assert timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 1
+    assert bench.timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 1
     bench.advance(2000)
     assert bench.arrived() == [("5900", 5900)]
-    assert timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 2, "the last one, and the first again"
+    assert bench.timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 2, "the last one, and the first again"
     bench.again()
     bench.advance(DAY)
     assert bench.arrived() == [("5900", 5900), (str(10 * HOUR), 10 * HOUR), (str(20 * HOUR), 20 * HOUR)]
@@ -304,14 +300,14 @@ def test_so_it_is_before_the_first_records_are_deleted(bench: Bench, reopened: b
     handles = at_the_front(bench, HOUR, HOUR)
     bench.broker.put("orders", b"same", queue_id=0, deliver_at=(START_MS + HOUR) / 1000)
     bench.settle()
-    assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
+    assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
     bench.jump(S)
     if reopened:
         bench.again()
     assert bench.broker.stats().timer_waiting == 3
     assert bench.broker.recall(handles[1])
     bench.clock.set_wall(START_MS + HOUR + S)
-    bench.broker._timer.run_once(bench.clock.now_ms())
+    bench.timer.run_once(bench.clock.now_ms())
     assert bench.store.min_offset == 0
     assert sorted(body for body, _ in bench.arrived()) == ["0", "same"]
 
@@ -323,11 +319,11 @@ def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None
     bench.house()
     assert bench.counted("delay_rolled") == 1
     handle = recall_handle("orders", START_MS + 30 * DAY - S + 1, "u")
-    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is False
+    assert inspect.is_waiting(bench.parts, handle, bench.clock.now_ms()) is False
     assert bench.broker.recall(handle) is False
     receipt = bench.broker.put("orders", b"timer", queue_id=0, deliver_at=(START_MS + 30 * DAY) / 1000, unique_key="u")
     assert receipt.recall_handle == handle
-    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is True
+    assert inspect.is_waiting(bench.parts, handle, bench.clock.now_ms()) is True
     assert bench.broker.recall(handle) is True
     bench.days(31)
     assert [body for body, _ in bench.arrived()] == ["level"]
@@ -338,7 +334,7 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
 ) -> None:
     with caplog.at_level(logging.WARNING, "mqstore"):
         at_the_front(bench, HOUR, 3 * DAY, 40 * DAY)
-        timer, now_ms = bench.broker._timer, bench.clock.now_ms()
+        timer, now_ms = bench.timer, bench.clock.now_ms()
         assert timer.roll(SEGMENT, 100, now_ms) == 3
         assert timer.roll(SEGMENT, 100, now_ms) == 0
         assert timer.waiting() == 3
@@ -349,9 +345,8 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
     assert caplog.records == []
 
 
-def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
-    bench = Bench(tmp_path / "store")
+@pytest.mark.usefixtures("few_units")
+def test_the_timers_own_log_is_let_go_too(bench: Bench) -> None:
     bench.broker.put("orders", b"far", queue_id=0, delay=300 * DAY / 1000)
     for _ in range(30):
         for _ in range(10):
@@ -361,7 +356,6 @@ def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.Mo
         bench.busy()
         bench.house()
     assert len(list((bench.path / "timerlog").iterdir())) <= 3, "330 units came, ten to a file"
-    bench.broker.close()
 
 
 # -- when it is not done -----------------------------------------------------------------------------------------------
@@ -397,7 +391,7 @@ def test_a_level_that_the_table_no_longer_has_holds_the_log_and_nothing_is_rolle
 def test_what_is_overdue_is_delivered_and_not_rolled(bench: Bench) -> None:
     at_the_front(bench, 20 * S, HOUR)
     bench.clock.advance(30 * S)
-    assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
+    assert bench.timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
     bench.house()
     assert [body for body, _ in bench.arrived()] == ["0"]
     assert bench.counted("TIMER_ROLLED") == 1
@@ -408,10 +402,9 @@ def test_nor_is_what_a_level_has_to_deliver(bench: Bench) -> None:
     bench.settle()
     bench.clock.advance(10 * S)
     bench.broker.put("orders", b"not due", queue_id=0, delay_level=2)
-    delay = bench.broker._delay
-    assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
+    assert bench.delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
     bench.settle()
-    assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 1
+    assert bench.delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 1
     bench.jump(10 * S)
     bench.jump(S)
     assert [body for body, _ in bench.arrived()] == ["due", "not due"]
@@ -499,7 +492,7 @@ def test_a_recall_holds_when_message_and_cancellation_are_rolled(bench: Bench) -
 
 def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: Bench) -> None:
     gone, _ = at_the_front(bench, 20 * DAY, 20 * DAY)
-    assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
+    assert bench.timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
     assert bench.broker.recall(gone) is True
     bench.kill()
     bench.days(21)
@@ -513,7 +506,7 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
 @pytest.mark.parametrize("rolled", [1, 3, 5])
 def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: int, killed: bool) -> None:
     at_the_front(bench, *[20 * DAY] * 5)
-    assert bench.broker._timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
+    assert bench.timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
     bench.jump(S)  # the checkpoint
     (bench.kill if killed else bench.again)()
     bench.house()
@@ -528,7 +521,7 @@ def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more
     bench.settle()
     bench.jump(20 * S)
     bench.busy()
-    roller = bench.broker._timer if kind == "timer" else bench.broker._delay
+    roller = bench.timer if kind == "timer" else bench.delay
     assert roller.roll(SEGMENT, 2, bench.clock.now_ms()) == 2
     bench.kill()
     bench.days(32)
@@ -553,7 +546,7 @@ def test_a_crash_loop_does_not_roll_again_and_again(bench: Bench, kind: str) -> 
 def test_nothing_is_deleted_before_the_copies_are_on_record(bench: Bench) -> None:
     bench.broker.put("orders", b"level", queue_id=0, delay_level=3)
     at_the_front(bench, 20 * DAY)
-    for roller in (bench.broker._timer, bench.broker._delay):
+    for roller in (bench.timer, bench.delay):
         before = [*roller.pins()]
         assert roller.roll(SEGMENT, 10, bench.clock.now_ms()) == 1
         assert [pin.physical_offset for pin in roller.pins()] == [pin.physical_offset for pin in before]
@@ -647,16 +640,16 @@ def test_a_broken_record_that_is_alone_does_not_hold_the_log_for_300_days(bench:
     damage(bench, TIMER_TOPIC, 0, 0)
     bench.house()
     assert bench.counted("TIMER_UNREADABLE") == 1
-    assert list(bench.broker._timer.pins()) == []
+    assert list(bench.timer.pins()) == []
     assert bench.kept <= KEPT + 2 * SEGMENT
     bench.again()
     assert bench.broker.stats().timer_waiting == 0
 
 
 def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_be_rolled(bench: Bench) -> None:
-    bench.broker._parts.road.append("orders", 0, b"good", {"DELAY": "3"})
+    bench.broker.put("orders", b"good", queue_id=0, delay_level=3)
     bench.store.append(SCHEDULE_TOPIC, 2, b"bad", properties={"DELAY": "3", "REAL_TOPIC": "orders"})
-    bench.broker._parts.road.append("orders", 0, b"good too", {"DELAY": "3"})
+    bench.broker.put("orders", b"good too", queue_id=0, delay_level=3)
     bench.busy()
     bench.house()
     [letter] = bench.messages(dlq_topic(SCHEDULE_GROUP))
@@ -671,7 +664,7 @@ def test_a_level_message_without_room_for_the_timers_marks_stays_and_comes_from_
     bench = Bench(tmp_path / "store", segment_bytes=4 * SEGMENT)
     long = {"mine": "x" * 32_650}
     for body, properties in ((b"a", {}), (b"b", long), (b"c", {})):
-        bench.broker._parts.road.append("orders", 0, body, {**properties, "DELAY": "3"})
+        bench.broker.put("orders", body, queue_id=0, properties=properties, delay_level=3)
     bench.busy(32)
     for _ in range(4):
         bench.house()
@@ -701,12 +694,11 @@ def test_a_timer_message_that_cannot_be_put_again_stays(
     rolled = bench.counted("TIMER_ROLLED")
     assert rolled == 1
     bench.again(max_message_size=2000)  # which is for what is put; this was
-    road = bench.broker._parts.road
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise InvalidMessageError("too large", "properties")
 
-    monkeypatch.setattr(road, "copy", refuse)
+    monkeypatch.setattr(bench.parts.road, "copy", refuse)
     for _ in range(4):
         bench.house()
     assert bench.counted("TIMER_ROLLED") == 0
@@ -747,7 +739,7 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
 
 def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:
     handles = at_the_front(bench, HOUR, 3 * DAY)
-    assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
+    assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
     bench.jump(S)
     bench.clock.set_wall(START_MS - HOUR)
     bench.settle()

@@ -54,6 +54,7 @@ NOT_THERE = {
     (mqstore.Delivery, "ack_at_once"),
     (mqstore.PullConsumer, "take"),
     (mqstore.PushConsumer, "run_on_loop"),
+    (mqstore.PushConsumer, "halt"),  # the store's way to close
     (mqstore.Store, "halt"),
     (mqstore.Store, "close_halted"),
     (mqstore.admin.DeadLetters, "as_new"),  # for jobs that send letters of many stores again

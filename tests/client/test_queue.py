@@ -683,12 +683,16 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
         queue.task_done()
 
 
-def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_what_an_interrupted_get_many_had_taken_is_there_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """By Ctrl-C, or by what a signal handler raises."""
     queue = bench.queue()
     queue.put_many([b"%d" % i for i in range(40)])
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, error()))
+        with pytest.raises(error):
             queue.get_many(40)
     tasks = queue.get_many(40)
     assert sorted(int(task.value) for task in tasks) == list(range(40))

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.options import Profile, StoreConfig
@@ -16,15 +18,23 @@ from tests.log.support import kill, open_in
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
 
+def if_new(path: Path, **sizes: int) -> dict[str, int]:
+    """Options that only a new store may be given."""
+    there = any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
+    return {} if there else sizes
+
+
 def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> Any:
-    new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
-    sizes = (
-        {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
-        if new or profile == "rocketmq"
-        else {}
-    )
+    sizes = {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
+    if profile != "rocketmq":
+        sizes = if_new(path, **sizes) if mode == "rw" else {}
     config = StoreConfig(clock=SimulatedClock(), **sizes)
     return open_in(mode, path, profile=profile, config=config, fs=fs)
+
+
+def checkpoint_of(timer: TimerService) -> TimerCheck:
+    """The file of the timer's progress, for scripts that note each save."""
+    return timer._check
 
 
 def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:

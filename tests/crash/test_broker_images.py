@@ -15,7 +15,6 @@ and groups are made, altered and deleted. Of each image it is asked:
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import if_new
 from tests.log.support import Unsynced, kill
 
 TOPICS = ("t", "%RETRY%g")
@@ -54,19 +54,16 @@ class Script:
 
 
 def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:
-    sizes = {} if (path / "mqstore.json").exists() or (path / "commitlog").exists() else SIZES
-    config = StoreConfig(clock=clock, retention=Retention(age=5), delay_levels="1s 5s", **sizes)
+    config = StoreConfig(clock=clock, retention=Retention(age=5), delay_levels="1s 5s", **if_new(path, **SIZES))
     return Broker(MessageStore(path, config=config, fs=fs))
 
 
 class Run:
     """The script's broker, and a consumer that reads by offset."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, root: Path, fs: RecordingFileSystem) -> None:
         self.rng = random.Random(f"broker {seed}")
-        self.root = folder / "store"
-        self.root.mkdir()
-        self.fs = RecordingFileSystem(self.root)
+        self.root, self.fs = root, fs
         self.script = Script(self.fs.events)
         self.clock = SimulatedClock()
         self.broker = open_broker(self.root, self.clock, self.fs)
@@ -83,7 +80,6 @@ class Run:
             self.fs.mark(("time", self.clock.now_ms()))
         self.fs.observe()
         kill(self.broker.store)
-        self.fs.dispose()
         return self.script
 
     def put(self) -> None:
@@ -175,8 +171,8 @@ class Run:
         self.fs.mark(("set", kind, name, value))
 
 
-def record(seed: int, folder: Path) -> Script:
-    return Run(seed, folder).run()
+def record(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
+    return Run(seed, root, fs).run()
 
 
 CAMPAIGN = Campaign("test_broker_images.py", record, images=60, chunk=20, images_a_script=12)
@@ -222,10 +218,7 @@ def drain(broker: Broker, clock: SimulatedClock, *, kept: int) -> list[Message]:
     return found
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"broker image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     first = next(i for i, event in enumerate(script.events) if event.kind == "mark")
     moment = rng.randrange(first + 1, len(script.events) + 1)
     if script.drops and rng.random() < 0.5:
@@ -250,9 +243,8 @@ def check_seed(seed: int, tmp: Path) -> None:
     assert not missing, f"{sorted(body.split()[0] for body in missing)} are lost"
     assert broker.stats().errors == {}
     broker.close()
-    shutil.rmtree(image)
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_what_a_power_cut_leaves_of_a_broker_skips_nothing_and_forgets_no_setting(tmp_path: Path, first: int) -> None:
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,18 +27,15 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.names import SCHEDULE_TOPIC
-from mqstore.broker.parts import open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
+from tests.broker.delaysupport import Delays
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.log.support import Unsynced, kill
+from tests.log.support import Unsynced
 
 TABLE_MS = (1_000, 5_000, 12_000)
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
@@ -57,48 +53,30 @@ class Script:
     """Moments inside the service's work."""
 
 
-class Broker:
-    """A store with its delay service."""
+class Broker(Delays):
+    """A store with its delay service. A dead letter would be a loss."""
 
     def __init__(self, path: Path, fs: FileSystem, clock: SimulatedClock) -> None:
-        self.clock = clock
-        new = not (path / "commitlog").exists()
-        config = StoreConfig(clock=clock, delay_levels="1s 5s 12s", **(SIZES if new else {}))
-        self.store = MessageStore(path, config=config, fs=fs)
-        self.parts = open_parts(self.store)
-        self.service = DelayService(
-            self.parts, lambda: None, lambda *_: pytest.fail("nothing here is beyond restoring")
-        )
+        super().__init__(path, fs=fs, clock=clock, delay_levels="1s 5s 12s", **SIZES)
 
     def run(self) -> None:
         self.store.dispatch()
         self.service.run_once(self.clock.now_ms())
-
-    def close(self) -> None:
-        self.service.close()
-        self.store.close()
-
-    def queue(self, topic: str, queue_id: int) -> list[Message]:
-        bounds = self.store.offsets_or_none(topic, queue_id)
-        return self.store.read(topic, queue_id, bounds[0], 100_000) if bounds and bounds[1] else []
 
     def scheduled(self) -> dict[tuple[int, int], Message]:
         """(level, offset) -> message, of all that the store holds."""
         return {
             (level, message.offset): message
             for level in range(1, len(TABLE_MS) + 1)
-            for message in self.queue(SCHEDULE_TOPIC, level - 1)
+            for message in self.messages(SCHEDULE_TOPIC, level - 1)
         }
 
     def copies(self) -> list[Message]:
-        return [message for queue in QUEUES for message in self.queue(*queue)]
+        return [message for queue in QUEUES for message in self.messages(*queue)]
 
 
-def run_script(seed: int, folder: Path) -> Script:
+def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     rng = random.Random(f"delay {seed}")
-    root = folder / "store"
-    root.mkdir()
-    fs = RecordingFileSystem(root)
     script = Script(fs.events)
     clock = SimulatedClock()
     broker = Broker(root, fs, clock)
@@ -132,14 +110,13 @@ def run_script(seed: int, folder: Path) -> Script:
             broker = Broker(root, fs, clock)
         else:
             fs.observe()
-            kill(broker.store)
+            broker.kill()
             fs.mark(("killed", 1))
             broker = Broker(root, fs, clock)
             fs.mark(("flushed", script.puts))
         fs.mark(("time", clock.now_ms()))
     fs.observe()
-    kill(broker.store)
-    fs.dispose()
+    broker.kill()
     return script
 
 
@@ -165,10 +142,7 @@ def number_of(message: Message) -> int:
     return int(message.body.split(b" ", 1)[0])
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"delay image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     if script.busy and rng.random() < 0.8:
         moment = rng.choice(script.busy)
     else:
@@ -191,7 +165,7 @@ def check_seed(seed: int, tmp: Path) -> None:
         for _ in range(3):
             broker.run()
     assert broker.service.waiting() == 0
-    assert broker.service.errors == {}
+    assert (broker.service.errors, broker.dead) == ({}, [])
 
     copies = broker.copies()
     after = Counter(map(number_of, copies))
@@ -212,7 +186,7 @@ def check_seed(seed: int, tmp: Path) -> None:
         assert "DELAY" not in copy.stored_properties()
     for queue in QUEUES:
         for level in range(1, len(TABLE_MS) + 1):
-            offsets = [place[number_of(m)][1] for m in broker.queue(*queue) if place[number_of(m)][0] == level]
+            offsets = [place[number_of(m)][1] for m in broker.messages(*queue) if place[number_of(m)][0] == level]
             backwards = sum(other <= one for one, other in pairwise(offsets))
             assert backwards <= opened, f"level {level} goes back without a crash: {offsets}"
             firsts = list(dict.fromkeys(offsets))
@@ -220,11 +194,10 @@ def check_seed(seed: int, tmp: Path) -> None:
     broker.close()
     with ReadOnlyMessageStore(image) as reader:
         assert list(reader.verify()) == []
-    shutil.rmtree(image)
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_after_a_power_cut_every_delayed_message_comes_in_time_in_order_and_as_often_as_the_progress_says(
     tmp_path: Path, first: int
 ) -> None:
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)

@@ -30,6 +30,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import if_new
 from tests.faults import STEP
 from tests.log.support import Unsynced, kill
 
@@ -49,8 +50,7 @@ class Script:
 
 
 def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:
-    sizes = {} if (path / "mqstore.json").exists() or (path / "commitlog").exists() else SIZES
-    config = StoreConfig(clock=clock, delay_levels="1s 5s", dlq_retention=20, **sizes)
+    config = StoreConfig(clock=clock, delay_levels="1s 5s", dlq_retention=20, **if_new(path, **SIZES))
     return Broker(MessageStore(path, config=config, fs=fs))
 
 

@@ -21,7 +21,6 @@ from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
     MQStoreError,
-    ReadOnlyStoreError,
     StoreFullError,
     StoreIOError,
 )
@@ -183,6 +182,20 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
     check(path, 3)
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_failed_sync_of_any_of_several_segments_poisons_the_log(tmp_path: Path, nth: int) -> None:
+    fs = FaultyFileSystem()
+    with MessageStore(tmp_path / "store", config=config(), fs=fs) as store:
+        store.put("t", b"", durability="flush")
+        while len(store.log_files.segments()) < 3:
+            store.put("t", bytes(1000))
+        fs.fail("fdatasync", errno.EIO, nth=nth, path_part="commitlog")
+        with pytest.raises(FlushFailedError):
+            store.flush()
+        with pytest.raises(FlushFailedError):
+            store.put("t", b"")
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 @pytest.mark.parametrize("operation", ["open", "sync_directory"])
 def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
@@ -237,17 +250,18 @@ def test_units_whose_sync_failed_are_not_claimed_by_a_later_sync(tmp_path: Path)
 def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
     path = tmp_path / "store"
-    fs = FaultyFileSystem()
-    with MessageStore(path, config=config(), fs=fs) as store:
+    fs, clock = FaultyFileSystem(), SimulatedClock()
+    with MessageStore(path, config=config(clock), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
-        for file in list(store.queue_table._dirty):
-            store.parts.descriptors.forget(file)
+        store.run_once(clock.monotonic_ms())
+        store.parts.descriptors.give_back()
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
-        assert not store._checkpointer.sync_units()
-        assert "units" in store.stats().errors
-        fs.heal()
-        assert store._checkpointer.sync_units()
+        for failed in (True, False):
+            clock.advance(60_000)
+            store.run_once(clock.monotonic_ms())
+            assert ("units" in store.stats().errors) is failed
+            fs.heal()
     check(path, 1)
     with MessageStore(path, config=config()) as store:
         assert store.clean_shutdown
@@ -265,27 +279,6 @@ def test_short_writes_are_continued(tmp_path: Path, length: int) -> None:
         run.through()
         assert bool(run.errors) <= (length == 0)
         check(tmp_path / f"store-{nth}", COUNT)
-
-
-def test_dispatch_that_finds_no_room_waits_while_puts_go_on(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with MessageStore(tmp_path / "store", config=config(), fs=fs) as store:
-        fs.fail("truncate_sparse", errno.ENOSPC, times=None)
-        for n in range(5):
-            store.put("t", body_of(n), durability="flush")
-        with pytest.raises(StoreFullError):
-            store.dispatch()
-        assert store.stats().dispatch_lag_bytes > 0
-        fs.heal()
-        store.dispatch()
-        assert [m.body for m in store.read("t")] == [body_of(n) for n in range(5)]
-
-
-def test_a_read_only_folder_is_told_as_such(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    fs.fail("create", errno.EROFS, times=None)
-    with pytest.raises(ReadOnlyStoreError):
-        MessageStore(tmp_path / "store", config=config(), fs=fs)
 
 
 # --- a disk that is really full ---
@@ -313,6 +306,16 @@ def fill(store: MessageStore, n: int, durability: Durability = "flush") -> int:
         except (StoreFullError, StoreIOError):
             return number
     raise AssertionError("nothing was refused")
+
+
+@contextmanager
+def limited(kind: int, value: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -349,14 +352,10 @@ def test_a_limit_on_file_size_is_an_error_not_a_dead_process(tmp_path: Path) -> 
         for n in range(3):
             store.put("t", body_of(n))
         store.dispatch()
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+        with limited(resource.RLIMIT_FSIZE, 2048):
             n = fill(store, 3)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, old)
+        signal.signal(signal.SIGXFSZ, old)
         store.put("t", body_of(n))
         assert [m.body for m in store.iter("t")] == [body_of(i) for i in range(n + 1)]
 
@@ -366,12 +365,8 @@ def test_too_many_open_files(tmp_path: Path) -> None:
     with MessageStore(path, config=config(), fs=REAL) as store:
         for n in range(20):
             store.put("t", body_of(n))
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # what is open stays so
+        with limited(resource.RLIMIT_NOFILE, 3):  # what is open stays so
             n = fill(store, 20, "append")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for i in range(n, n + 20):
             store.put("t", body_of(i))
         assert [m.body for m in store.iter("t")] == [body_of(i) for i in range(n + 20)]

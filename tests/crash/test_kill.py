@@ -62,11 +62,6 @@ def held(store: MessageStore) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def next_number(store: MessageStore) -> int:
-    there = held(store)
-    return there.stop
-
-
 # --- the child ---
 
 
@@ -81,7 +76,7 @@ def produce(path: Path, pipe: int, seed: int) -> None:
     while True:
         say(b"o")
         store = MessageStore(path, config=config)
-        n = next_number(store)
+        n = held(store).stop
         for _ in range(rng.randrange(20, 200)):
             step = rng.random()
             if step < 0.9:

@@ -13,7 +13,6 @@ was there before: ("doomed", copies) is noted before each deletion. MQSTORE_CRAS
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,21 +29,20 @@ from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
 from mqstore.log.outgoing import Copy
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
-from tests.broker.support import settle
+from tests.broker.support import messages_of, settle, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import checkpoint_of, if_new
 from tests.log.support import Unsynced, kill
 
 S, DAY = 1_000, 86_400_000
 LEVELS_MS = (1_000, 20 * DAY)
 SEGMENT = 8192
 POLICY = Retention(age=None, max_bytes=2 * SEGMENT, unconsumed="drop")
-TIMERLOG_SEGMENT = 6 * 52 + 16
 
 
 @dataclass
@@ -63,14 +61,8 @@ class Broker:
     """A store with the three that matter here."""
 
     def __init__(self, path: Path, fs: FileSystem, clock: SimulatedClock) -> None:
-        new = not (path / "mqstore.json").exists() and not (path / "commitlog").exists()
-        sizes: dict[str, Any] = {
-            "segment_bytes": SEGMENT,
-            "consumequeue_units": 64,
-            "index_slots": 64,
-            "index_entries": 256,
-        }
-        config = StoreConfig(clock=clock, delay_levels="1s 20d", retention=POLICY, **(sizes if new else {}))
+        sizes = if_new(path, segment_bytes=SEGMENT, consumequeue_units=64, index_slots=64, index_entries=256)
+        config = StoreConfig(clock=clock, delay_levels="1s 20d", retention=POLICY, **sizes)
         self.clock = clock
         self.store = MessageStore(path, config=config, fs=fs)
         self.parts: Parts = open_parts(self.store)
@@ -84,8 +76,7 @@ class Broker:
 
     def arrived(self) -> list[tuple[str, int, int]]:
         """(body, when delivered, where) of what came."""
-        bounds = self.store.offsets_or_none("orders", 0)
-        found = self.store.read("orders", 0, bounds[0], 100_000) if bounds and bounds[1] else []
+        found = messages_of(self.parts, "orders")
         return [(message.text(), message.store_timestamp_ms, message.physical_offset) for message in found]
 
     def close(self) -> None:
@@ -120,16 +111,13 @@ def spied(broker: Broker, fs: RecordingFileSystem) -> Broker:
     road = broker.parts.road
     after(road, "copy", lambda message, *_: fs.mark(("copied", ("timer", message.text()))))
     after(road, "copy_many", tell_all)
-    after(broker.timer._check, "save", lambda *_: None)
+    after(checkpoint_of(broker.timer), "save", lambda *_: None)
     after(broker.delay, "save", lambda *_: None)
     return broker
 
 
-def run_script(seed: int, folder: Path) -> Script:
+def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     rng = random.Random(f"rolling {seed}")
-    root = folder / "store"
-    root.mkdir()
-    fs = RecordingFileSystem(root)
     script = Script(fs.events)
     clock = SimulatedClock()
     handles: dict[str, str] = {}
@@ -207,17 +195,13 @@ def run_script(seed: int, folder: Path) -> Script:
         fs.observe()
         broker.kill()
     fs.mark(("time", clock.now_ms()))
-    fs.dispose()
     return script
 
 
 CAMPAIGN = Campaign("test_rolling_images.py", run_script, images=20, chunk=10, images_a_script=10)
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"rolling image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     if script.rolling and rng.random() < 0.8:
         moment = min(len(script.events), rng.choice(script.rolling))
     else:
@@ -261,14 +245,12 @@ def check_seed(seed: int, tmp: Path) -> None:
     broker.close()
     with ReadOnlyMessageStore(image) as reader:
         assert list(reader.verify()) == []
-    shutil.rmtree(image)
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_what_a_power_cut_leaves_of_rolling_loses_nothing_and_comes_neither_early_nor_more_often_than_it_may(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = manifest._SIZES["mqstore"]
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
+    shrink_timer_log(monkeypatch, units=6)
     monkeypatch.setattr(retention, "_ROLL_STEP", 2)
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)

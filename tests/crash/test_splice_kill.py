@@ -13,6 +13,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, stage
+from tests.log.support import kill
 
 SIZES = {"segment_bytes": 16_384, "consumequeue_units": 64, "index_slots": 8, "index_entries": 64}
 ROWS = [Row(b"%04d" % i + b"x" * (i * 37 % 900), "t", i % 2) for i in range(80)]
@@ -50,9 +51,8 @@ def test_dying_at_any_change_leaves_all_of_a_splice_or_nothing(tmp_path: Path) -
         else:
             break
         for store in stores:
-            store._closed = True
             fs.heal()
-            store._release()
+            kill(store)
         again = FaultyFileSystem()
         again.crash(1 + nth * 7 % 31, torn=nth % 3 == 0)
         try:
@@ -60,9 +60,8 @@ def test_dying_at_any_change_leaves_all_of_a_splice_or_nothing(tmp_path: Path) -
         except Crash:
             pass
         else:
-            store._closed = True
             again.heal()
-            store._release()
+            kill(store)
         with opened(path) as store:
             found = bodies(store)
             marks = [body for body in (b"before", b"behind") if body in found]

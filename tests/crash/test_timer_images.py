@@ -11,28 +11,25 @@ synced by then. MQSTORE_CRASH_SEED=n runs one.
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import Progress
 from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.parts import Parts, open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log import manifest
-from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
-from tests.broker.support import advance
+from tests.broker.support import ServiceBench, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.log.support import Unsynced, kill
+from tests.crash.support import checkpoint_of
+from tests.log.support import Unsynced
 
-TIMERLOG_SEGMENT = 6 * 52 + 16
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 
 
@@ -46,49 +43,46 @@ class Script:
     due: dict[str, int] = field(default_factory=dict)
 
 
-def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> tuple[Parts, TimerService]:
-    new = not (path / "mqstore.json").exists() and not (path / "commitlog").exists()
-    sizes = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64, "index_entries": 256} if new else {}
-    parts = open_parts(MessageStore(path, config=StoreConfig(clock=clock, **sizes), fs=fs))
-    return parts, TimerService(parts, lambda: None)
+class Timers(ServiceBench[TimerService]):
+    """A store with its timer. `saved` is told what was delivered before each checkpoint."""
+
+    def __init__(
+        self, path: Path, clock: SimulatedClock, fs: FileSystem, saved: Callable[[list[str]], None] = lambda _: None
+    ) -> None:
+        self._fs, self._saved = fs, saved
+        sizes = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64, "index_entries": 256}
+        super().__init__(path, TimerService, clock=clock, **sizes)
+
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        super().open(self._fs, **config)
+        checkpoint = checkpoint_of(self.service)
+        save = checkpoint.save
+
+        def noted(progress: Progress, now_ms: int) -> None:
+            delivered = [body for body, _ in self.delivered()]
+            save(progress, now_ms)
+            self._saved(delivered)
+
+        checkpoint.save = noted  # type: ignore[method-assign]
+
+    def delivered(self) -> list[tuple[str, int]]:
+        """(body, when delivered) of what came."""
+        return [(message.text(), message.store_timestamp_ms) for message in self.messages()]
 
 
-def bodies(parts: Parts) -> list[tuple[str, int]]:
-    """(body, when delivered) of what came."""
-    if parts.store.offsets_or_none("orders", 0) is None:
-        return []
-    return [(message.text(), message.store_timestamp_ms) for message in parts.store.iter("orders", 0)]
-
-
-def run_script(seed: int, folder: Path) -> Script:
+def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     rng = random.Random(f"timer {seed}")
-    root = folder / "store"
-    root.mkdir()
-    fs = RecordingFileSystem(root)
     script = Script(fs.events)
     clock = SimulatedClock()
     handles: dict[str, str] = {}
-
-    def start() -> tuple[Parts, TimerService]:
-        parts, timer = open_broker(root, clock, fs)
-        save = timer._check.save
-
-        def saved(progress: Progress, now_ms: int) -> None:
-            delivered = [body for body, _ in bodies(parts)]
-            save(progress, now_ms)
-            fs.mark(("saved", delivered))
-
-        timer._check.save = saved  # type: ignore[method-assign]
-        return parts, timer
-
-    parts, timer = start()
+    timers = Timers(root, clock, fs, lambda delivered: fs.mark(("saved", delivered)))
     for step in range(rng.randrange(15, 40)):
         choice = rng.random()
         if choice < 0.45:
             body = str(step)
             wait = rng.choice((500, S, 3 * S, 8 * S, HOUR, 3 * DAY, 6 * DAY)) + rng.randrange(S)
             durable = rng.random() < 0.6
-            receipt = parts.road.append(
+            receipt = timers.parts.road.append(
                 "orders", 0, body.encode(), {"TIMER_DELAY_MS": str(wait)}, durability="flush" if durable else "append"
             )
             assert receipt.recall_handle is not None
@@ -99,39 +93,28 @@ def run_script(seed: int, folder: Path) -> Script:
         elif choice < 0.55 and handles:
             body = rng.choice(sorted(handles))
             fs.mark(("recalling", {body}))
-            if timer.recall(handles[body]):
-                parts.store.flush()
+            if timers.service.recall(handles[body]):
+                timers.parts.store.flush()
                 fs.mark(("recalled", body))
             fs.mark(("recalling", set()))
         elif choice < 0.62:
-            timer.close()
-            parts.store.close()
-            parts, timer = start()
+            timers.reopen()
         elif choice < 0.66:
             fs.observe()
-            kill(parts.store)
-            parts, timer = start()
+            timers.crash()
         else:
             for _ in range(rng.randrange(1, 5)):
-                advance(parts, [timer], rng.choice((300, S, S, 2 * S, HOUR, DAY)))
+                timers.pass_ms(rng.choice((300, S, S, 2 * S, HOUR, DAY)))
                 fs.mark(("time", clock.now_ms()))
-    if rng.random() < 0.5:
-        timer.close()
-        parts.store.close()
-    else:
-        kill(parts.store)
+    (timers.close if rng.random() < 0.5 else timers.kill)()
     fs.mark(("time", clock.now_ms()))
-    fs.dispose()
     return script
 
 
 CAMPAIGN = Campaign("test_timer_images.py", run_script, images=30, chunk=10, images_a_script=10)
 
 
-def check_seed(seed: int, tmp: Path) -> None:
-    script = CAMPAIGN.script(seed, tmp)
-    rng = random.Random(f"timer image {seed}")
-    image = tmp / f"image-{seed}"
+def check_image(script: Script, rng: random.Random, image: Path) -> None:
     moment = rng.randrange(1, len(script.events) + 1)
     marks = build_image(script.events[:moment], rng, image)
     told: dict[str, list[object]] = {"time": [SimulatedClock().now_ms()], "put": [], "recalled": [], "saved": [[]]}
@@ -143,16 +126,11 @@ def check_seed(seed: int, tmp: Path) -> None:
     times = [t for t in ahead if isinstance(t, int)]
     now = times[0] if times else told["time"][-1]
     assert isinstance(now, int)
-    clock = SimulatedClock(now)
-    parts, timer = open_broker(image, clock, Unsynced())
-    held = (
-        {message.text() for message in parts.store.iter(TIMER_TOPIC, 0) if message.body}
-        if parts.store.offsets_or_none(TIMER_TOPIC, 0)
-        else set()
-    )
+    timers = Timers(image, SimulatedClock(now), Unsynced())
+    held = {message.text() for message in timers.messages(TIMER_TOPIC) if message.body}
     assert {str(body) for body in told["put"]} <= held
-    advance(parts, [timer], 10 * DAY)
-    found = bodies(parts)
+    timers.pass_ms(10 * DAY)
+    found = timers.delivered()
     counts = Counter(body for body, _ in found)
     recalled = set(told["recalled"])
     assert not recalled & set(counts), "what was recalled came"
@@ -166,20 +144,17 @@ def check_seed(seed: int, tmp: Path) -> None:
     assert isinstance(saved, list)
     again = {body for body in saved if counts[body] > saved.count(body)}
     assert not again, f"{sorted(again)} were delivered before the checkpoint, and came again"
-    assert timer.waiting() == 0
-    assert not list(timer.pins())
-    timer.close()
-    parts.store.close()
-    shutil.rmtree(image)
+    assert timers.service.waiting() == 0
+    assert not list(timers.service.pins())
+    timers.close()
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_early_nor_again(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = manifest._SIZES["mqstore"]
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
+    shrink_timer_log(monkeypatch, units=6)
     if first // 10 % 2:  # every other script, so that two messages of one second take several steps
         monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 1)
         monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 1)
-    CAMPAIGN.run(first, check_seed, tmp_path)
+    CAMPAIGN.run(first, check_image, tmp_path)

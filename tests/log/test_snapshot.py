@@ -450,7 +450,7 @@ def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_pat
     store.flush()
     kill(store)
     checkpoint = (root / "checkpoint").read_bytes()
-    intent = Intent("job", 0, store.max_offset, 5, {("orders", 0): 7})
+    intent = Intent("job", 0, store.max_offset, 5)
     store = open_store(root)
     put(store, range(20, 70))
     store.dispatch()

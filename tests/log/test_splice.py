@@ -883,7 +883,7 @@ def test_an_intent_below_the_flushed_watermark_is_stale(root: Path, shard: Path)
         start, now_ms = store.max_offset, store.clock.now_ms()
         store.splice([shard], app="a", version=0)
         held = shown(store)
-    value = TxnState(intent=Intent("a", 0, start, now_ms, {("orders", 0): 1})).as_json()
+    value = TxnState(intent=Intent("a", 0, start, now_ms)).as_json()
     (root / TXN_FILE).write_text(json.dumps(value))  # an old copy that was put back
     with open_store(root, "r") as reader:
         assert shown(reader) == held

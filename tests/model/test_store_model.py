@@ -163,10 +163,8 @@ class StoreMachine(RuleBasedStateMachine):
             return len(queue.messages)
         if not self.opened.queue_table.get(topic, queue_id) or topic not in self.opened.topics():
             return 0
-        return next(
-            (i for i, m in enumerate(queue.messages) if m.physical_offset >= self.opened._commit.flushed),
-            len(queue.messages),
-        )
+        flushed = self.opened.max_offset - self.opened.stats().flush_lag_bytes
+        return next((i for i, m in enumerate(queue.messages) if m.physical_offset >= flushed), len(queue.messages))
 
     @precondition(lambda self: self.queues)
     @rule(data=st.data(), count=st.integers(0, 40), tags=st.sampled_from(["*", "Aa", "BB || other", "none"]))

@@ -435,7 +435,7 @@ def test_a_splice_under_way_and_the_inbox_are_told(path: Path) -> None:
     assert (nothing["pending"], nothing["inbox"], nothing["refused"]) == (None, [], [])
     file = path / "config" / "spark" / "txn.json"
     state = json.loads(file.read_text())
-    intent = {"app": "job \x1b[31m", "version": 7, "start": end, "stamp_ms": 1, "queues": {}}
+    intent = {"app": "job \x1b[31m", "version": 7, "start": end, "stamp_ms": 1}
     file.write_text(json.dumps({**state, "intent": intent}))
     for name in ("job-8", "refused/job-6\x1b[31m"):
         (path / "inbox" / name).mkdir(parents=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs import traffic_report
+from mqstore.log.store import MessageStore
 from tests.tools.brokers import filled
 from tests.tools.support import environment, mqstore, mqstore_json, seen_on_a_terminal
 
@@ -135,6 +136,16 @@ def test_traffic_prints_what_the_library_reports(store: Path) -> None:
     for more, text in ((("--interval", "fast"), "interval='fast'"), (("--by", "tag"), "by=")):
         result = mqstore(*call, *more)
         assert (result.exit_code, text in result.stderr) == (2, True)
+
+
+def test_traffic_tells_of_damage_even_if_nothing_else_is_left(tmp_path: Path) -> None:
+    with MessageStore(tmp_path) as damaged:
+        damaged.put("orders", b"hello")
+    with (tmp_path / "commitlog" / f"{0:020d}").open("r+b") as log:
+        log.write(b"spoilt!!")  # length and magic
+
+    found = mqstore("traffic", tmp_path, "--option", "onCorrupt=skip")
+    assert found.stderr == "no messages\n1 damaged messages were left out\n"
 
 
 def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:

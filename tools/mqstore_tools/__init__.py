@@ -1,4 +1,4 @@
-"""The command `mqstore`: looks at stores, checks, mends, fills and empties them. What it knows is the library's."""
+"""The command `mqstore`: looks at stores, checks, mends, fills and empties them by the library."""
 
 from typing import Final
 

@@ -1,7 +1,6 @@
-"""`mqstore bench`: how fast is mqstore on this machine and disk? A few seconds, without peers.
+"""`mqstore bench`: the speed of mqstore on this machine and disk, in some seconds.
 
-The comparison beside other queues, with repetitions and their spread, is `make bench`; this one is for a person at
-another machine who wants the order of magnitude.
+It shows the order of magnitude. `make bench` compares with other queues, and repeats.
 """
 
 from __future__ import annotations

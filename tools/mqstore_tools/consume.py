@@ -1,7 +1,6 @@
-"""`mqstore consume`: the messages of topics in the name of a group: printed, or a command run for each.
+"""`mqstore consume`: print the messages of topics for a group, or run a command for each.
 
-Here is what was asked for, what is said about it, and what would be done; `taken` runs it, `handled` prints and runs
-commands.
+Here are the options, the summary and the dry run. `taken` runs it, `handled` prints and runs commands.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ _OF_PRINTING: Final = ("format_", "body_bytes")
 
 _EX_DATAERR: Final = 65
 _LONGEST_S: Final = 366 * 86_400
-"""As `max_delay`."""
+"""Longest delay in seconds, as `max_delay`."""
 _LONGEST_WAIT_S: Final = 1_000_000
-"""For a command; the system's own limit is that of milliseconds in 31 bits."""
+"""Longest wait for a command in seconds. The system counts milliseconds in 31 bits."""
 
 
 def _start(value: Any) -> Start:
-    """The type of `--from`."""
     return value if isinstance(value, datetime) else _WORDS.get(value) or moment(value)
 
 
@@ -167,9 +165,9 @@ def consume(
     dry_run: bool,
     json_output: bool,
 ) -> None:
-    """Take the messages of TOPICs in the store in DIR for a consumer group, and print them, or run a command for each.
+    """Take the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
 
-    A message is done once it was printed and written out, or its command has ended well; what was begun and not done
+    A message is done once it was printed and written out, or its command has ended well. What was begun and not done
     when the process dies comes again. Takes the writer's lock for as long as it runs. With --json a summary at the end:
     on stdout with --exec, else, where messages are printed, on stderr.
     """
@@ -206,7 +204,7 @@ def consume(
 
 
 def _argv(command: str, *, shell: bool) -> list[str]:
-    """The words of a command. One that is not there would make a failure of every message: that is told before."""
+    """Return the words of a command. A missing one is refused now: it would fail for every message."""
     if shell:
         return ["/bin/sh", "-c", command]
     try:
@@ -222,7 +220,7 @@ def _argv(command: str, *, shell: bool) -> list[str]:
 def _policy(
     broker: Broker, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]
 ) -> RetryPolicy | None:
-    """The retry policy to give to the group; None: what it has. UsageError for --ordered when it has no order."""
+    """Return the retry policy for the group, None for its own. UsageError for --ordered without order."""
     _check_names(broker, asked)
     known = broker.groups.get(asked.group)
     if known is not None and asked.ordered and not known.orderly:
@@ -235,7 +233,7 @@ def _policy(
 
 
 def _check_names(broker: Broker, asked: Asked) -> None:
-    """What a consumer would refuse only when its group has come into being."""
+    """Raise now what a consumer would refuse only when its group has come into being."""
     check_group(asked.group)
     for topic in asked.topics:
         if broker.topics.get(topic) is None:
@@ -244,9 +242,6 @@ def _check_names(broker: Broker, asked: Asked) -> None:
         broker.filter(asked.sql, "SQL92")
     else:
         as_filter(asked.tags)
-
-
-# -- what is said about it ---------------------------------------------------------------------------------------------
 
 
 def _progress_of(run: Run, source: Source) -> tuple[int, int]:
@@ -291,11 +286,8 @@ def _text(summary: dict[str, Any]) -> str:
     )
 
 
-# -- what would be done ------------------------------------------------------------------------------------------------
-
-
 def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
-    """Say what the group has before it; changes nothing."""
+    """Print what the group has before it. Changes nothing."""
     with planning(directory) as tables:
         missing = [topic for topic in topics if tables.topics.get(topic) is None]
         rows = _plan(tables, group, [topic for topic in topics if topic not in missing], start)
@@ -310,7 +302,7 @@ def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | 
 
 
 def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) -> list[dict[str, Any]]:
-    """A row a queue, those with what failed before included."""
+    """Return a row for each queue, retry queues included."""
     begins = start or (tables.groups.get(group) or GroupConfig(group)).start
     reads = Reads(tables)
     pops = pop_view(tables, tables.clock.now_ms())
@@ -338,7 +330,7 @@ def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) ->
 
 
 def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
-    """`start` as a group has it: an integer is ms since the epoch."""
+    """Return the offset at which a group starts. An integer is ms since the epoch."""
     if start == "earliest":
         return reads.min_offset(topic, queue_id)
     if start == "latest":

@@ -1,4 +1,4 @@
-"""`mqstore cut`: list, print and append again what recovery has cut from the log (`mqstore.broker.admin.cut`)."""
+"""`mqstore cut`: list, print and restore what recovery has cut (`mqstore.broker.admin.cut`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mqstore_tools.shown import export_row
 __all__ = ["cut"]
 
 _LARGEST = (1 << 31) - 1
-"""Bytes of a body: what was stored once is not refused for the limit of today."""
+"""Limit of body bytes: a stored message is not refused for the limit of today."""
 
 _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 
@@ -63,10 +63,10 @@ Examples:
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_output: bool) -> None:
-    """List what recovery has cut from the store in DIR: each whole message with its old place, and for each file how
-    many messages it has, and how many bytes that are no message.
+    """List what recovery has cut from the store in DIR: each whole message with its old place.
 
-    Such bytes are also told on stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
+    For each file it shows how many messages it has, and how many bytes that are no message. Such bytes are also told on
+    stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
     """
     told = Told(json_output)
     with ReadOnlyMessageStore(directory, fs=QUIET) as store:
@@ -89,7 +89,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
 
 
 def _messages(store: StoreReader, file: library.CutFile, tally: library.Tally, told: Told) -> Iterator[Message]:
-    """The whole messages of a file. All else is told and counted."""
+    """Yield the whole messages of a file. All else is told and counted."""
     try:
         for item in library.contents(store, file):
             if isinstance(item, Finding):
@@ -160,10 +160,10 @@ Examples:
 @click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
 @click.pass_context
 def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:
-    """Print the messages that recovery has cut from the store in DIR, a JSON object a line, as `mqstore export` does.
+    """Print the messages that recovery has cut from the store in DIR, as `mqstore export` does.
 
-    `queue_offset` and `physical_offset` say where each message lay. Bytes that are no message are told on stderr, and
-    the exit code is 1 then.
+    A JSON object a line: `queue_offset` and `physical_offset` say where each message lay. Bytes that are no message are
+    told on stderr, and the exit code is 1 then.
     """
     told = Told(json_output)
     count = 0
@@ -202,12 +202,12 @@ Examples:
 @json_option
 @click.pass_context
 def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_run: bool, json_output: bool) -> None:
-    """Append the messages that recovery has cut from the store in DIR to the log again, in the order of their old
-    offsets, and move the files to DIR/cut/restored.
+    """Append the messages that recovery has cut from the store in DIR to the log again.
 
-    Each message keeps its queue and all that it was sent with. It gets a new offset, so groups receive it even if they
-    had consumed it before it was cut. A delay level starts over; a fixed time of delivery stays. A topic that does not
-    exist any more comes back with its messages.
+    They come in the order of their old offsets, and the files are moved to DIR/cut/restored. Each message keeps its
+    queue and all that it was sent with. It gets a new offset, so groups receive it even if they had consumed it before
+    it was cut. A delay level starts over; a fixed time of delivery stays. A topic that does not exist any more comes
+    back with its messages.
 
     All files are restored, or none. The command may be killed and run again, and no message comes twice. A message that
     still lies at its place in the log is left alone.
@@ -240,9 +240,9 @@ def _restore(directory: Path, files: tuple[str, ...], report: library.Progress) 
 
 def _as_dict(done: library.Restore) -> dict[str, Any]:
     queues = []
-    for (topic, queue_id), count in sorted(done.queues.items()):
-        first, end = done.offsets.get((topic, queue_id), (None, None))
-        row = {"topic": topic, "queue_id": queue_id, "messages": count, "first_offset": first, "end_offset": end}
+    for ref, count in sorted(done.queues.items()):
+        first, end = done.offsets.get(ref, (None, None))
+        row = {**ref._asdict(), "messages": count, "first_offset": first, "end_offset": end}
         queues.append(row)
     return {"files": [tally.as_dict() for tally in done.files], "queues": queues}
 

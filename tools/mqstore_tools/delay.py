@@ -44,9 +44,9 @@ Examples:
 @directory_argument
 @json_option
 def show(directory: Path, json_output: bool) -> None:
-    """Show what waits in the store in DIR: by level (retries too), and for moments of its own (the timer).
+    """Show what waits in the store in DIR: by level, retries too, and by the timer.
 
-    A level that the table does not have is an orphan: its messages wait until the table has it again, or the broker is
+    A level that the table does not have is an orphan. Its messages wait until the table has it again, or the broker is
     run with orphan_level_policy="deliver_now". By what is on disk: a running broker is some seconds ahead.
     """
     with looking(directory) as parts:

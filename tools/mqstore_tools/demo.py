@@ -66,16 +66,13 @@ __all__ = ["Source", "demo", "read_sources"]
 
 TOPIC, QUEUES = "stdlib", 8
 KILLS = ((0.25, 0.45), (0.6, 0.8))
-"""Each kill falls between these shares of all lines."""
+"""Shares of all lines between which each kill falls."""
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
-
-
-# --- the workload ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of the standard library, and where its lines go."""
+    """A file of the standard library, and the place of its lines."""
 
     group: str
     path: str
@@ -116,8 +113,9 @@ def read_sources(root: Path, limit_bytes: float, rng: random.Random) -> list[Sou
 
 
 def _write(parent: Connection[Any, Any], root: str, sources: list[Source], ack_lines: int) -> None:
-    """Put every line that is not in the store yet. Send facts once the store is open, then the number of lines on disk
-    after each group, and wait for an answer to each."""
+    """Put every line that is not in the store yet, and report to the parent.
+    Facts are sent once the store is open, then the number of lines on disk after each group. Each waits for an
+    answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
     begin = time.perf_counter()
     with MessageStore(root) as store:
@@ -191,7 +189,7 @@ class _Demo:
         self.say(text, "ok" if ok else "FAILED", "bold green" if ok else "bold red")
 
     def introduce(self, library: Path) -> None:
-        """Say what is to be stored. FileNotFoundError when there is nothing."""
+        """Print what is to be stored. FileNotFoundError when there is nothing."""
         self.step("1  The workload", f"Each line of the sources of Python {sys.version.split()[0]} is to be a message.")
         if not self.lines:
             raise FileNotFoundError(f"{library} has no Python sources: this Python came without them")
@@ -222,8 +220,8 @@ class _Demo:
         self.check("complete", acked == self.lines, f"{acked:,} messages in the queues for {self.lines:,} lines")
 
     def _run_writer(self, before: int, ack_lines: int, kill_at: int) -> dict[str, Any]:
-        """Return what the writer said of itself, its exit code, its process id, how many lines it has acknowledged, and
-        how many it found that were never acknowledged."""
+        """Run and kill the writer. Return what it said, its exit code and its process id.
+        Also how many lines it has acknowledged, and how many it found that were never acknowledged."""
         ours, theirs = self.processes.Pipe()
         told = (theirs, str(self.store), self.sources, ack_lines)
         process = self.processes.Process(target=_write, args=told, daemon=True)
@@ -356,8 +354,9 @@ class _Demo:
         }
 
     def _flip_three(self, copy: Path) -> tuple[list[tuple[str, str, int]], mqstore.QueueRef, int]:
-        """Flip a bit of a unit, an index entry and a body. Return the kind of the finding that each must give, file and
-        position, at last those of the unit of the body, which has lost its record; queue and offset of the body."""
+        """Flip a bit of a unit, an index entry and a body.
+        Return (kind, file, position) of each finding to come, the last one for the unit of the body, then the body's
+        queue and offset."""
 
         def place(kind: str, folder: str, position: int, file_bytes: int) -> tuple[str, str, int]:
             return kind, f"{folder}/{position // file_bytes * file_bytes:020d}", position % file_bytes
@@ -382,9 +381,6 @@ class _Demo:
             data[position] ^= 1 << self.rng.randrange(8)
             (copy / file).write_bytes(data)
         return [*flips, unit], body_of, damaged
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 @click.command(
@@ -412,7 +408,7 @@ def demo(
     """Store, kill, recover, read, inspect and break a real workload.
 
     Every line of the Python standard library becomes a message. The writing process is killed twice with SIGKILL, and
-    another goes on; readers put every file together again and compare SHA-256; then a copy is damaged and mended. Exit
+    another goes on. Readers put every file together again and compare SHA-256. Then a copy is damaged and mended. Exit
     code 1 if any check fails.
     """
     screen = render.console()

@@ -1,4 +1,4 @@
-"""`mqstore dlq`: what consumer groups gave up; sending it again, letting go of it."""
+"""`mqstore dlq`: show, replay and purge dead letters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Examples:
   mqstore dlq purge var/mq --group billing --before 30d""",
 )
 def dlq() -> None:
-    """Show dead letters, the messages that a group could not consume in all its attempts; replay or purge them.
+    """Show dead letters, the messages that failed in all attempts of a group. Replay or purge them.
 
     `list` and `show` read, also beside a running broker; the others take the writer's lock. `mqstore dlq COMMAND
     --help` tells more.
@@ -67,9 +67,8 @@ Examples:
 def list_(
     stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, jobs: int, json_output: bool
 ) -> None:
-    """Count the dead letters of the stores in DIR by group and by the topic that they came from: how many, how old, and
-    the most frequent reasons. `mqstore dlq show` prints the letters of a group.
-    """
+    """Count the dead letters of the stores in DIR by group and by the topic that they came from.
+    Shown are how many, how old, and the most frequent reasons. `mqstore dlq show` prints the letters of a group."""
     from mqstore.jobs import dlq_report, select
 
     with progress("counting", of_bytes=False) as report:
@@ -94,7 +93,7 @@ def list_(
 
 
 def _letters(tables: Tables, group: str) -> DeadLetters:
-    """The dead letters of a group. GroupNotFoundError for one of which there is no trace: its name is misspelt."""
+    """Return the dead letters of a group. GroupNotFoundError if there is no trace of the group."""
     letters = DeadLetters(tables, group)
     if tables.topics.get(letters.topic) is None and group not in group_names(tables):
         raise GroupNotFoundError(
@@ -148,9 +147,6 @@ def show(
         note(f"no dead letter at offset {missing}")
     if missing or not fine:
         ctx.exit(FINDINGS)
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 @dlq.command(

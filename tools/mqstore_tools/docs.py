@@ -1,4 +1,4 @@
-"""`python -m mqstore_tools.docs FILE` prints a file with what is generated of it as the code has it now.
+"""`python -m mqstore_tools.docs FILE`: print a file with its generated parts made again.
 
 docs/commands.md        all of it: the commands' own help
 docs/spark-options.md   its tables; the text between them is written by hand
@@ -32,13 +32,13 @@ Whatever a store holds is printed escaped: no byte of it reaches a terminal as a
 
 
 def page() -> str:
-    """The page, the same at any width of terminal."""
+    """Return the page, the same at any width of terminal."""
     with click.Context(cli, info_name="mqstore", **cli.context_settings) as ctx:
         return "\n".join([_HEAD, _block("mqstore", cli, None), *_blocks("mqstore", cli, ctx)])
 
 
 def _blocks(title: str, group: click.Group, ctx: click.Context) -> Iterator[str]:
-    """The commands of a group, each followed by its own if it is one."""
+    """Yield the commands of a group, each followed by its sub-commands."""
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)
         assert command is not None
@@ -60,7 +60,7 @@ _TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n)\n*(?:\|.*\n)*\n*")
 
 
 def with_tables(text: str) -> str:
-    """Return the text of spark-options.md with each table, which follows a comment with its name, as it is now."""
+    """Return spark-options.md with its tables made again. Each follows a comment with its name."""
     from mqstore.columnar import columns, inputs
     from mqstore.jobs import options, views
 
@@ -75,7 +75,7 @@ def with_tables(text: str) -> str:
 
 
 def native_table() -> str:
-    """Return the text of table.h: each integer that these modules name, without the underscore of a private name."""
+    """Return table.h: each integer of these modules, without the underscore of a private name."""
     from mqstore.broker.pop import state, time
     from mqstore.layout import consumequeue, hosts, indexfile, properties, record
     from mqstore.log import outgoing

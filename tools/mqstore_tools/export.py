@@ -1,5 +1,8 @@
-"""`mqstore export`: every whole message of the log, a JSON object a line. What is missing is named on stderr, counted,
-and told by the exit code. With --to, `mqstore.jobs.export_parquet` writes a folder of Parquet files."""
+"""`mqstore export`: every whole message of the log, as JSON lines or Parquet.
+
+Missing messages are named on stderr, counted, and told by the exit code. With --to, `mqstore.jobs.export_parquet`
+writes a folder of Parquet files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ __all__ = ["export", "lines"]
 
 _OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "jobs")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
-"""Options that go with --to, and those that do not."""
+"""Options that go with --to, and options that do not."""
 
 
 @click.command(
@@ -86,12 +89,12 @@ def export(
     jobs: int,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR, one JSON object a line, in the order of the log. `body` is base64,
-    inflated if it was stored compressed; names and units are the stored ones.
+    """Write the messages of the store in DIR, one JSON object a line, in the order of the log.
 
-    Every whole message of the log is written, on both sides of damage, also if no queue lists it: what `mqstore
-    recover` would keep. Damage and missing offsets are named on stderr and counted, and the exit code is then 1. With
-    --topic all damage counts, because nobody knows whose messages it held. Reads only, also beside a writer.
+    `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Every whole message of
+    the log is written, on both sides of damage, also if no queue lists it: what `mqstore recover` would keep. Damage
+    and missing offsets are named on stderr and counted, and the exit code is then 1. With --topic all damage counts,
+    because nobody knows whose messages it held. Reads only, also beside a writer.
 
     With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER, with the columns of
     the Spark source (needs pyarrow). Each run adds a folder `export=N` as a whole, and notes where it ended in each
@@ -144,7 +147,6 @@ def export(
 
 
 def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_output: bool) -> None:
-    """Export the selection with `export_parquet(..., **given)`, and say what was written."""
     with usable():
         from mqstore.jobs import export_parquet
     with progress("exporting", of_bytes=False) as report:
@@ -169,7 +171,7 @@ def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_out
 
 
 def _check_queue(store: StoreReader, topic: str, queue_id: int | None) -> None:
-    """TopicNotFoundError for a topic or queue that is not there."""
+    """Raise TopicNotFoundError for a missing topic or queue."""
     store.queues(topic)
     if queue_id is not None:
         store.offsets(topic, queue_id)
@@ -177,7 +179,7 @@ def _check_queue(store: StoreReader, topic: str, queue_id: int | None) -> None:
 
 @dataclass
 class _Found:
-    """Messages of the chosen queues as the log has them. Tells and counts what is not there."""
+    """Messages of the chosen queues as the log has them. Missing ones are told and counted."""
 
     store: StoreReader
     verifier: Verifier
@@ -208,8 +210,8 @@ class _Found:
                     self.told.tell(Finding("bad_record", file, at, message.size, detail))
 
     def stretches(self) -> Iterator[list[Stretch]]:
-        """Yield all chosen messages, some consecutive ones of the log at a time. TopicNotFoundError behind the last if
-        none of the topic or queue ever was there."""
+        """Yield all chosen messages, some consecutive ones of the log at a time.
+        Raises TopicNotFoundError after the last if the topic or queue never was there."""
         for each in walk_log(self.store, self.verifier, self._is_wanted if self.topics else None):
             if isinstance(each, Finding):
                 # Behind the end of a store that was closed there was no message.
@@ -230,7 +232,7 @@ class _Found:
         return stretch if stretch.slots[0] >= self.from_offset else stretch.only(stretch.slots >= self.from_offset)
 
     def tell_not_inflated(self) -> None:
-        """Tell in one line for each package that was missing."""
+        """Print a line for each package that was missing."""
         for why, number in self.not_inflated.items():
             detail = f"{number} messages are left out: {why}, or use --raw-bodies"
             self.told.tell(Finding("not_inflated", "commitlog", 0, 0, detail))
@@ -260,7 +262,7 @@ def lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def _named(output: Path) -> Iterator[None]:
-    """A write that fails does not say of which file it was: of a full disk a person would look at the store's."""
+    """Let an error of writing name its file: of a full disk a person would suspect the store's."""
     try:
         yield
     except OSError as error:
@@ -271,7 +273,7 @@ def _named(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _target(output: Path, directory: Path) -> Iterator[str]:
-    """A file to write. It gets its name only when all of it is there, so that no half of it is taken for whole."""
+    """Give the path of a file to write. It gets its name only when all of it is there."""
     if output.exists() and not output.is_file():
         yield str(output)  # a device or a pipe: to rename a file over it would take it away
         return

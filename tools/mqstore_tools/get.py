@@ -1,4 +1,4 @@
-"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, and those that come."""
+"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, or new ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NO_GOOD = {
     "--message-id": ("topic", "max_messages", *_IN_A_QUEUE),
     "--physical-offset": ("topic", "max_messages", *_IN_A_QUEUE),
 }
-"""Options that a way of asking has no use for: whoever gave them would take the answer for one that heeds them."""
+"""Options that a way of asking ignores. They are refused, since the answer would seem to heed them."""
 _WAYS = ("last", "follow", "key", "unique_key", "message_id", "physical_offset")
 
 
@@ -101,7 +101,7 @@ def get(
     --follow, or one of them (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or
     --physical-offset. With --json one object a line, as `export` has it.
 
-    Exit code 1 if there is no such message, or if there may be more than is shown: damage is named on stderr, and so is
+    Exit code 1 if there is no such message, or if there may be more than is shown. Damage is named on stderr, and so is
     a queue that lacks messages of the log, or an index that is lost.
     """
     ways = [f"--{name.replace('_', '-')}" for name in _WAYS if was_given(ctx, name)]
@@ -172,7 +172,7 @@ def get(
 def _walk(
     store: StoreReader, topic: str, queue_id: int, offset: int | None, max_messages: int
 ) -> tuple[list[Message], list[Finding]]:
-    """The messages from `offset` on, and what cannot be read before the last of them."""
+    """Return the messages from `offset` on, and what cannot be read before the last of them."""
     _check_queue(store, topic, queue_id)
     low, high = store.offsets(topic, queue_id)
     if offset is not None and not low <= offset < max(high, 1):
@@ -215,16 +215,13 @@ def _find(
 
 
 def _check_queue(store: StoreReader, topic: str, queue_id: int) -> None:
-    """TopicNotFoundError for a topic that is not there, or a queue without messages; that tells which have some."""
+    """Raise TopicNotFoundError for a missing topic or an empty queue, and name queues with messages."""
     held = [queue.queue_id for queue in store.queues(topic)]
     if queue_id not in held:
         there = ", ".join(map(str, held))
         raise TopicNotFoundError(
             f"queue {queue_id} of {topic!r} holds nothing; there are messages in {there} (--queue-id)"
         )
-
-
-# -- the newest, and those that come ----------------------------------------------------------------------------------
 
 
 def _queues(store: StoreReader, topic: str, queue_id: int | None) -> list[QueueRef]:
@@ -244,7 +241,7 @@ def _newest(
     *,
     follow: bool,
 ) -> tuple[list[Message], list[Finding]]:
-    """Return the last `count` messages and what could not be read; `positions` then says where each queue goes on."""
+    """Return the last `count` messages and what could not be read. Sets `positions` of all queues."""
     wanted = parse_tags(tag, topic)
     try:
         refs = _queues(store, topic, queue_id)
@@ -276,7 +273,8 @@ def _newest(
 def _coming(
     store: StoreReader, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
 ) -> Iterator[Message]:
-    """Messages from `positions` on as they come, merged within each look; queues that appear begin at their start."""
+    """Yield messages from `positions` on as they come, merged within each look.
+    Queues that appear begin at their start."""
     pause = _PAUSE_MIN_S
     while True:
         try:
@@ -293,7 +291,7 @@ def _coming(
 
 
 def _round(store: StoreReader, ref: QueueRef, tag: str, positions: dict[QueueRef, int]) -> Iterator[Message]:
-    """Messages of one queue from its position up to its end as of now."""
+    """Yield the messages of one queue from its position up to its present end."""
     while True:
         result = store.get(*ref, positions[ref], tags=tag)
         if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):

@@ -64,10 +64,9 @@ Examples:
 @directory_argument
 @json_option
 def list_(directory: Path, json_output: bool) -> None:
-    """Show the consumer groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
+    """Show the groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
     A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
-
     Queues of ordered groups that a failed message holds up are shown below: the message, the time of its first failure,
     the attempt that failed last and its error. `mqstore lag` shows them, too.
     """
@@ -87,7 +86,7 @@ Examples:
 @click.argument("group")
 @json_option
 def show(directory: Path, group: str, json_output: bool) -> None:
-    """Show the consumer group GROUP of the store in DIR as `mqstore groups list` does, and its suspended queues.
+    """Show the group GROUP of the store in DIR as `mqstore groups list` does, with suspended queues.
 
     With --json the object has what an entry of `groups list` has. An unknown group is an error.
     """
@@ -149,7 +148,6 @@ def _may(row: dict[str, Any]) -> str:
 
 
 def _retry_text(policy: RetryPolicy) -> str:
-    """The policy as `--retry` takes it."""
     if policy.kind == "levels":
         return "standard"
     if policy.kind == "exponential":
@@ -161,11 +159,8 @@ def _word(duration_ms: int) -> str:
     return show_ms(duration_ms).replace(" ", "")
 
 
-# -- what is typed -----------------------------------------------------------------------------------------------------
-
-
 def _retry(value: Any) -> RetryPolicy:
-    """The type of `--retry`: `standard`, a list of delays, or `INITIAL xFACTOR MAXIMUM`."""
+    """Parse the value of `--retry`: `standard`, a list of delays, or `INITIAL xFACTOR MAXIMUM`."""
     words = str(value).split()
     if words == ["standard"]:
         return RetryPolicy()
@@ -181,12 +176,11 @@ def _retry(value: Any) -> RetryPolicy:
 
 
 def _start(value: Any) -> str | int:
-    """The type of `--start`."""
     return str(value) if value in ("earliest", "latest") else to_ms(moment(value))
 
 
 def _attempts(value: Any) -> int:
-    """The type of `--max-attempts`; 0 for no limit."""
+    """Parse the value of `--max-attempts`. 0 means no limit."""
     return 0 if value == "unlimited" else int(click.IntRange(1, 0x7FFF_FFFE).convert(value, None, None))
 
 
@@ -230,7 +224,7 @@ def _given(
     consume: bool | None,
     broadcast: bool | None,
 ) -> dict[str, Any]:
-    """The settings that were typed, as the library takes them."""
+    """Return the settings that were typed, as the library takes them."""
     settings: dict[str, Any] = {
         "start": start,
         "orderly": fifo,
@@ -241,9 +235,6 @@ def _given(
         attempts = old.max_attempts if max_attempts is None else max_attempts or None
         settings["retry_policy"] = (retry or old).with_attempts(attempts)
     return {name: value for name, value in settings.items() if value is not None}
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 @groups.command(
@@ -317,8 +308,8 @@ Examples:
 def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
     """Delete the consumer group NAME in the store in DIR: settings, progress, what it has in flight.
 
-    Asks first. Messages stay, those that wait for its retry and its dead letters too. Should the group come again, it
-    begins where a new one does.
+    Asks first. Messages stay, those that wait for its retry and its dead letters too. A new group of this name begins
+    where any new one does.
     """
     with planning(directory) as tables:
         if name not in group_names(tables):

@@ -1,13 +1,11 @@
-"""What `mqstore consume` does with a message: prints it, or runs a command for it.
+"""Work of `mqstore consume` on a message: print it, or run a command for it.
 
-    printed and flushed                         done
-    command:    exit code 0                     done
-                --reject-code                   Reject: a dead letter, for the reason in its first line on stderr
-                any other, a signal, a timeout  Failed: it comes again as the retry policy says
-                killed by `kill`                Enough: let go of, comes again, no attempt counted
-    anything else that is raised                no fault of the message: nothing is settled, the run ends
-
-Knows nothing of groups' progress, and of how a message was come by.
+printed and flushed                         done
+command:    exit code 0                     done
+            --reject-code                   Reject: a dead letter, for the reason in its first line on stderr
+            any other, a signal, a timeout  Failed: it comes again as the retry policy says
+            killed by `kill`                Enough: let go of, comes again, no attempt counted
+anything else that is raised                no fault of the message: nothing is settled, the run ends
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from mqstore_tools.shown import print_message
 __all__ = ["Commands", "Enough", "Failed", "Printer", "Work"]
 
 _STDERR_BYTES: Final = 1 << 16
-"""How much of a command's stderr is shown."""
+"""Bytes of a command's stderr that are shown."""
 _REASON_CHARS: Final = 300
 
 
 class Enough(SystemExit):
-    """Let go of a message without a word about it: raised in a handler it settles nothing, and the consumer ends."""
+    """Raised in a handler, it releases the message without a word, and the consumer ends."""
 
 
 class Failed(Retry):
-    """It comes again as the retry policy says, and this is why."""
+    """The message comes again as the retry policy says, for this reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -48,18 +46,18 @@ class Failed(Retry):
 
 
 class Work(Protocol):
-    """What is done with each message."""
+    """Work on messages: called with each one, and killed at the end."""
 
     def __call__(self, message: Message) -> None:
-        """Deal with a message. Returns: done. Raises Failed, Reject, Enough; anything else is no fault of the
-        message, and ends the run."""
+        """Handle a message, which is done on return. Raises Failed, Reject or Enough.
+        Any other error is no fault of the message, and ends the run."""
 
     def kill(self) -> None:
-        """End what runs, now."""
+        """End running work, now."""
 
 
 class Printer:
-    """Prints. A message is done when all of it has been written out."""
+    """Printer of messages. A message is done when all of it has been written out."""
 
     def __init__(self, as_jsonl: bool, body_bytes: int) -> None:
         self._as_jsonl = as_jsonl
@@ -74,12 +72,12 @@ class Printer:
             raise Failed("its body cannot be inflated")
 
     def kill(self) -> None:
-        """Nothing to kill: who waits for a reader of the output can only be ended with the process."""
+        """Do nothing: a wait for a reader of the output ends only with the process."""
 
 
 @dataclass
 class Commands:
-    """Runs a command for each message, in a process group of its own: Ctrl-C at a terminal is for us, not for them."""
+    """Runner of a command for each message, in a new process group: Ctrl-C does not reach it."""
 
     argv: list[str]
     group: str
@@ -119,7 +117,7 @@ class Commands:
         return child
 
     def _wait(self, child: subprocess.Popen[bytes], body: bytes) -> bool:
-        """Until it has ended; whether it had to be killed for taking too long."""
+        """Wait until the command has ended. Return True if it was killed for taking too long."""
         try:
             child.communicate(body, timeout=self.timeout_s)
             return False
@@ -143,7 +141,7 @@ class Commands:
         raise Failed(reason)
 
     def kill(self) -> None:
-        """Kill all that run, with all that they have started; begin none any more."""
+        """Kill all running commands, with all that they have started, and begin none any more."""
         with self._lock:
             self._killed = True
             for child in self._running:
@@ -156,7 +154,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _told(errors: IO[bytes]) -> list[str]:
-    """Show what a command wrote to stderr; its lines that are not empty."""
+    """Show what a command wrote to stderr. Return its lines that are not empty."""
     errors.seek(0)
     text = errors.read(_STDERR_BYTES + 1)
     lines = [safe(line) for line in text[:_STDERR_BYTES].decode("utf-8", "replace").splitlines()]
@@ -168,7 +166,7 @@ def _told(errors: IO[bytes]) -> list[str]:
 
 
 def _environment(message: Message, group: str) -> dict[bytes, bytes]:
-    """Ours, and what is to be known of the message. Nothing that a message bears can name another variable."""
+    """Return our environment and the message's variables. A message can name no other variable."""
     facts: dict[str, object] = {
         "TOPIC": message.topic,
         "QUEUE_ID": message.queue_id,

@@ -19,7 +19,7 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, fin
 __all__ = ["DELAY_COLUMNS", "delay_cells", "inspect", "show_store"]
 
 _MANY = 200
-"""Rows of a table for people; programs get all of them."""
+"""Rows of a table for people. Programs get all of them."""
 
 
 @click.command(
@@ -35,8 +35,10 @@ Examples:
 @json_option
 @click.pass_context
 def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
-    """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets; and of the broker:
-    delay levels, timer, deliveries in flight, order info, transactions, dead letters, what keeps the front of the log.
+    """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets.
+
+    It also shows the broker's state: delay levels, timer, deliveries in flight, order info, transactions, dead letters,
+    what keeps the front of the log.
 
     Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
     is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 only if a queue lacks
@@ -104,7 +106,7 @@ def show_store(found: dict[str, Any]) -> None:
 
 
 def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
-    """Lines for what Spark has under way here; none where it never was."""
+    """Return lines for Spark's work on this store, [] if there never was any."""
     facts: list[tuple[str, object]] = []
     pending = splice["pending"]
     if pending is not None:
@@ -123,7 +125,7 @@ def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:
-    """Lines for what there is; none for a store that no broker ever used."""
+    """Return lines for the broker's state, [] for a store that no broker ever used."""
     facts: list[tuple[str, object]] = []
     pin, timer, transactions = broker["oldest_pin"], broker["timer"], broker["transactions"]
     if pin is not None:
@@ -150,7 +152,6 @@ DELAY_COLUMNS = ("level>", "delay>", "next>", "end>", "waiting>", "next due")
 
 
 def delay_cells(level: dict[str, Any]) -> list[object]:
-    """Return what a table shows of a delay level."""
     delay = "orphan" if level["delay_ms"] is None else show_ms(level["delay_ms"])
     return [level["level"], delay, *pick(level, "offset end waiting"), when(level["next_due_ms"])]
 
@@ -180,7 +181,7 @@ def _show_broker(broker: dict[str, Any]) -> None:
 
 
 def _span(offsets: list[int]) -> str:
-    """Offsets as people read them.
+    """Return offsets as people read them.
 
     >>> _span([4, 5, 6, 9]), _span([])
     ('4-6 9', '-')

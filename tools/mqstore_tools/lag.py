@@ -1,4 +1,4 @@
-"""`mqstore lag`: how far consumer groups are behind."""
+"""`mqstore lag`: the lag of consumer groups."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def lag(
     jobs: int,
     json_output: bool,
 ) -> None:
-    """Show how many messages each group of the stores in DIR has not consumed, how old the oldest of them is, and how
-    many are in flight: popped and not acknowledged yet, and among the former.
+    """Show how many messages each group of the stores in DIR has not consumed, and the age of the oldest.
 
-    As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight. `-`
-    (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
-    as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
+    Messages in flight, popped and not acknowledged yet, are among them. As `broker.lag` has it: popped and acknowledged
+    is consumed, also behind a message that is still in flight. `-` (null in JSON) means not known: the group has not
+    started in that queue, or, of a group, in any. Retry topics count as topics; what waits for its next attempt counts
+    once that is due (`mqstore delay` shows how much waits).
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under
     `suspended` in JSON.
 
     By what is on disk: a running broker notes failures within a second, and writes its groups' progress a moment after
-    it is made. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
-    what a Java broker had handed out, until mqstore has opened its store for writing.
+    it is made. Files do not show how far a group has read what it has not committed: that counts, but not as in flight.
+    Nor do they show what a Java broker had handed out, until mqstore has opened its store for writing.
     """
     from mqstore.jobs import lag_report
 

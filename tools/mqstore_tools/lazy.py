@@ -1,4 +1,4 @@
-"""Groups of commands whose modules are imported when they are asked for: each click command NAME is in module NAME."""
+"""Groups of commands whose modules are imported when used: click command NAME is in module NAME."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LazyGroup"]
 
 
 class LazyGroup(click.Group):
-    """A group whose sub-commands cost nothing until used, so that `mqstore produce` starts as fast as it can."""
+    """Group whose sub-commands cost nothing until used, so that `mqstore produce` starts fast."""
 
     package = "mqstore_tools"
     names: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when it is asked for.
+"""The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when used.
 
-The library is imported then, too, not with this module: that takes half a second, in which Ctrl-C would be a traceback.
+The library is imported then, too: that takes half a second, in which Ctrl-C would be a traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = (
     "demo",
     "bench",
 )
-"""Each is the click command `NAME` in module `mqstore_tools.NAME`, in the order of the help."""
+"""Names of sub-commands, in the order of the help."""
 
 
 class _Commands(LazyGroup):
@@ -94,10 +94,10 @@ With --json an error is a line on stderr: {"version": 1, "error": {"type", "mess
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
+    """Look at, check, mend, fill and empty message stores: directories of mqstore or a RocketMQ broker.
 
-    Only produce, consume, recover and demo change a store, and what is called create, alter, delete, reset,
-    cancel, replay, restore or purge; all others read, also beside a running writer.
+    Only produce, consume, recover and demo change a store, and what is called create, alter, delete, reset, cancel,
+    replay, restore or purge. All others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler
 
@@ -114,7 +114,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> None:
-    """Run the command; does not return."""
+    """Run the command. Does not return."""
     _furnish_streams()
     try:
         cli.main(prog_name="mqstore")
@@ -125,9 +125,9 @@ def main() -> None:
 
 
 def _furnish_streams() -> None:
-    """No command is to fail half-way at its own output. A stream that the shell closed (`>&-`) is the null device: its
-    number would go to the next file opened, one of a store, and Python has None for it. What a terminal has no letters
-    for is escaped."""
+    """Make the standard streams usable, so that no command fails half-way at its own output.
+    A stream that the shell closed (`>&-`) becomes the null device. Otherwise its number would go to the next file
+    opened, and Python has None for it. Characters that a terminal lacks are escaped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: lowest first
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)

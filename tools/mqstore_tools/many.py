@@ -1,4 +1,4 @@
-"""What the commands share that take one store or many: DIR..., --jobs, and the choice of messages."""
+"""Options that commands for one store or many share: DIR..., --jobs, and the choice of messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Messages:
     options: tuple[str, ...]
 
     def select(self) -> Selection:
-        """Return the messages that are meant. Raises ConfigError."""
         with usable():
             from mqstore.jobs.selection import select
         options = pairs("--option", self.options)
@@ -111,7 +110,7 @@ def duration(value: Any) -> float:
 
 
 def names(value: str | None) -> tuple[str, ...] | None:
-    """Return names that are separated by commas; None for an option that was not given."""
+    """Return names that are separated by commas, None for an option that was not given."""
     return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 

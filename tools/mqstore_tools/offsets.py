@@ -1,4 +1,4 @@
-"""`mqstore offsets`: where consumer groups go on, and setting that."""
+"""`mqstore offsets`: show and reset where consumer groups go on."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ Examples:
 def show(directory: Path, group: str | None, topic: str | None, json_output: bool) -> None:
     """Show the committed offsets of the groups in the store in DIR, beside the bounds of the queues.
 
-    Of a group that pops, it goes on at the first message that is not settled, and is behind by as many as are not, as
-    in `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
+    A group that pops goes on at the first message that is not settled, and is behind by as many as are not, as in
+    `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
 
     By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
     few seconds.
@@ -91,7 +91,6 @@ def _row(lag: QueueLag) -> dict[str, Any]:
 
 
 def _to(value: Any) -> To:
-    """The type of `--to`."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     return _WORDS.get(value) or moment(value)
@@ -135,7 +134,7 @@ def reset(
 ) -> None:
     """Let a group go on at another place of a topic in the store in DIR.
 
-    Asks first: messages that are skipped are not delivered to the group, others are delivered again, and what it has in
+    Asks first. Messages that are skipped are not delivered to the group, others are delivered again, and what it has in
     flight in these queues is forgotten.
     """
     with planning(directory) as tables:
@@ -157,7 +156,7 @@ def reset(
 
 
 def _changes(tables: Tables, targets: dict[QueueRef, int], before: dict[int, int | None]) -> list[dict[str, Any]]:
-    """A row a queue. `skipped`: messages the group will not get; `again`: those that it gets once more."""
+    """Return a row a queue, with the messages that are `skipped`, and those delivered `again`."""
     rows = []
     for ref, target in sorted(targets.items()):
         low = max((tables.store.offsets_or_none(*ref) or (0, 0))[0], tables.offsets.start_of(*ref))

@@ -1,9 +1,8 @@
-"""What the commands about the broker share: opening a store for a look or a change, asking before what cannot be
-undone, times and durations as people type and read them.
+"""Common parts of the commands about the broker: open a store, ask first, read and show times.
 
-    looking     the tables of a store, read beside whoever writes it
-    planning    the same, for the plan of a change: refused while a writer is there, as the change would be
-    offline     (mqstore.broker.admin.offline) the change itself
+looking     the tables of a store, read beside whoever writes it
+planning    the same, for the plan of a change: refused while a writer is there, as the change would be
+offline     (mqstore.broker.admin.offline) the change itself
 """
 
 from __future__ import annotations
@@ -49,21 +48,20 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 @contextmanager
 def looking(directory: Path) -> Iterator[Tables]:
-    """The tables of the store in `directory`, opened for reading."""
     with ReadOnlyMessageStore(directory, fs=QUIET) as store:
         yield open_tables(store)
 
 
 @contextmanager
 def planning(directory: Path) -> Iterator[Tables]:
-    """As `looking`; StoreLockedError, naming the holder, while a writer is there."""
+    """Give the tables for a plan. StoreLockedError, naming the holder, if there is a writer."""
     with looking(directory) as tables:
         refuse_beside_writer(directory, QUIET)
         yield tables
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Have a person say yes to what cannot be undone; a program has to say so before. Ends the command otherwise."""
+    """Ask a person to confirm a change that cannot be undone. Ends the command without `yes`."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -74,7 +72,7 @@ def ask(question: str, *, yes: bool) -> None:
 
 
 def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
-    """Say what was, or would be, done: a line for people, `row` for programs."""
+    """Print what was, or would be, done: a line for people, `row` for programs."""
     if json_output:
         print_json(row)
     else:
@@ -84,7 +82,7 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 def carry_out(
     what: str, directory: Path, change: Callable[[Tables], dict[str, Any]], *, dry_run: bool, json_output: bool
 ) -> None:
-    """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the row it returns.
+    """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the returned row.
 
     With `dry_run` nothing is written: the tables of a store that is read check all of a change, and then refuse it.
     """
@@ -100,8 +98,8 @@ def carry_out(
 
 
 class DefaultGroup(click.Group):
-    """Sub-commands of which the first is meant when none is named: `mqstore topics DIR` is `mqstore topics list DIR`. A
-    directory that is called like one of them is written `./list`."""
+    """Group of sub-commands with a default, the first: `mqstore topics DIR` means `topics list DIR`.
+    A directory that is called like one of them is written `./list`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = self.list_commands(ctx)
@@ -116,11 +114,8 @@ class DefaultGroup(click.Group):
         return list(self.commands)  # as they were added, the default first
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
-
-
 def moment(value: Any) -> datetime:
-    """The type of an option: ISO 8601, UTC unless it says otherwise, or how long ago (90m, 36h, 30d)."""
+    """Parse the value of an option: ISO 8601, by default UTC, or how long ago (90m, 36h, 30d)."""
     if isinstance(value, datetime):
         return value
     if _AGE.fullmatch(value):
@@ -138,7 +133,7 @@ def moment(value: Any) -> datetime:
 
 
 def show_ms(duration_ms: int | None) -> str:
-    """A length of time as people read it: its two largest units; a dash for none.
+    """Return a length of time as people read it, in its two largest units. A dash means none.
 
     >>> [show_ms(ms) for ms in (None, 0, 250, 90_000, 7_200_000, 100_000_000)]
     ['-', '0s', '250ms', '1m 30s', '2h', '1d 3h']

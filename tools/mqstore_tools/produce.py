@@ -4,8 +4,8 @@
                                      |                      |
                                      +-- a bad one ---------+--> stop (exit 2), or count it (--skip-bad, exit 1)
 
-What has been read is stored before more is waited for, so `tail -f log | mqstore produce` keeps up. Messages go in
-pieces: one wait for the disk each, all of a piece that are free to lie anywhere in one queue.
+Lines are stored before a wait for more, so `tail -f log | mqstore produce` keeps up. Messages go in pieces, with one
+wait for the disk each. Those of a piece that may lie anywhere go to one queue.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _PIECE = 1000
 _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LINE_BYTES = 64 << 20
-"""A line that is longer is none that was meant."""
+"""Limit of a line. A longer one is a mistake."""
 _PIECES_A_SECOND = 10
-"""With --rate."""
+"""Number of pieces with --rate."""
 _BAD_SHOWN = 10
 
 
@@ -128,16 +128,15 @@ def produce(
     dry_run: bool,
     json_output: bool,
 ) -> None:
-    """Send a message to TOPIC in the store in DIR for each line of the FILEs, or of stdin (-); or one --body.
+    """Send a message to TOPIC in the store in DIR for each line of the FILEs or stdin (-), or one --body.
 
-    A VALUE is taken as it stands; @FIELD takes it from that field of a JSON object or row, where there is one and it is
-    not empty; @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
-    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves; in CSV a column property.NAME is
+    A VALUE is taken as it stands. @FIELD takes it from that field of a JSON object or row, where there is one and it is
+    not empty. @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
+    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves. In CSV a column property.NAME is
     a property. Other fields are left alone.
 
-    Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on.
-    Takes the writer's lock for as long as it runs. Ctrl-C or SIGTERM: it stores what was read, and tells how much that
-    is.
+    Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on. Takes
+    the writer's lock for as long as it runs. Ctrl-C or SIGTERM: it stores what was read, and tells how much that is.
     """
     if exported and format_ in ("csv", "file"):
         raise click.UsageError("--exported lines are JSON lines: leave out --format")
@@ -186,7 +185,7 @@ def _run(
     skip_bad: bool,
     rate: float | None,
 ) -> None:
-    """Everything between reading and storing."""
+    """Read, make messages and store them."""
     sender = _Sender(send, done, stop, rate)
     with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
         for name, stream in sources:
@@ -219,7 +218,7 @@ _Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
 def _target(
     directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
 ) -> Iterator[_Send]:
-    """What stores a piece, and returns its receipts; none in a dry run."""
+    """Give a function that stores a piece and returns its receipts, none in a dry run."""
     if dry_run:
         _plan(directory, topic, queue_id, create=create)
         yield lambda messages: ()
@@ -232,7 +231,7 @@ def _target(
 
 
 def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> None:
-    """Refuse what opening, and a put to that queue, would refuse."""
+    """Refuse what opening, or a put to that queue, would refuse."""
     queues = StoreConfig().default_queues
     try:
         with planning(directory) as parts:
@@ -248,7 +247,7 @@ def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) ->
 
 
 class _Sender:
-    """Gathers messages into pieces and stores them, not faster than it may."""
+    """Sender that gathers messages into pieces and stores them, no faster than allowed."""
 
     def __init__(self, send: _Send, done: _Done, stop: _Interrupt, rate: float | None) -> None:
         self._send = send
@@ -268,7 +267,6 @@ class _Sender:
             self.store()
 
     def store(self) -> None:
-        """Store the piece."""
         if not self._piece:
             return
         self._wait()
@@ -294,7 +292,7 @@ class _Sender:
 
 @dataclass
 class _Done:
-    """What became of the input."""
+    """Counts of the input and of stored messages."""
 
     topic: str
     messages: int = 0
@@ -304,7 +302,7 @@ class _Done:
     total_bytes: int = 0
     begin: float = field(default_factory=time.monotonic)
     queues: dict[tuple[str, int], tuple[int, SendReceipt, SendReceipt]] = field(default_factory=dict)
-    """(messages, first receipt, last receipt) of each."""
+    """(messages, first receipt, last receipt) by topic and queue id."""
 
     def add(self, receipts: Iterable[object]) -> None:
         for receipt in receipts:
@@ -367,7 +365,7 @@ def _receipt(receipt: SendReceipt) -> dict[str, object]:
 
 
 class _Interrupt:
-    """Ctrl-C or SIGTERM while something is stored waits until it is; while there is only waiting, it ends that."""
+    """Ctrl-C or SIGTERM, put off while messages are stored. It ends a wait at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -393,7 +391,7 @@ class _Interrupt:
 
     @contextmanager
     def waiting(self, *, quietly: bool = False) -> Iterator[None]:
-        """Here Ctrl-C strikes at once; `quietly`: and only ends the wait."""
+        """Let Ctrl-C strike at once. With `quietly` it only ends the wait."""
         self._waiting = True
         try:
             if self.asked:
@@ -410,8 +408,8 @@ class _Interrupt:
 
 
 class Lines:
-    """The lines of a stream, without their ends. Calls `before_wait` before it asks for more than it has; ends early
-    when it is interrupted."""
+    """Lines of a stream, without their ends. Iteration ends early when interrupted.
+    `before_wait` is called before it asks for more than it has."""
 
     def __init__(self, stream: BinaryIO, done: _Done, stop: _Interrupt, before_wait: Callable[[], None]) -> None:
         self._stream = stream
@@ -419,7 +417,7 @@ class Lines:
         self._stop = stop
         self._before_wait = before_wait
         self.number = 0
-        """Of the line that came last."""
+        """Number of the last line."""
 
     @property
     def interrupted(self) -> bool:
@@ -439,7 +437,7 @@ class Lines:
             yield rest
 
     def rest(self) -> Iterator[bytes]:
-        """Yield all that is left as one body, unless interrupted. InvalidMessageError if a body may not be so large."""
+        """Yield all that is left as one body, unless interrupted. InvalidMessageError if it is too large."""
         data = b""
         while block := self._read():
             data += block
@@ -462,7 +460,7 @@ class Lines:
 
 
 def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO]]:
-    """(name, stream) of each, opened when its turn comes; all are known to be there before the first is read."""
+    """Yield (name, stream) of each file, opened when its turn comes. All must exist at the start."""
     for file in files:
         if str(file) != "-":
             with open(file, "rb"):
@@ -480,11 +478,11 @@ def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO
 
 
 class _BadLineError(InvalidMessageError):
-    """The same, with its place."""
+    """An invalid message, with its place in the input."""
 
 
 def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, Record]]:
-    """(line number, record) of each; what cannot be read as the format says comes as `NoMessage`."""
+    """Yield (line number, record). Lines that the format cannot read become `NoMessage`."""
     if format_ == "csv":
         yield from _rows(lines)
         return

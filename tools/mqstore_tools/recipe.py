@@ -1,4 +1,4 @@
-"""From a record of the input of `mqstore produce` to a message: which field is the body, a key, a property."""
+"""Recipes of `mqstore produce`: which field of an input record is the body, a key, a property."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Format = Literal["lines", "jsonl", "csv", "file"]
 
 
 class NoMessage(Exception):  # noqa: N818
-    """Why a line is no message."""
+    """Reason why a line is no message."""
 
 
 Record = bytes | dict[str, Any] | NoMessage
-"""A body; the fields of a JSON object or of a row; or what is wrong with the line."""
+"""A body, the fields of a JSON object or row, or the fault of the line."""
 
 
 class Recipe:
-    """How a record becomes a message: `texts` are the options --tag, --message-group and --unique-key as given."""
+    """Recipe from record to message. `texts` are the options --tag, --message-group and --unique-key."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Recipe:
         return message
 
     def message(self, record: Record) -> OutgoingMessage:
-        """The message of a record, checked. `NoMessage` says what is wrong with it."""
+        """Return the checked message of a record. Raises `NoMessage` with the reason."""
         if isinstance(record, NoMessage):
             raise record
         try:
@@ -99,7 +99,7 @@ class Recipe:
         return _compact(value)
 
     def _options(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a put that the command line and the record give."""
+        """Return the options of a put that the command line and the record give."""
         options: dict[str, Any] = {}
         for name in ("tag", "message_group", "unique_key"):
             given = self._texts.get(name)
@@ -124,7 +124,7 @@ class Recipe:
 
 
 _Source = tuple[bool, str]
-"""(whether it is the name of a field, the name or the value)."""
+"""(True for the name of a field, the name or the value)."""
 
 
 def _source(value: str) -> _Source:
@@ -139,7 +139,7 @@ def _value(record: Mapping[str, Any], source: _Source) -> str | None:
 
 
 def _text(record: Mapping[str, Any], name: str) -> str | None:
-    """A field as text; None where there is none, or it is empty."""
+    """Return a field as text, None if it is missing or empty."""
     value = record.get(name)
     if value is None or value == "":
         return None
@@ -158,7 +158,7 @@ def _number(record: Mapping[str, Any], name: str, kind: type[int] | type[float])
 
 
 def _own_keys(record: Mapping[str, Any]) -> list[str]:
-    """Fields key and keys; the latter is a list, or words."""
+    """Return the fields key and keys. The latter is a list, or words."""
     several = record.get("keys")
     if isinstance(several, list):
         found = [text for i in range(len(several)) if (text := _text({"keys": several[i]}, "keys")) is not None]
@@ -181,7 +181,7 @@ def _own_properties(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _imported(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `mqstore export` as a record: what its message was put with, nothing of where it lay."""
+    """Return a row of `mqstore export` as a record, without its old place."""
     stored = _object_field(row, "properties")
     try:
         body = base64.b64decode(row.get("body", ""), validate=True)

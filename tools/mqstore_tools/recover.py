@@ -1,4 +1,4 @@
-"""`mqstore recover`: bring a store in order, or say what that would do. `mqstore.log.recovery.repair` does it."""
+"""`mqstore recover`: bring a store in order, or plan it, by `mqstore.log.recovery.repair`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def recover(
 
 
 def _tell(directory: Path, report: RecoveryReport, *, dry_run: bool, json_output: bool) -> dict[int, int]:
-    """Print what was done to a store, and what its owner should know besides; messages by orphaned delay level."""
+    """Print what was done to a store. Return the number of messages by orphaned delay level."""
     orphans, profile, foreign = _afterwards(directory)
     if not json_output:
         _show(report, dry_run=dry_run)
@@ -124,8 +124,8 @@ _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
 def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
-    """Level -> messages that stay in it until the table has that level again (delivery#level-crash); the profile; what
-    a broker has there besides."""
+    """Return (messages by orphaned delay level, profile, files of a broker besides).
+    Those messages stay until the table has their level again (delivery#level-crash)."""
     try:
         with looking(directory) as parts:
             waiting = {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None}
@@ -136,7 +136,7 @@ def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
 
 
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: bool) -> bool:
-    """Start JSON files that do not decode from defaults, and say what was done. Return True if a dry run found work."""
+    """Start bad JSON files from defaults, and print what was done. Return True if a dry run found work."""
 
     def rebuild(*, dry_run: bool) -> list[str]:
         fs = QUIET if dry_run else REAL

@@ -1,8 +1,8 @@
-"""What reaches the screen: tables, progress bars, JSON, and never a byte that a store could steer a terminal with.
+"""Output to the screen: tables, progress bars, JSON, and no byte that could steer a terminal.
 
-Names, keys, bodies, hosts and error texts may come from a directory that anyone has written. On their way to a screen
-all of them pass `safe` (text) or `body_text` (bytes): what does not print is shown as `\\x1b`, `\\u202e` and the like.
-JSON goes out in ASCII, so its own escapes do the same and any program reads the values back unchanged.
+Names, keys, bodies, hosts and error texts may come from a directory that anyone has written. All of them pass `safe`
+(text) or `body_text` (bytes), which show unprintable characters as `\\x1b`, `\\u202e` and the like. JSON is ASCII, so
+its own escapes do the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _WIDE = 1 << 20
-"""Columns of output that is no terminal: a row of a table is one line there, however long."""
+"""Columns of output that is no terminal, where a row of a table is one line, however long."""
 _SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})
 """Kinds of findings that may cost messages or settings. All others can be made good from the log."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -63,8 +63,9 @@ def _escape(char: str) -> str:
 
 
 def safe(text: object) -> str:
-    """`text` on one line, with everything that does not print escaped: control characters, line ends, bidirectional
-    overrides, lone surrogates.
+    """Return `text` on one line, with everything that does not print escaped.
+
+    Escaped are control characters, line ends, bidirectional overrides and lone surrogates.
 
     >>> print(safe("red\\x1b[31m \\u202eabc"))
     red\\x1b[31m \\u202eabc
@@ -74,7 +75,7 @@ def safe(text: object) -> str:
 
 
 def body_text(body: bytes | memoryview, limit: int | None = None) -> str:
-    """A body as one line of printable text; reversible, as backslashes are doubled. At most `limit` bytes are shown.
+    """Return at most `limit` bytes of a body as one line of printable text. Backslashes are doubled.
 
     >>> print(body_text(b"caf\\xc3\\xa9 \\xff\\x1b[2J C:\\\\"))
     café \\xff\\x1b[2J C:\\\\
@@ -85,7 +86,7 @@ def body_text(body: bytes | memoryview, limit: int | None = None) -> str:
 
 
 def when(timestamp_ms: int | None) -> str:
-    """A time in ms since the epoch as people read it, UTC; a dash for none."""
+    """Return a time in ms since the epoch as people read it, in UTC. A dash means none."""
     if not timestamp_ms:
         return "-"
     try:
@@ -95,7 +96,7 @@ def when(timestamp_ms: int | None) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """A length as people read it.
+    """Return a length in bytes as people read it.
 
     >>> show_bytes(67108864), show_bytes(1000)
     ('64.0 MiB', '1000 B')
@@ -112,8 +113,8 @@ def show_bytes(count: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console over what stdout (or stderr) is now, without markup or emoji. Colours go to a terminal alone, and
-    not if NO_COLOR is set."""
+    """Return a rich console for what stdout (or stderr) is now, without markup or emoji.
+    Colours go to a terminal alone, and not if NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if _is_terminal(stream) else _WIDE
     return _Screen(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -132,7 +133,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def note(text: object) -> None:
-    """A line on stderr, for people."""
+    """Print a line on stderr, for people."""
     print(safe(text), file=sys.stderr)
 
 
@@ -148,9 +149,9 @@ class _Titled(Table):
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
-    """A table; columns whose name ends in `>` are aligned to the right; no header when all names are empty. Every cell
-    passes `safe`; None is a dash. On a terminal it is no wider than that; in a pipe each row is one line, aligned by
-    spaces."""
+    """Return a table. Columns whose name ends in `>` are aligned to the right.
+    There is no header when all names are empty. Every cell passes `safe`; None is a dash. On a terminal the table is no
+    wider than that. In a pipe each row is one line, aligned by spaces."""
     found = _Titled(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     found.heading = safe(title)
     for name in columns:
@@ -161,12 +162,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) 
 
 
 def pick(row: Mapping[str, Any], names: str) -> list[Any]:
-    """Return the members of a row with these names, which are separated by blanks."""
+    """Return the members of a row with these names, separated by blanks."""
     return [row[name] for name in names.split()]
 
 
 def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -> None:
-    """Print a finding in one line; on a terminal its kind is red or yellow."""
+    """Print a finding in one line. On a terminal its kind is red or yellow."""
     where = f"{finding.file} at {finding.position}"
     length = f", {finding.length} bytes" if finding.length else ""
     prefix = safe(prefix)
@@ -179,21 +180,21 @@ def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -
 
 
 def as_json(value: Any, *, indent: int | None = None) -> str:
-    """`value` in printable ASCII: everything else, DEL too, is escaped, so nothing in it can steer a terminal."""
+    """Return `value` as JSON in printable ASCII. Everything else, DEL too, is escaped."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
 
 
 VERSION = {"version": 1}
-"""First member of every JSON document that is an object: the version of the shapes that programs rely on."""
+"""First member of each JSON object: the version of the shapes that programs rely on."""
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout, indented; an object begins with its version."""
+    """Print one JSON value, indented. An object begins with its version."""
     print(as_json(VERSION | value if isinstance(value, dict) else value, indent=2))
 
 
 class Told:
-    """Findings of a command, told on stderr: as lines for people, as JSON for programs."""
+    """Findings of a command, printed on stderr: as lines for people, as JSON for programs."""
 
     def __init__(self, json_output: bool) -> None:
         self.json_output = json_output
@@ -223,7 +224,7 @@ Cells = tuple[str, Sequence[str], Sequence[Iterable[object]]]
 
 
 def show_tables(value: Any, *tables: Cells, json_output: bool, empty: str = "", stderr: bool = False) -> None:
-    """Print `value` as JSON, or else the tables. If all of them are without rows, print the note `empty` instead."""
+    """Print `value` as JSON, or else the tables. Without any rows, print the note `empty` instead."""
     if json_output:
         print_json(value)
     elif empty and not any(rows for _, _, rows in tables):
@@ -253,8 +254,8 @@ class _Polled(Progress):
 def progress(
     title: str, poll: Callable[[], tuple[int, int]] | None = None, *, of_bytes: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of bytes, or of things, on stderr if that is a terminal, else nothing; yields
-    `report(done, total)`. With `poll` it asks by itself."""
+    """Show progress in bytes, or things, on stderr if that is a terminal. Yields `report(done, total)`.
+    With `poll` it asks by itself."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield lambda done, total: None

@@ -1,4 +1,4 @@
-"""What all sub-commands share: how errors become exit codes, and the options that several have.
+"""Common parts of all sub-commands: exit codes of errors, and options that several have.
 
 0  fine                                    1  findings
 2  wrong usage: an option, a topic, a group, an offset or an id that does not fit
@@ -116,7 +116,7 @@ class StoreCommand(click.Command):
 
 
 def print_error(error: Exception, message: object) -> None:
-    """Print a refusal for programs, as one line on stderr: stdout holds nothing but what was asked for."""
+    """Print an error for programs, as one line on stderr."""
     row = {**VERSION, "error": {"type": type(error).__name__, "message": str(message)}}
     click.echo(as_json(row), err=True)
 
@@ -131,7 +131,7 @@ def _forget_stdout() -> None:
 
 
 class NumberRange(click.FloatRange):
-    """A range of numbers that end: click lets nan pass, which is in no range, and infinity where there is no bound."""
+    """A range of finite numbers. click lets nan pass, and infinity where there is no bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -147,7 +147,7 @@ json_option = click.option("--json", "json_output", is_flag=True, help="Print JS
 
 @contextmanager
 def findings_told() -> Iterator[None]:
-    """Around work whose warnings in the log are findings, which the command tells by itself."""
+    """Context of work whose warnings in the log are findings, which the command prints itself."""
     log = logging.getLogger("mqstore")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -158,7 +158,7 @@ def findings_told() -> Iterator[None]:
 
 
 def note_incomplete(queue: QueueRef, directory: Path) -> None:
-    """Say on stderr that a queue does not list all its messages, so what is read by queues is not all there is."""
+    """Print on stderr that a queue does not list all its messages, so reads by queue lack some."""
     note(
         f"{queue.topic}, queue {queue.queue_id}, lacks messages that are in the log, and other queues may, too: run "
         f"`mqstore recover {directory}`"
@@ -166,7 +166,7 @@ def note_incomplete(queue: QueueRef, directory: Path) -> None:
 
 
 def note_front(began: int, ended: int) -> None:
-    """Say on stderr that retention has moved the front of the log during a look, if it has."""
+    """Print on stderr that retention has moved the front of the log, if it has."""
     if ended > began:
         note(f"the writer's retention has meanwhile moved the front of the log from {began} to {ended}")
 
@@ -177,14 +177,14 @@ def was_given(ctx: click.Context, name: str) -> bool:
 
 
 def refuse_given(ctx: click.Context, names: Collection[str], why: str) -> None:
-    """Raise UsageError if one of these options was typed, as in "--columns goes with --to"."""
+    """Raise UsageError if one of these options was typed. `why` is such as "goes with --to"."""
     for option in ctx.command.params:
         if option.name in names and was_given(ctx, option.name):
             raise click.UsageError(f"{option.opts[0]} {why}")
 
 
 def within(path: Path, *folders: Path) -> bool:
-    """Whether a path is one of these, or lies below it, by whatever links."""
+    """Return True if a path is one of `folders`, or lies below one, by any links."""
     # `Path.resolve` raises where links lead in a circle; here who opens it tells of that.
     inner = Path(os.path.realpath(path))
     return any(outer in (inner, *inner.parents) for outer in (Path(os.path.realpath(each)) for each in folders))

@@ -1,4 +1,4 @@
-"""How `get` prints messages: for people two lines each, for programs the object that `export` has."""
+"""Messages as `get` prints them: two lines for people, the object of `export` for programs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ raw_bodies_option = click.option(
 
 
 def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
-    """The message as `export` writes it: stored names and units, `body` in base64.
+    """Return the message as `export` writes it: stored names and units, `body` in base64.
 
-    Raises FormatError or MissingPackageError when a compressed body cannot be inflated; not with `raw_body`, which
-    leaves it as it is stored.
+    Raises FormatError or MissingPackageError when a compressed body cannot be inflated, unless `raw_body` leaves it as
+    it is stored.
     """
     row = row_of(message, stored=raw_body)
     row["body"] = base64.b64encode(row["body"]).decode("ascii")
@@ -43,7 +43,7 @@ def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
 
 
 def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_body: bool = False) -> bool:
-    """Print one message on stdout; False when its body could not be inflated (told on stderr)."""
+    """Print one message. Return False if its body could not be inflated, as told on stderr."""
     try:
         if json_output:
             print(as_json(export_row(message, raw_body=raw_body)))

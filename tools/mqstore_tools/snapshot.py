@@ -39,10 +39,10 @@ def snapshot(
     """Copy the store in DIR to DEST, a folder that does not exist yet, while others use it.
 
     DEST becomes a store that was closed cleanly and holds all that had been put, saved and created when the command was
-    started. It has been read back, every checksum, before it gets its name: there is a whole DEST or none (a killed
-    command leaves DEST.partial-..., yours to delete). Messages that were lent or popped at that moment come again in
-    it, as after a crash. Exit code 1 when something is wrong with
-    what was copied, which DEST then has as well; see docs/recovery.md.
+    started. It has been read back, every checksum, before it gets its name. So there is a whole DEST or none. A killed
+    command leaves DEST.partial-..., yours to delete. Messages that were lent or popped at that moment come again in it,
+    as after a crash. Exit code 1 when something is wrong with what was copied, which DEST then has as well; see
+    docs/recovery.md.
     """
     if dry_run:
         plan = plan_snapshot(directory, destination, link=link)

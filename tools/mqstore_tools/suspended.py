@@ -14,14 +14,14 @@ __all__ = ["suspended_of", "suspended_tables"]
 
 
 def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """(topic, queue id) -> the failed message that holds the queue up, as JSON has it."""
+    """Return the failed message that holds up each (topic, queue id), as JSON has it."""
     return {
         (key.topic, key.queue_id): asdict(each) for key, each in sorted(pops.suspended.items()) if key.group == group
     }
 
 
 def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:
-    """Return a table of suspended queues, each (group, topic, queue id, failed message), if there are any."""
+    """Return a table of suspended queues (group, topic, queue id, failed message), if there are any."""
     rows = [
         (
             *queue,

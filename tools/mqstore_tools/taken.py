@@ -1,11 +1,11 @@
-"""How `mqstore consume` comes by its messages: a run, and a push consumer as its source.
+"""Messages of `mqstore consume`: a run, and a push consumer as its source.
 
     message --> ticket --> work --> settled
                   | none left: --max-messages, a signal, an error
                   +--> Enough: not settled, comes again, no attempt counted
 
-The main thread supervises, and does nothing else: signals, --idle-exit and --max-messages end the run, the consumer
-works on threads of its own. A signal handler does no more than ring the bell: it may take no lock.
+The main thread only supervises: signals, --idle-exit and --max-messages end the run. The consumer has its own threads.
+A signal handler only rings the bell: it may take no lock.
 """
 
 from __future__ import annotations
@@ -36,44 +36,41 @@ __all__ = ["Asked", "Run", "Source", "Start", "quiet", "supervise"]
 Start = Literal["earliest", "latest"] | datetime
 
 _NO_TIMEOUT_S: Final = 7 * 86_400
-"""What a consumer takes for the longest a handler may run: --exec-timeout is the command's own matter."""
+"""Longest time that the consumer lets a handler run, since --exec-timeout limits commands."""
 _LOOK_S: Final = 0.02
 _HEAR_S: Final = 0.5
-"""How long the main thread waits in one go: a signal that comes just before it begins to wait is heard at its end."""
+"""Longest wait of the main thread. A signal just before a wait is heard at its end."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a source has to know."""
+    """Facts that a source needs."""
 
     topics: tuple[str, ...]
     group: str
     ordered: bool | None
-    """None: as the group has it."""
+    """None means the group's own."""
     tags: str
     sql: str | None
     start: Start | None
-    """None: as the group has it."""
+    """None means the group's own."""
     workers: int
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
-
-
 class Run(Interceptor):
-    """What all threads of a run share: tickets, counts, and the wish to stop."""
+    """State that all threads of a run share: tickets, counts, and the wish to stop."""
 
     def __init__(self, work: Work, limit: int | None) -> None:
         self.work = work
         self.bell: SimpleQueue[str] = SimpleQueue()
-        """Wakes the main thread; "signal" is one. Its `put` is safe in a signal handler."""
+        """Wakes the main thread. "signal" is one item. Its `put` is safe in a signal handler."""
         self.stopping = threading.Event()
         self.why = ""
         self.error: BaseException | None = None
         self.taken = 0
         self.outcomes: Counter[Settled] = Counter()
         self.failing: set[str] = set()
-        """Messages whose last attempt failed; those that come again."""
+        """Messages whose last attempt failed, and that come again."""
         self.running = 0
         self.active_at = time.monotonic()
         self._limit = limit
@@ -91,14 +88,14 @@ class Run(Interceptor):
             self.bell.put("stop")
 
     def fail(self, error: BaseException) -> None:
-        """Stop for what is no fault of a message."""
+        """Stop for an error that is no fault of a message."""
         with self._lock:
             if self.error is None:
                 self.error = error
             self._stop("error")
 
     def do(self, message: Message) -> None:
-        """Have a message dealt with. Raises Failed, Reject; Enough when it is to be let go of."""
+        """Handle a message. Raises Failed or Reject, and Enough to release it."""
         with self._lock:
             if self.stopping.is_set():
                 raise Enough
@@ -119,7 +116,7 @@ class Run(Interceptor):
                 self.active_at = time.monotonic()
 
     def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
-        """A message is dealt with, and that is noted."""
+        """Count a settled message."""
         key = message.system_properties.get(ORIGIN_MESSAGE_ID, message.message_id)
         with self._lock:
             self.outcomes[outcome] += 1
@@ -129,7 +126,7 @@ class Run(Interceptor):
                 self.failing.discard(key)
 
     def idle_s(self) -> float:
-        """For how long nothing has been dealt with."""
+        """Return for how long nothing was handled."""
         return 0.0 if self.running else time.monotonic() - self.active_at
 
 
@@ -178,7 +175,7 @@ def _stop(run: Run, source: Source) -> None:
 
 @contextmanager
 def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
-    """SIGINT and SIGTERM ring the bell, twice. A third ends the process, whatever it hangs in: that loses nothing."""
+    """Let SIGINT and SIGTERM ring the bell, twice. A third one ends the process: that loses nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,7 +200,7 @@ def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
 
 
 class _NotOurs(logging.Filter):
-    """Passes what is not about `Enough`, which is an order and no failure."""
+    """Filter that drops log records about `Enough`, which is an order and no failure."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
@@ -219,9 +216,6 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(ours)
 
 
-# -- where messages come from ------------------------------------------------------------------------------------------
-
-
 class Source:
     """Handlers of a push consumer."""
 
@@ -230,7 +224,7 @@ class Source:
         self.run = run
         self.asked = asked
         self._held: set[QueueRef] = set()
-        """Ordered: where a message waits for its next attempt, and all behind it."""
+        """Ordered queues in which a message waits for its next attempt, and all behind it."""
         for topic in asked.topics:
             if self.broker.topics.get(topic) is None:
                 note(f"topic {topic} is not there yet; waiting for it")
@@ -260,27 +254,27 @@ class Source:
             raise
 
     def start(self) -> None:
-        """Begin. Raises what the consumer raises."""
+        """Start. Raises what the consumer raises."""
         self._consumer.start()
 
     def stop(self) -> None:
-        """Begin nothing more; returns when what runs has ended and progress is on disk."""
+        """Begin nothing more. Return when running handlers have ended and progress is on disk."""
         self._consumer.stop(float("inf"))
 
     def drained(self) -> bool:
-        """Return True if nothing is left that could come now, as a failed message before its next attempt."""
+        """Return True if nothing is left that could come now. A failed message comes at its next attempt."""
         if not self._consumer.assignment().issuperset(self.queues()):
             return False
         return all(not lag or ref in self._held for ref, lag in self.lags().items())
 
     def retry_topics(self) -> set[str]:
-        """Where what failed before waits, in whatever mode that was."""
+        """Return the topics where failed messages wait, in whatever mode the group was."""
         group = self.asked.group
         popped = {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
         return {retry_topic(group), *popped}
 
     def lags(self) -> dict[QueueRef, int]:
-        """Messages that the group has not done, by queue of what was asked for. Empty until the group is there."""
+        """Return the number of messages not done, by wanted queue. Empty until the group exists."""
         wanted = {*self.asked.topics, *self.retry_topics()}
         try:
             lags = self.broker.lag(self.asked.group)

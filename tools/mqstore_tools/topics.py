@@ -1,4 +1,4 @@
-"""`mqstore topics`: which topics there are, and changing them."""
+"""`mqstore topics`: show and change topics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Examples:
 @click.option("--system", is_flag=True, help="Also retry and dead-letter topics, and the engine's own.")
 @json_option
 def list_(directory: Path, system: bool, json_output: bool) -> None:
-    """Show the topics of the store in DIR: queues, permissions, type, messages there, groups that consume them.
+    """Show the topics of the store in DIR: queues, permissions, type, messages, groups that consume them.
 
     A topic that has messages and no entry in config/topics.json (a broker's directory without config/, say) is shown
     with the queues it has.
@@ -109,9 +109,6 @@ def _messages(tables: Tables, topic: str) -> int:
         low, high = store.offsets(*ref)
         count += high - min(high, max(low, tables.offsets.start_of(topic, ref.queue_id)))
     return count
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 @topics.command(
@@ -178,7 +175,7 @@ def alter(
 ) -> None:
     """Change what is given of the topic NAME in the store in DIR.
 
-    Groups of ordered messages choose their queue by the number of write queues: with another number they go on in
+    Groups of ordered messages choose their queue by the number of write queues. With another number they go on in
     another queue, and the order across the change is lost. While such a topic is being consumed it takes --force.
     """
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
@@ -215,7 +212,7 @@ Examples:
 @yes_option
 @json_option
 def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
-    """Delete the topic NAME in the store in DIR: its messages, all groups' progress on it, and its retries.
+    """Delete the topic NAME in the store in DIR: its messages, all groups' progress on it, its retries.
 
     Asks first. The numbering of its queues goes on should it come again; disk space comes back as segments are dropped.
     """

@@ -26,11 +26,11 @@ Examples:
 @jobs_option
 @json_option
 def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> None:
-    """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR: in topics, delays,
-    retries and dead letters, in the order in which they were stored. `mqstore get DIR --message-id ID` prints the
-    unique key of a message whose id you have.
+    """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR.
 
-    Exit code 1 if there is none. Needs pyarrow.
+    Topics, delays, retries and dead letters are searched, and shown in the order in which they were stored. `mqstore
+    get DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if there is none. Needs
+    pyarrow.
     """
     with usable():
         from mqstore.jobs import trace as follow

@@ -1,4 +1,4 @@
-"""`mqstore traffic`: how many messages, how large, when."""
+"""`mqstore traffic`: number and sizes of messages by time."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Examples:
 @jobs_option
 @json_option
 def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: bool) -> None:
-    """Count the messages of the stores in DIR by time of storing: how many, how large, how long from producer to
-    store, how many were delivered before. `--by topic,queue_id` shows how evenly they lie in queues.
+    """Count the messages of the stores in DIR by time of storing.
 
-    Without --topic those of users are read, and retry topics. Percentiles are off by 3 % at most; all else is exact.
-    Needs pyarrow.
+    It shows how many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id`
+    shows how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off
+    by 3 % at most; all else is exact. Needs pyarrow.
     """
     with usable():
         from mqstore.jobs import traffic_report
@@ -44,14 +44,16 @@ def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: 
         found = traffic_report(chosen, interval=interval, by=names(by) or (), jobs=jobs, progress=report)
     if json_output:
         print_json(found.to_dict())
-    else:
+        return
+    if found.total.messages:
         _show(found.to_dict())
+    else:
+        note("no messages")
+    if found.damaged:
+        note(f"{found.damaged} damaged messages were left out")
 
 
 def _show(found: dict[str, Any]) -> None:
-    if not found["total"]["messages"]:
-        note("no messages")
-        return
     by = [name for name in found["by"] if name]
     columns = [name.replace("queue_id", "queue>") for name in by]
     columns += ["messages>", "bytes>", "per s>", "peak per s>", "size p50>", "p95>", "max>", "delay p50>", "p95>"]
@@ -63,8 +65,6 @@ def _show(found: dict[str, Any]) -> None:
     console().print(table(f"{when(total['first_ms'])} to {when(total['last_ms'])}", columns, rows))
     if len(found["rows"]) > _SHOWN:
         note(f"and {len(found['rows']) - _SHOWN} more; --json has all")
-    if found["damaged"]:
-        note(f"{found['damaged']} damaged messages were left out")
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

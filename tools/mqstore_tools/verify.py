@@ -1,4 +1,4 @@
-"""`mqstore verify`: is everything in one store or many as it should be? Prints what `mqstore.jobs.verify` finds."""
+"""`mqstore verify`: check one store or many, and print what `mqstore.jobs.verify` finds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told
 __all__ = ["verify"]
 
 _LISTED = 10_000
-"""Findings of a range of the log that are listed: a store can be damaged in more places than memory has room for."""
+"""Limit of listed findings of a range: there may be more than memory has room for."""
 _SHOWN = 1000
-"""Findings that people are shown; programs get all of them."""
+"""Limit of findings that people are shown. Programs get all of them."""
 
 
 @click.command(
@@ -67,7 +67,7 @@ def verify(ctx: click.Context, stores: tuple[str, ...], all_findings: bool, jobs
 
 
 def _print_json(found: VerifyReport, *, ok: bool, failed: dict[str, str] | None) -> None:
-    """Print the report; the store of each finding, and `failed`, only for several stores."""
+    """Print the report. The store of each finding, and `failed`, are only for several stores."""
     sums = {"messages": found.messages, "bytes": found.bytes, "body_checksum_only": _body_checksum_only(found)}
     findings = [finding.to_dict() for finding in found.findings]
     if failed is None:

@@ -45,8 +45,8 @@ _log = logging.getLogger("mqstore")
 
 _BATCH = 32
 """Number of looks whose answers may wait for each other: about a millisecond."""
-_ROW = 32
-"""Number of calls on the loop before others have a turn: about two hundred microseconds."""
+_ROW = 128
+"""Number of calls on the loop before others have a turn: about a millisecond."""
 
 T = TypeVar("T")
 

@@ -62,7 +62,7 @@ class Producer(Closable[producer.Producer]):
         max_inflight_bytes: int = 100 << 20,
         **options: Any,
     ) -> None:
-        """Make the producer, on the store's thread. Options are those of `ProducerOptions`."""
+        """Make the producer, on the store's thread. Options are those of `mqstore.Producer`."""
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
             check_whole(name, value, 1)
         # The bound is kept here, so the synchronous producer has none.

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -144,9 +144,7 @@ class Queue(Closable[_Told]):
     True
     """
 
-    def __init__(
-        self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Unpack[queue.QueueOptions]
-    ) -> None:
+    def __init__(self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
         sync = _Told(store.broker, name, **options)
         sync.on_settled = self._settled
@@ -228,7 +226,7 @@ class Queue(Closable[_Told]):
         if not self._bridge.taking_back:  # released items go first
             task = self.sync.get_at_once(loan_s)
             if task is not None:
-                return self._taken([task])[0]
+                return self._taken(task)
 
         def look() -> list[queue.Task] | None:
             try:
@@ -239,7 +237,7 @@ class Queue(Closable[_Told]):
         found = await self._look(look, left_s)
         if not found:
             raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-        return self._taken(found)[0]
+        return self._taken(found[0])
 
     async def get_nowait(self) -> Task:
         """Get as `mqstore.Queue.get_nowait`."""
@@ -248,19 +246,19 @@ class Queue(Closable[_Told]):
     async def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
         """Get as `mqstore.Queue.get_many`."""
         found = await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
-        return self._taken(found or [])
+        return [self._taken(each) for each in found or ()]
 
     async def _look(
         self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None
     ) -> list[queue.Task] | None:
         return await self._bridge.look(look, self.sync.when_ready, timeout_s=timeout_s, undo=release)
 
-    def _taken(self, found: list[queue.Task]) -> list[Task]:
-        tasks = [Task(self._bridge, each) for each in found]
+    def _taken(self, found: queue.Task) -> Task:
+        task = Task(self._bridge, found)
         current = asyncio.current_task()
-        if tasks and current is not None:
-            self._last[current] = tasks[-1]
-        return tasks
+        if current is not None:
+            self._last[current] = task
+        return task
 
     def __aiter__(self) -> AsyncIterator[Task]:
         """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""

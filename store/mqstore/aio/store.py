@@ -35,7 +35,6 @@ from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
 from mqstore.broker.road import SendOptions
-from mqstore.client.pushconsumer import PushConsumerOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
@@ -162,12 +161,12 @@ class Store(Closable[store.Store]):
     simple_consumer = made(store.Store.simple_consumer, SimpleConsumer, _close)
     pull_consumer = made(store.Store.pull_consumer, PullConsumer, _close)
 
-    def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> Made[PushConsumer]:
-        """Return a push consumer with coroutines as handlers, to be awaited or entered.
-        Options are those of `mqstore.Store.push_consumer`."""
+    @takes(store.Store.push_consumer)
+    def push_consumer(self, *args: Any, **options: Any) -> Made[PushConsumer]:
+        """Return a push consumer with coroutines as handlers, to be awaited or entered."""
 
         def made() -> PushConsumer:
-            consumer = PushConsumer(self._bridge, self.sync.push_consumer(group, **options))
+            consumer = PushConsumer(self._bridge, self.sync.push_consumer(*args, **options))
             self._consumers.add(consumer)
             return consumer
 

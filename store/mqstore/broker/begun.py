@@ -14,7 +14,7 @@ The cells of a worker name the messages of its last handler call::
     -1           end of the list: the cells behind it are left over from earlier calls
 
 The cells are written through a mapping. This takes no system call, and the kernel keeps the bytes when the process is
-killed. A power cut may lose them; then the attempt is not counted.
+killed. A power cut may lose them. Then the attempt is not counted.
 
     at the next open, a message that is not settled    is redelivered with
     and whose handler had begun                        one attempt more; after its last attempt it is a dead letter
@@ -134,11 +134,9 @@ class Suspects:
         self._line: deque[tuple[object, object, Callable[[], object]]] = deque()
 
     def holds(self, group: str, address: Address) -> bool:
-        """Return True if this message is suspected."""
         return address in self.left.get(group, ())
 
     def add(self, group: str, addresses: Iterable[Address]) -> None:
-        """Add suspects."""
         self._change(group, self.left.get(group, set()).union(addresses))
 
     def clear(self, group: str, addresses: Iterable[Address]) -> None:

@@ -259,12 +259,13 @@ class Broker(Closing, Sending):
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the first message that still counts, or `max_offset` of an empty queue."""
+        """Return the offset of the first message that still counts, or `max_offset` of an empty queue. Raises
+        TopicNotFoundError."""
         self._check_open()
         return self._reads.min_offset(topic, queue_id)
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the next message that will be put."""
+        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
         self._check_open()
         return self._reads.max_offset(topic, queue_id)
 
@@ -544,7 +545,7 @@ class Broker(Closing, Sending):
         return self._reads.take_losses(group)
 
     def pending(self, group: str) -> list[Any]:
-        """Return the group's deliveries in flight."""
+        """Return the group's deliveries in flight, by topic, queue and offset."""
         self._check_open()
         return self._pop.pending(group)
 

@@ -1,6 +1,5 @@
 """A file of `config/`: how every table of the broker is read and written (delivery#tables).
 
-This module knows that such a file is an object with members, some of another program, but not what they mean.
 `files.jsonfile` writes the bytes to disk and handles damaged files.
 
     load    read the members, and remember unknown ones
@@ -137,7 +136,6 @@ class ConfigFile:
         self.has_saved = False
         """True after a synced save since `load`. Only then is a quick save allowed."""
         self._is_quick = False
-        """True if the file is from a quick save."""
         self._last: FileState | None = None
         """State of the file after the last save."""
 
@@ -165,7 +163,6 @@ class ConfigFile:
             self._check(value)
 
     def report(self, problem: str) -> None:
-        """Add a problem to `problems` and log it."""
         self.problems.append(problem)
         _log.warning("%s", problem)
 

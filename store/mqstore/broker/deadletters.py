@@ -19,8 +19,6 @@ A replay sends each letter to the group that failed at it, into a retry topic wh
     pops, in order or not   %RETRY%group+topic, queue 0         have 1ST_POP_TIME
     reads by offset         %RETRY%group, `retry_queues`        do not
     is the engine's own     nothing                             are delayed messages that never arrived: to their topic
-
-This module knows the log, topics, groups and offsets, but no consumers. Letters are made in `retry.py`.
 """
 
 from __future__ import annotations
@@ -131,8 +129,6 @@ class DeadLetters:
         self._tables = tables
         self._turns = RoundRobin()
 
-    # -- looking ----------------------------------------------------------------------------------------------------
-
     @property
     def bounds(self) -> tuple[int, int]:
         """Return (offset of the first letter, offset of the next new one), which are equal without letters."""
@@ -200,8 +196,6 @@ class DeadLetters:
                 for message in self._tables.store.get(self.topic, _QUEUE, offset, 1).messages:
                     if message.offset == offset:  # otherwise it is damaged, and this is the next one
                         yield message
-
-    # -- sending again ----------------------------------------------------------------------------------------------
 
     def replay(
         self,
@@ -328,8 +322,6 @@ class DeadLetters:
         else:
             queue_id = group_queue(group, queues, self._tables.store.manifest.group_hash)
         return queue_id, properties
-
-    # -- purging ----------------------------------------------------------------------------------------------------
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
         """Remove all letters, or those below `before_offset`, or stored before `before_ms`. Return how many.

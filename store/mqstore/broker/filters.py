@@ -77,7 +77,6 @@ class TagSubscription(TagFilter):
         return "TAG"
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Return True if the tag in `properties` is one of `tags`."""
         return properties.get(TAGS) in self.tags
 
     def __repr__(self) -> str:
@@ -107,7 +106,6 @@ class SqlSubscription:
         return self._expression.matches(message.stored_properties())
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Return True if the expression is True for `properties`."""
         return self._expression.matches(properties)
 
     def __repr__(self) -> str:

@@ -1,7 +1,5 @@
 """Consumer groups: permissions, and redelivery of failed messages (delivery#groups).
 
-This module knows settings, but no members, offsets or messages. A group is created at its first use.
-
 A retry policy is used in two ways (delivery#backoff). `r` is the number of times a message was sent back, `attempt`
 the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
 
@@ -324,9 +322,7 @@ assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown
 
 
 class GroupTable:
-    """All consumer groups of a store. Thread-safe. A look-up of a known group takes no lock.
-    A change is saved before it counts: if a method raises, nothing changed. The functions in `on_change` are called
-    with the name of a created, changed or deleted group. They run in the thread that changed it, without a lock."""
+    """All consumer groups of a store. Changes, calls of `on_change` and look-ups are as in `TopicTable`."""
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
@@ -346,7 +342,6 @@ class GroupTable:
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> GroupConfig | None:
-        """Return the group's configuration, or None if there is no such group."""
         return self._groups.get(name)
 
     def need(self, name: str) -> GroupConfig:

@@ -95,7 +95,6 @@ class Halves:
         self._by_id[half.handle.transaction_id] = self._open[half.handle.offset] = half
 
     def end(self, half: Half, outcome: Ended) -> None:
-        """Note that a half has ended."""
         identity = half.handle.transaction_id
         with self._lock:
             half.ended = outcome
@@ -117,12 +116,10 @@ class Halves:
         return half
 
     def open_id(self, transaction_id: str) -> TransactionHandle | None:
-        """Return the open transaction of that id, or None."""
         half = self._by_id.get(transaction_id)
         return None if half is None else half.handle
 
     def handles(self) -> list[TransactionHandle]:
-        """Return the open transactions, oldest first."""
         with self._lock:
             return [self._open[offset].handle for offset in sorted(self._open)]
 

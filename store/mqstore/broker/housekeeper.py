@@ -111,8 +111,6 @@ class Housekeeper:
             job.failures = 0
             self.errors.pop(job.name, None)
 
-    # -- the thread -------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Run due mechanisms in a thread until `stop`."""
         self._thread = threading.Thread(target=self._loop, name="mqstore-housekeeper", daemon=True)

@@ -3,8 +3,7 @@
     local_offsets/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
 An update counts in memory at once, forwards or backwards, and in the file with the next `persist`. A file has one
-object at a time: the next one reloads it. Only the idea is RocketMQ's: the keys of its file are JSON objects, which no
-JSON reader accepts, and it is rewritten in place.
+object at a time: the next one reloads it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A lock is a lease in memory. It ends when its owner releases it, or when it was not renewed for `LEASE_MS`. It does not
 end while its owner is at work on the queue (`begin_work`). Leases are measured on the monotonic clock. They are gone
-after a restart, which is safe because the clients of this process are gone, too. This module does not know groups or
-members: a client id is just a name.
+after a restart, which is safe because the clients of this process are gone, too.
 
 ::
 
@@ -20,8 +19,7 @@ no other client may get its queue. A handler that is about to begin asks first, 
 Listeners are called with the group whose locks were released, outside the mutex, in the releasing thread. So a member
 that was refused need not poll. No listener is called when a lease expires.
 
-All calls, renewals included, run under one mutex. RocketMQ renews without it: after a renewal of a lease that was just
-taken over, two clients both believe that the queue is theirs.
+All calls, renewals included, run under one mutex (delivery#x7).
 """
 
 from __future__ import annotations
@@ -126,7 +124,6 @@ class QueueLocks:
             return True
 
     def end_work(self, group: str, queue: QueueRef) -> None:
-        """End the work that `begin_work` has begun."""
         with self._mutex:
             self._leases[group][queue].at_work = False
 

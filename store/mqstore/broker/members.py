@@ -197,7 +197,6 @@ class Members:
             self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file and calls listeners
 
     def get(self, client_id: str, group: str) -> Member | None:
-        """Return the registration of `client_id`, or None if it is not a member."""
         return self._groups.get(group, {}).get(client_id)
 
     def unregister(self, client_id: str, group: str, *, owner: object = None) -> bool:
@@ -225,7 +224,6 @@ class Members:
             return next((member.subscriptions for member in self._groups.get(group, {}).values()), MappingProxyType({}))
 
     def mode(self, group: str) -> Mode | None:
-        """Return the mode of `group`, or None without members."""
         with self._lock:
             return next((member.mode for member in self._groups.get(group, {}).values()), None)
 

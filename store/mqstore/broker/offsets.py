@@ -1,6 +1,6 @@
 """Committed offsets of each group in each queue, and forced restarts (delivery#offsets).
 
-This module knows names, numbers and the bounds of queues. Its callers check that a group or topic is registered.
+Callers check that a group or topic is registered.
 
 =========  ==================================  =====  ==========================================================
 table      key -> value                        kept   meaning
@@ -18,15 +18,10 @@ A forced restart, queue by queue::
     published(x)  pending: the reset ends, and committed := x. A publisher asks nobody where to start, so a reset that
                   no read takes would keep its offsets out for good.
 
-The file is `config/consumerOffset.json`, as in RocketMQ, and never ahead of the messages: a save takes a copy, flushes
-the commitlog, then writes the copy. So its offsets rest on messages that no power cut takes back. Between two such
-saves there are quick ones (`configfile`), so that `kill -9` takes back only the last moment::
+The file is `config/consumerOffset.json` (delivery#saved-offsets). Between two synced saves there are quick ones::
 
     commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
                                                  later, if quick saves would take more than 2 % of a processor
-
-A file of another program may be ahead: an offset above its queue's end is lowered to the end at load, because new
-messages will get the offsets between.
 
 Offsets that processes beside the owner publish (`published.py`; Spark's `commitGroup`) are added as commits at opening,
 every `commit_interval` and at closing. A process that opens the store for reading sees them earlier.
@@ -72,11 +67,9 @@ _QUICK_REST = 50
 class OffsetTable:
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
-    Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
-    before a `commit` with "flush" returns. The kernel has a `commit` about 100 ms later (`run_once`).
-
     The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
-    together."""
+    together.
+    """
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
@@ -127,8 +120,7 @@ class OffsetTable:
     # -- committed --------------------------------------------------------------------------------------------------
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
-        """Return the group's committed offset in a queue, or None if it never committed, which is not 0.
-        While a reset is pending this is its offset, because `reset` stores it here as well."""
+        """Return the group's committed offset in a queue, or None if it never committed, which is not 0."""
         groups = self._committed.get(topic)
         if groups is None or (queues := groups.get(group)) is None:
             return None
@@ -139,10 +131,11 @@ class OffsetTable:
     ) -> None:
         """Note that `group` has consumed everything of the queue before `offset`.
 
-        The last writer wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
+        The last commit wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
         on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
         0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
-        memory and is saved later."""
+        memory and is saved later.
+        """
         if type(offset) is not int or type(queue_id) is not int:
             offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail
         if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):
@@ -330,7 +323,6 @@ class OffsetTable:
             return {group for groups in self._committed.values() for group in groups if _is_user(group)}
 
     def groups_of(self, topic: str) -> set[str]:
-        """Return the consumer groups that have committed offsets in `topic`."""
         with self._lock:
             return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
 
@@ -390,12 +382,10 @@ class OffsetTable:
 
     @property
     def problems(self) -> list[str]:
-        """Problems found when the file was loaded, and what was done about them."""
         return list(self._file.problems)
 
     @property
     def dirty(self) -> bool:
-        """True if something changed since the last save."""
         return self._changes != self._saved
 
     def save(self) -> None:
@@ -475,7 +465,6 @@ class OffsetTable:
         return ()
 
     def _log_end(self) -> int:
-        """Return the log end, or the end that a recovery found."""
         end = self._store.max_offset
         return end if self._noted is None else min(end, self._noted.log_end)
 

@@ -1,7 +1,7 @@
 """Offsets that another process publishes in `config/spark/groups/` (spark#publish-group).
 
 A process that reads a store without owning it may not write `consumerOffset.json`. It leaves a file for each of its
-groups, and the owner adds them to its own offsets at its next save. This module knows names and numbers, not their use.
+groups, and the owner adds them to its own offsets at its next save.
 
     GROUP.json         {"version": 1, "group": GROUP, "offsets": {topic: {queue id: offset}}}, replaced whole
     GROUP.json.tmp     being written; means nothing

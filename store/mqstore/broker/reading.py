@@ -1,18 +1,10 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""Reads of a queue by offset, first positions and resets of groups (delivery#group-start).
+"""Reads by offset, first positions and resets of groups (delivery#read, delivery#group-start).
 
     may the group consume, may the topic be read, has it that queue?      else an error
     is a reset pending?                                                   OFFSET_RESET, once
     offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` set
-    all other reads                                                       status of the store
-
-    status                                                 what the reader does                 clients#contract
-    FOUND                                                  consumes, continues at next          FOUND
-    NO_MATCHED_MESSAGE MESSAGE_WAS_REMOVING                reads on at next, at once            NO_MATCHED_MSG
-    OFFSET_OVERFLOW_ONE                                    waits (waiting.py)                   NO_NEW_MSG
-    NO_MESSAGE_IN_QUEUE NO_MATCHED_LOGIC_QUEUE, offset 0   waits                                NO_NEW_MSG
-    the same two, offset not 0                             continues at next: wrong offset      OFFSET_ILLEGAL
-    OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    continues at next                    OFFSET_ILLEGAL
+    all other reads                                                       status of the store (delivery#read-status)
 
 `first` is the queue's first message, or its logical start if that is higher (dead letters that were replayed or purged,
 topics that were deleted and created again). A read never blocks, and changes only the offset tables in memory.
@@ -277,15 +269,11 @@ class Reads:
         with self._told_lock:
             return tuple(self._losses.pop(group, ()))
 
-    # -- bounds -----------------------------------------------------------------------------------------------------
-
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the first message that counts, or `max_offset`. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
         self._topics.need(topic)
         return self._offsets.bounds(topic, queue_id)[1]
 
@@ -299,8 +287,6 @@ class Reads:
             return max(low, self._store.offset_at(topic, queue_id, when, bound))
         except TopicNotFoundError:
             return low
-
-    # -- where a group begins ---------------------------------------------------------------------------------------
 
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Return the group's committed offset in a queue, or commit and return its first position.
@@ -344,8 +330,6 @@ class Reads:
         if type(start) is int or isinstance(start, datetime):
             return self.offset_for_time(topic, queue_id, start)
         raise ConfigError(f"start is 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
-
-    # -- resets -----------------------------------------------------------------------------------------------------
 
     def reset(
         self,

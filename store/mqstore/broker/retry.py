@@ -18,8 +18,6 @@ The copy is in the log before the caller settles the original. So a crash betwee
 loses the only one. Nor does a power cut, because the settlement is written behind the copy, or flushes the log first.
 Only `send_back` waits for the disk, as a put does, because its caller has no other copy. For the same reason it is not
 idempotent.
-
-This module knows no consumers, and of the delay services only the properties that lead there (delivery#level-put).
 """
 
 from __future__ import annotations
@@ -219,8 +217,6 @@ class Retries:
             reconsume_times=reconsume_times,
             durability=durability,
         )
-
-    # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _check_arguments(
         self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None

@@ -123,8 +123,6 @@ class Road(Sending):
             precision_ms=PRECISION_MS,
         )
 
-    # -- a user's message -------------------------------------------------------------------------------------------
-
     @compiled_put
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
@@ -176,17 +174,13 @@ class Road(Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> SendReceipts:
-        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
-        Raises what `MessageStore.put_many` raises. `options` are those of one message: InvalidMessageError says which
-        method takes them."""
+        """Append many messages as `Broker.put_many` does. Raises what `MessageStore.put_many` raises."""
         if options:
             refuse_options(options)
         config = self._topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
         return self._store.put_many(topic, bodies, queue_id, durability=durability)
-
-    # -- any record -------------------------------------------------------------------------------------------------
 
     def append(
         self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]

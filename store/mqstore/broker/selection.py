@@ -1,18 +1,4 @@
-"""Choice of the queue of a topic to which a message is put (delivery#queue-choice).
-
-It has pure functions of a message group and a number of queues, and a counter for messages without a group. It knows no
-topics: the caller passes the number of writable queues.
-
-The mapping from group to queue is part of a store's format: a group keeps its order only while every producer of the
-store uses the same mapping. It is chosen when the store is created (`group_hash` of the manifest):
-
-============  ======================================================  ===============================================
-how           queue                                                   the same as
-============  ======================================================  ===============================================
-jump          jump_hash(java_hash(group), queues)                     RocketMQ's proxy (Guava `consistentHash`)
-siphash24     siphash24(UTF-8 of group) mod queues                    RocketMQ's 5.x Java client
-============  ======================================================  ===============================================
-"""
+"""Choice of the queue of a topic to which a message is put (delivery#queue-choice)."""
 
 from __future__ import annotations
 
@@ -164,7 +150,6 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self.counters: dict[str, Iterator[int]] = {}
-        """Counters by topic."""
         self._lock = threading.Lock()
 
     def next(self, topic: str, queues: int) -> int:

@@ -2,9 +2,6 @@
 
     text --`sqltokens`--> tokens --_Parser--> nodes, checked as the tree grows; each has the closure that evaluates it
 
-This module knows no messages, queues or subscriptions: properties are a mapping of strings. The only state is the count
-of errors that `Expression.matches` keeps for its log.
-
     expr       := and (OR and)*                                                  weakest
     and        := equality (AND equality)*
     equality   := comparison ( '=' comparison | '<>' comparison | IS [NOT] NULL )*

@@ -1,7 +1,5 @@
 """Topics: names, queue counts, permissions and attributes (delivery#topics, delivery#system-names).
 
-This module knows no messages. It asks the store which queues exist, and the offset table whether a group needs them.
-
 A topic exists in one of two ways:
 
 =========  =================================  ==========================================================================
@@ -15,8 +13,7 @@ found      nowhere; it has consume queues     read = write = highest queue id + 
     unknown --create, ensure, for_send--> entered --delete--> unknown, its queues out of reach
     found --alter, ensure--> entered;  found --delete--> unknown
 
-Deletion does not remove queues. If their offsets restarted at 0 while old records are still in the log, a rebuild would
-take new messages for repeats of the old ones. Instead each queue's logical start moves to its end. A topic without an
+Deletion does not remove queues, but moves each one's logical start to its end (delivery#topics). A topic without an
 entry does not exist if all its queues end at their logical start. Offsets are saved first, then the entry. A crash in
 between leaves an empty topic that can be deleted again.
 
@@ -190,7 +187,6 @@ class TopicTable:
 
     @property
     def problems(self) -> list[str]:
-        """Problems found when the file was loaded, and what was done about them."""
         return list(self._file.problems)
 
     def _find(self, name: str) -> TopicConfig | None:

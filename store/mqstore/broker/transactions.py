@@ -21,10 +21,6 @@ The two topics are the state. At open the table is built from them: the halves f
     an op of a rollback             asked again
     the count of checks             begins at 0, because another producer gave no answer; age still ends it
 
-RocketMQ appends a new copy of the half at every check, to count and to move its offset on. Then one transaction has
-several halves, and an answer to an old one leaves the new one open. Here a transaction is always one record. Halves
-and counts of RocketMQ (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFSET) are understood.
-
 Half messages do not pass the road. A timer takes effect at the commit, and a delay level is refused. Times are the
 store's own, because producers' clocks differ. Callbacks run in the thread of `run_once`, outside all locks. A slow
 producer answers None and calls `end` later. Lock order: one half's lock, then the table's or those of the ops.
@@ -224,7 +220,7 @@ class Transactions:
     ) -> TransactionHandle:
         """Store a half message with stored properties, reserved ones included. See `begin`.
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
-        the topic does not have, or a producer group without a name. If it raises FlushTimeoutError, the half is stored
+        the topic does not have, and a producer group without a name. If it raises FlushTimeoutError, the half is stored
         and rolled back. The caller must not run the transaction's work."""
         if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
@@ -542,7 +538,6 @@ class Transactions:
         return self._halves.handles()
 
     def open_count(self) -> int:
-        """Return the number of open transactions."""
         return len(self._halves)
 
 

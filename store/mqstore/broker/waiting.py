@@ -21,8 +21,6 @@ another thread. In the main thread a signal handler may raise, so the housekeepe
 
 A parked waiter costs a few hundred bytes, but no thread and no polling. Deadlines are in a heap, whose entries count
 only while their waiter is still due at that time.
-
-This module knows units and filters, but no messages, and not what a group has consumed.
 """
 
 from __future__ import annotations
@@ -133,7 +131,6 @@ class Waiters:
 
     @property
     def parked(self) -> int:
-        """Number of parked waiters."""
         return len(self._parked)
 
     # -- waiting ----------------------------------------------------------------------------------------------------

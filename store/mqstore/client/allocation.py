@@ -5,9 +5,7 @@
     "circle"            one after the other, in turns                                   0,3,6  1,4,7  2,5
     fixed_queues(...)   these, regardless of other members (RocketMQ's CONFIG)
 
-Every member calls its strategy with the same sorted queues and members, so their shares fit together without messages
-between members. Strategies are pure functions. RocketMQ's consistent hash and its strategies for machine rooms are not
-built, because all members live in one process. For another division, write a function of the same form.
+Strategies are pure functions. For another division, write a function of the same form.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queues of a push consumer, and the pulls of their messages (clients#rebalance, clients#pull).
+"""Queues of a push consumer, and their pulls (clients#rebalance, clients#pull, clients#revoke).
 
     rebalance (timer thread)                       pull (any worker)
     share - owned  ---> lock ---> begin ---> pull ----> FOUND              cached, dispatched; pull again, or wait
@@ -9,9 +9,6 @@
 
 Each queue has exactly one pull: being made, submitted, or waiting for messages, for room, for `resume` or for a timer.
 Code that takes away one of these puts the next in its place.
-
-A queue that is to leave is closed first. Then no handler of it starts, but running handlers still count. When the last
-one has ended, the queue is dropped and its lock released. The lock does not expire while a handler runs (`enter`).
 
 The file is long because rebalance and pull change the same state of a queue under one lock.
 """
@@ -642,7 +639,6 @@ class Assignment:
             return [self._queues[ref] for ref in refs if ref in self._queues]
 
     def owned(self) -> frozenset[QueueRef]:
-        """Return the queues that are ours now."""
         with self._lock:
             return frozenset(self._queues)
 

@@ -145,10 +145,7 @@ class ChunkRunner(Generic[C]):
         self.pace_ms = WORTH_MS
         """Recent average duration of a handler call. The first call may be slow."""
 
-    # -- workers at a chunk -----------------------------------------------------------------------------------------
-
     def submit(self, chunk: C) -> None:
-        """Submit the rest of a chunk to any worker."""
         self._workers.submit(partial(self._owner.run, chunk))
 
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
@@ -177,15 +174,12 @@ class ChunkRunner(Generic[C]):
             self._owner.settle(chunk)
 
     def _held_up(self, worker: Worker, chunk: C) -> None:
-        """Settle what is done and share the rest of a chunk with other workers, on the timer thread.
-        Called when a handler takes long."""
+        """Settle what is done and share the rest of a chunk with other workers, on the timer thread."""
         if chunk.items or chunk.done:
             self._owner.settle(chunk)
             if not self._ordered:
                 self._ask(chunk, len(chunk.items))
         self._tell_held_up(worker)
-
-    # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def work(self, chunk: C, worker: Worker) -> Flow[None]:
         """Hand the messages of a chunk to handlers, batch by batch, until there is a reason to stop."""

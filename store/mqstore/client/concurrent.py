@@ -1,11 +1,9 @@
 """Service that has many workers handle messages, in no order (clients#concurrent, clients#overdue).
 
-    pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
-                                 done      settled together (chunks.py)
-                                 failed    sent back, and settled; if that fails, again here after 5 s
-                                 hung      after `consume_timeout` sent back and settled; its end counts for nothing
-
-A chunk holds the messages of one pull.
+pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
+                             done      settled together (chunks.py)
+                             failed    sent back, and settled; if that fails, again here after 5 s
+                             hung      after `consume_timeout` sent back and settled; its end counts for nothing
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ class _Chunk(Chunk):
 
 
 class ConcurrentService:
-    """Handling of messages by a push consumer that is not ordered."""
-
     def __init__(
         self,
         broker: Broker,
@@ -119,13 +115,11 @@ class ConcurrentService:
         return live
 
     def close(self) -> None:
-        """Settle what is done."""
         self._runner.close()
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        """Handle the rest of a chunk in the worker."""
         if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
             self._handling.leave(chunk)
             return
@@ -135,7 +129,6 @@ class ConcurrentService:
             self.assignment.leave(chunk.queue)
 
     def part(self, chunk: _Chunk, messages: Sequence[Message]) -> _Chunk:
-        """Return a chunk with `messages`, which were taken from `chunk`."""
         return _Chunk(chunk.queue, messages)
 
     def settle(self, chunk: _Chunk) -> bool:

@@ -8,7 +8,7 @@
     another Exception          Failure("retry")         again; logged with its traceback, and told to `on_error`
     SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
 
-This module knows neither queues nor receipts. The caller deals with a failure.
+The caller deals with a failure.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure of a handler for these messages."""
-
     kind: Literal["retry", "reject"]
     reason: str
     delay_s: float | None = None
@@ -116,7 +114,6 @@ class Handling:
         return self.group in self._suspects.left
 
     def is_suspect(self, message: Message) -> bool:
-        """Return True if this message is suspected."""
         return self._suspects.holds(self.group, Address(*message.queue, message.offset))
 
     def together(self, messages: Sequence[Message]) -> int:

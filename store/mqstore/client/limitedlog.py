@@ -32,8 +32,6 @@ _KINDS_MAX: Final = 1_000
 
 
 class _Kind:
-    """Kind of similar lines."""
-
     __slots__ = ("every_ms", "held", "level", "line", "said_ms")
 
     def __init__(self, level: int, line: str, said_ms: int, every_ms: float) -> None:

@@ -1,13 +1,8 @@
-"""Membership of a client in a group: registration, share of the queues, locks (clients#group).
+"""Membership in a group: registration, share of the queues, locks (clients#group, clients#seat).
 
     join ──► share ──► take ──► read, commit ──► give ──► leave
                ▲         │refused                  │
                └─────────┴────── on_change ◄───────┘  of another member
-
-Every member of a clustering group, ordered or not, locks a queue in the engine before it reads the committed offset. It
-unlocks the queue after it has committed. So a queue that changes hands continues exactly where it stopped. Nothing is
-lost, and nothing is repeated unless the owner died or was silent for longer than the lease. While a handler is at work
-on a queue (`begin_work`) its lock does not expire.
 
     on_change is called when      the group's members or subscriptions changed
                                   a subscribed topic, or a retry topic, came, was altered or went
@@ -16,8 +11,6 @@ on a queue (`begin_work`) its lock does not expire.
 Within a process a member does not die alone, but it may hang or be forgotten. So a seat is a lease, too, renewed by
 `share` and `renew`. A member that finds an expired seat in a clustering group unregisters its client, so that the
 others get its queues. A client that returns takes its seat again, and learns by `renew` which queues it has lost.
-
-This module knows no offsets and reads nothing. The consumer decides who holds a queue, and when to rebalance.
 """
 
 from __future__ import annotations
@@ -290,7 +283,6 @@ class Membership:
         return self._mode.broadcasting or self._broker.locks.begin_work(self.group, queue, self.client_id)
 
     def end_work(self, queue: QueueRef) -> None:
-        """Note that nothing is at work on `queue` any more."""
         if not self._mode.broadcasting:
             self._broker.locks.end_work(self.group, queue)
 

@@ -9,9 +9,7 @@
 
 A queue has at most one task, and a message is not begun before its predecessor is done. The broker keeps the number of
 failures of a message, also over a restart. A message that always fails stops its queue for ever, unless the group
-limits attempts. Then it becomes a dead letter, and leaves a hole in the order. RocketMQ's autoCommit=false has no
-counterpart. A handler that wants to commit many messages at once takes them as one batch (`batch_size`), and its end is
-the commit.
+limits attempts. Then it becomes a dead letter, and leaves a hole in the order.
 """
 
 from __future__ import annotations
@@ -64,8 +62,6 @@ class _Line(Chunk):
 
 
 class OrderlyService:
-    """Handling of messages by an ordered push consumer."""
-
     def __init__(
         self,
         broker: Broker,
@@ -108,10 +104,7 @@ class OrderlyService:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._begin, queue)))
 
     def close(self) -> None:
-        """Settle what is done."""
         self._runner.close()
-
-    # -- the task of a queue ----------------------------------------------------------------------------------------
 
     def _begin(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         line = self._next_line(queue)
@@ -166,7 +159,6 @@ class OrderlyService:
         return _Line(line.queue, messages, line.failed)
 
     def settle(self, line: _Line) -> bool:
-        """Settle what is done of a line. Return False if its worker is to stop."""
         done, took_ms = line.take_done()
         if done and self.assignment.settle(line.queue, done):
             self._handling.settled(done, "ack", took_ms)
@@ -202,8 +194,6 @@ class OrderlyService:
             line.again_ms = AGAIN_MS
 
     def unwanted(self, line: _Line, messages: Sequence[Message]) -> bool:
-        """Deal with messages of a topic without subscription. A retry counts as failed again.
-        Other messages wait, since their queue is about to leave."""
         if line.queue.retries:
             topic = messages[0].topic
             why = f"a retry of topic {topic!r}, to which nobody of group {self._group!r} subscribes any more"
@@ -212,8 +202,6 @@ class OrderlyService:
         line.items.extendleft(reversed(messages))
         line.again_ms = NOBODY_AGAIN_MS
         return False
-
-    # -- failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, line: _Line, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
         """Count the attempt, dead-letter messages without further attempts, and suspend the queue for others."""

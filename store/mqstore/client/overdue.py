@@ -1,10 +1,8 @@
 """Detection of handlers that take long or exceed their timeout (clients#overdue).
 
-    a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
-    at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
-                         in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
-
-Without order the result of an overdue call does not count.
+a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
+at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
+                     in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ T = TypeVar("T")
 
 
 class Overdue(Generic[T]):
-    """Observes the workers of one consumer while they are at work."""
-
     def __init__(
         self,
         workers: Workers,
@@ -67,7 +63,6 @@ class Overdue(Generic[T]):
             self._begin_ticks()
 
     def end(self, worker: Worker) -> None:
-        """Note that a worker has ended its work."""
         worker.is_cancelled = None
         self._at[worker] = None
 

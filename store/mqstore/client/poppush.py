@@ -1,4 +1,4 @@
-"""Engine of a push consumer in mode "pop": deliveries by receipt, no owned queues (clients#pop-push).
+"""Engine of a push consumer in mode "pop", which owns no queues (clients#pop-push, clients#overdue).
 
     fetch: look ---- found ---> units of work ---> workers ---> handler ---> settled
             ^ \\---- nothing --> waits at all topics, without a thread
@@ -13,9 +13,6 @@
 Failures wait in the engine, not here. There a crash does not lose their attempts, and meanwhile no worker and no
 message is held. Leases of unsettled messages are renewed (renewal.py). A settlement that fails, because the disk is
 full, is tried again after 0.1 to 1 s until the consumer stops. The next one of its line begins when it has succeeded.
-
-A standard handler that exceeds `consume_timeout` is given up: its message is redelivered, and its result does not
-count. For an ordered one the timeout is only reported, since a redelivery would put two handlers at one queue.
 
 The class is long because fetching, handling and settling share one lock and the room that is left.
 """
@@ -56,7 +53,7 @@ HOLD_MS = 20_000
 """Time within which fetched messages should begin, so that almost no lease is renewed before."""
 FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
-_WHERE = attrgetter("topic", "message.topic", "redeliveries")
+_WHERE = attrgetter("topic", "message.queue", "redeliveries")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
@@ -202,7 +199,6 @@ class PopEngine:
         return frozenset()
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
-        """Return nothing: no queue is owned."""
         return []
 
     # -- fetching ---------------------------------------------------------------------------------------------------
@@ -293,8 +289,8 @@ class PopEngine:
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
-        for (topic, lies_in, redeliveries), together in groupby(found, _WHERE):
-            if lies_in == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
+        for (topic, queue, redeliveries), together in groupby(found, _WHERE):
+            if queue.topic == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
                 continue
             for delivery in together:
@@ -342,7 +338,6 @@ class PopEngine:
     # -- as the owner of units (chunks.py) ----------------------------------------------------------------------------
 
     def run(self, unit: Unit, worker: Worker) -> Flow[None]:
-        """Have the worker handle the rest of a unit."""
         try:
             yield from self._runner.work(unit, worker)
         finally:
@@ -353,7 +348,6 @@ class PopEngine:
                     self._units.pop(unit, None)
 
     def part(self, unit: Unit, messages: Sequence[Message]) -> Unit:
-        """Return a unit with `messages`, which were taken from `unit`."""
         part = Unit(self, unit.topic, unit.held, messages, ordered=self._ordered)
         with self._lock:
             self._units[part] = None
@@ -376,7 +370,6 @@ class PopEngine:
         return False
 
     def broke(self, unit: Unit, error: Exception) -> None:
-        """Release what is left of the unit."""
         self._handling.report(error, "what is to be done around handlers failed")
         self._release(unit, unit.take_rest())
 

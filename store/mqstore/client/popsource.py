@@ -6,8 +6,7 @@
           topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists: what the group
           failed at while it read by offset (popretries.py)
 
-Queues have no owner, so there is nothing to share out. This module knows topics, filters and turns. The holder of a
-delivery decides what becomes of it.
+Queues have no owner, so there is nothing to share out. The holder of a delivery decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -84,8 +83,6 @@ class PopSource:
         self._turn = random.getrandbits(16)
         self._is_member = False
 
-    # -- subscriptions ----------------------------------------------------------------------------------------------
-
     def change(self, after: Mapping[str, Wanted], *, join: bool = False) -> None:
         """Change the subscriptions, and with `join` become a member. Messages that come later are found.
 
@@ -149,8 +146,6 @@ class PopSource:
         self._broker.members.unregister(self._client_id, self._group, owner=self)
         self._is_member = False
         self.waits.ring()
-
-    # -- receiving --------------------------------------------------------------------------------------------------
 
     def topics(self, turn: str | None = None) -> Topics | None:
         """Return the topics to look through, `turn` first, else in rotation. None if this was closed.

@@ -1,15 +1,12 @@
 """Preparation of a producer's messages before they are stored (clients#send, clients#compression).
 
-    validate -> unique key -> `before_send` hooks -> validate what they return -> queue -> compress -> `Ready`
+validate -> unique key -> `before_send` hooks -> validate what they return -> queue -> compress -> `Ready`
 
-    queue                           chosen by                                                        tried again
-    `queue_id=`                     the caller; below the topic's write queues                       no
-    `selector`                      its function of (queues, message group)                          no
-    `message_group=`                the store's group hash: all of a group in one queue              on that queue
-    else                            turns, a counter a topic from a random start                     on that queue
-
-RocketMQ compresses before its hooks. Here hooks see the body that the application gave, and all their changes count:
-queue and compression are decided on what they return.
+queue                           chosen by                                                        tried again
+`queue_id=`                     the caller; below the topic's write queues                       no
+`selector`                      its function of (queues, message group)                          no
+`message_group=`                the store's group hash: all of a group in one queue              on that queue
+else                            turns, a counter a topic from a random start                     on that queue
 """
 
 from __future__ import annotations

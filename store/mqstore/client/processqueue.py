@@ -9,11 +9,8 @@
                pulls nothing, starts          nothing that is still running counts
                nothing; what runs counts
 
-The position is the offset of the first unsettled message, or else the start of the next pull. Everything below is
-settled, whatever ended first. Messages come in ascending order, and both maps keep it. They are OrderedDicts, because
-finding the first key of a plain dict takes longer the more keys were deleted before it.
-
-This module knows only its lock, and neither threads, brokers nor handlers.
+Messages come in ascending order, and both maps keep it. They are OrderedDicts, because finding the first key of a plain
+dict takes longer the more keys were deleted before it.
 """
 
 from __future__ import annotations
@@ -268,7 +265,6 @@ class ProcessQueue:
             return True
 
     def clear(self) -> None:
-        """Remove all messages."""
         with self._lock:
             self._waiting.clear()
             self._taken.clear()

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from typing import Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
+from typing import Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.delay.routing import routed_properties
@@ -53,7 +53,7 @@ from mqstore.log.outgoing import (
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate
 
-__all__ = ["Producer", "ProducerOptions", "Selector"]
+__all__ = ["Producer", "Selector"]
 
 _log = logging.getLogger("mqstore")
 
@@ -72,23 +72,6 @@ T = TypeVar("T")
 class _Load(NamedTuple):
     ready: Ready
     future: Future[SendReceipt]
-
-
-class ProducerOptions(TypedDict, total=False):
-    """Options of a `Producer`, which describes them."""
-
-    retries: int
-    timeout: Duration
-    durability: Durability | None
-    compression: Literal["zlib"] | None
-    compress_over: int
-    linger: Duration
-    linger_bytes: int
-    max_inflight: int
-    max_inflight_bytes: int
-    selector: Selector | None
-    interceptors: Sequence[Interceptor]
-    checker: Checker | None
 
 
 class Producer(Closing):
@@ -460,7 +443,9 @@ class Producer(Closing):
         """
         self._check_open()
         self._join()
-        return Transaction(self, self._broker.transactions, self._checks, self.group)
+        return Transaction(
+            self._broker.transactions, self._checks, preparer=self._preparer, prepare=self._prepare, sync=self._sync
+        )
 
     def _join(self) -> None:
         """Have the engine ask here about open transactions of the group."""
@@ -469,7 +454,7 @@ class Producer(Closing):
                 self._joined = True
                 self._checks.join(self._broker.transactions, self._checker)
 
-    def _prepare(self, ready: Ready, group: str) -> TransactionHandle:
+    def _prepare(self, ready: Ready) -> TransactionHandle:
         """Store a half message."""
         options = ready.options
 
@@ -478,7 +463,7 @@ class Producer(Closing):
                 ready.topic,
                 ready.body,
                 routed_properties(options, now_ms=0, max_delay_ms=0),
-                producer_group=group,
+                producer_group=self.group,
                 queue_id=ready.queue_id,
                 flag=options.get("flag", 0),
                 sys_flag=COMPRESSED | COMPRESSION_ZLIB if options.get("compressed") else 0,

@@ -47,11 +47,9 @@ class GroupProgress:
         self._broker.commit(self._group, *queue, offset, owner=self._client_id)
 
     def committed(self, queue: QueueRef) -> int | None:
-        """Return the committed offset."""
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
-        """Save the offsets to disk."""
         self._broker.save()
 
 

@@ -20,7 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Final, TypedDict
+from typing import Final
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
@@ -47,7 +47,7 @@ from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell
 
-__all__ = ["PullConsumer", "PullConsumerOptions"]
+__all__ = ["PullConsumer"]
 
 _log = logging.getLogger("mqstore")
 
@@ -61,18 +61,6 @@ RENEW_AGAIN_MS: Final = 1_000
 """Age of a renewal from which a poll renews."""
 _FETCH_MAX: Final = 1024
 Told = Callable[[frozenset[QueueRef]], None]
-
-
-class PullConsumerOptions(TypedDict, total=False):
-    """Options of a `PullConsumer`, which describes them."""
-
-    auto_commit: bool
-    auto_commit_interval: Duration
-    start: Start | None
-    fetch_max: int
-    strategy: str | Strategy
-    client_id: str | None
-    interceptors: Sequence[Interceptor]
 
 
 class PullConsumer:

@@ -43,8 +43,6 @@ _EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
 
 
 class Position:
-    """Position of a consumer in one queue."""
-
     __slots__ = ("done", "missing", "next", "paused", "queue", "read")
 
     def __init__(self, queue: QueueRef, offset: int) -> None:
@@ -81,8 +79,6 @@ class Positions:
         self.uncommitted: set[Position] = set()
         """Positions whose `done` was not committed."""
 
-    # -- adding and removing ----------------------------------------------------------------------------------------
-
     def add(self, begins: Mapping[QueueRef, int]) -> None:
         """Read these queues, too, each from its offset on."""
         for queue in sorted(begins):
@@ -90,7 +86,6 @@ class Positions:
             self.turns.append(position)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:
-        """Forget these queues."""
         for queue in queues:
             position = self.by_queue.pop(queue, None)
             if position is not None:
@@ -110,8 +105,6 @@ class Positions:
             has = named(sorted(self.by_queue)[:8]) or "none (with `subscribe` they come by a poll)"
             raise ConfigError(f"queue {queue[1]} of {queue[0]!r} is not this consumer's now; it has {has}")
         return position
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_some(self, count: int, by_hand: bool) -> bool:
         """Read up to `count` messages, one queue after the other. Return True if another look may find more."""
@@ -190,8 +183,6 @@ class Positions:
         position.move(offset)
         self.uncommitted.add(position)
 
-    # -- committing -------------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """Note that the caller is done with the messages that were handed out."""
         for position in self._returned:
@@ -236,7 +227,6 @@ class Positions:
                 _log.warning("group %s: %s was not committed: %s", self.group, position.queue, error)
 
     def commit(self, position: Position, offset: int) -> None:
-        """Note for the group that everything below `offset` is consumed."""
         self._broker.commit(self.group, *position.queue, offset, owner=self.client_id)
 
 

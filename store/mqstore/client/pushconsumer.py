@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
@@ -60,7 +60,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["Handler", "PushConsumer", "PushConsumerOptions"]
+__all__ = ["Handler", "PushConsumer"]
 
 _log = logging.getLogger("mqstore")
 
@@ -69,29 +69,6 @@ _SAMPLE_MS = 10_000
 # A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
 Handler = Callable[[Message], object] | Callable[[tuple[Message, ...]], object]
 H = TypeVar("H", bound=Handler)
-
-
-class PushConsumerOptions(TypedDict, total=False):
-    """Options of a `PushConsumer`, which describes them."""
-
-    workers: int | None
-    ordered: bool | None
-    mode: Literal["queue", "pop"]
-    model: Literal["clustering", "broadcasting"]
-    client_id: str | None
-    start: Start | None
-    batch_size: int
-    prefetch: int
-    prefetch_bytes: int
-    prefetch_total: int | None
-    prefetch_total_bytes: int | None
-    max_span: int | None
-    retry: RetryPolicy | None
-    consume_timeout: Duration
-    suspend: Duration | None
-    strategy: str | Strategy | None
-    interceptors: Sequence[Interceptor]
-    on_error: OnError | None
 
 
 class PushConsumer(AbstractContextManager["PushConsumer"]):
@@ -424,13 +401,15 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         Return when to call again (monotonic ms). Call `Broker.run_once` first."""
         return self._workers.run_once()
 
-    def _halt(self) -> None:
-        """Start no more handlers, without waiting. The caller stops several consumers, and calls `stop` next."""
+    def halt(self) -> int:
+        """Start no more handlers, without waiting. Return the number of handlers that run.
+        The caller stops several consumers, and calls `stop` next."""
         with self._lock:
-            if self._state != "running":
-                return
-        self._engine.halt()
-        self._workers.halt()
+            is_running = self._state == "running"
+        if is_running:
+            self._engine.halt()
+            self._workers.halt()
+        return len(self._workers.busy())
 
     def stop(self, timeout: Duration = 30) -> bool:
         """Start no more handlers, wait up to `timeout` seconds for running ones, and release everything.

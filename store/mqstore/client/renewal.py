@@ -92,7 +92,6 @@ class Renewer:
         return gone
 
     def clear(self) -> None:
-        """Remove all deliveries."""
         with self._lock:
             self._held.clear()
             self._count = 0

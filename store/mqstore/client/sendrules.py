@@ -1,12 +1,5 @@
 """Rules that a message must obey before a producer sends it (clients#message-rules).
 
-    body            bytes of `max_message_size` at most, before compression; may be empty
-    tag             a str without '|', not blank              keys          without spaces, not empty
-    properties      no reserved names, nothing blank; 128 at most, 16 KiB with tag and keys, in UTF-8
-    message_group   63 bytes at most                          delay         0 .. `max_delay`
-    one at most of  message_group, delay, deliver_at, delay_level
-    no text         with a control character
-
 Most are rules of the log (`mqstore.log.outgoing`), which a put checks too. A producer checks them before it calls hooks
 or gives a message to another thread, so that the caller gets the error at once. Topic and queue are checked when the
 queue is chosen.

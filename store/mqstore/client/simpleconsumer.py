@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypedDict
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.pop import service as pop
 from mqstore.client.delivery import Delivery, Lender, loan_seconds
 from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
@@ -38,7 +38,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
 
-__all__ = ["PendingInfo", "SimpleConsumer", "SimpleConsumerOptions"]
+__all__ = ["PendingInfo", "SimpleConsumer"]
 
 _log = logging.getLogger("mqstore")
 
@@ -66,17 +66,6 @@ class PendingInfo:
     """Number of this delivery, from 1. None for a message delivered in order, if it is not known."""
     expires: datetime
     """Time of its redelivery unless it is settled."""
-
-
-class SimpleConsumerOptions(TypedDict, total=False):
-    """Options of a `SimpleConsumer`, which describes them."""
-
-    visibility: Duration
-    start: Start | None
-    ordered: bool | None
-    retry: RetryPolicy | None
-    client_id: str | None
-    interceptors: Sequence[Interceptor]
 
 
 class SimpleConsumer(Closing):
@@ -206,7 +195,7 @@ class SimpleConsumer(Closing):
             found = source.look(topics, turn, count, loan_s)
             if found:
                 deliveries = [Delivery(self._lender, each, begin_s, begin_s + loan_s) for each in found]
-                if not self._hooks.on_receive or (deliveries := self._filtered(deliveries)):
+                if not self._hooks.on_receive or (deliveries := self._filtered(found, deliveries)):
                     return deliveries
                 turn = None
                 continue  # there may be more behind them
@@ -215,13 +204,13 @@ class SimpleConsumer(Closing):
                 return []
             turn = waits.wait(topics, left_s, rings)
 
-    def _filtered(self, deliveries: list[Delivery]) -> list[Delivery]:
+    def _filtered(self, found: Sequence[pop.Delivery], deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries that the interceptors leave. The others are acknowledged."""
         left = {id(message) for message in self._hooks.receiving([each.message for each in deliveries])}
-        for each in deliveries:
+        for popped, each in zip(found, deliveries, strict=True):
             if id(each.message) not in left:
                 try:
-                    self._broker.ack(self.group, each._delivery.topic, [each.receipt])
+                    self._broker.ack(self.group, popped.topic, [popped.receipt])
                 except MQStoreError as error:  # it is redelivered, and left out again
                     _log.warning("%r was left out by an interceptor, and could not be acknowledged: %s", each, error)
         return [each for each in deliveries if id(each.message) in left]

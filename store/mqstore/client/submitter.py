@@ -143,8 +143,6 @@ class Submitter(Generic[Load]):
         finally:
             self._urgent -= 1
 
-    # -- writing ----------------------------------------------------------------------------------------------------
-
     def _due_in_ms(self) -> int | None:
         """Return for how long the line may linger, or None if it is empty. The caller holds the lock."""
         if not self._line:

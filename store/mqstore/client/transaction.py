@@ -24,18 +24,16 @@ import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import Literal, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore.broker.road import SendOptions
 from mqstore.broker.transactions import NOT_ASKED, NotAsked, TransactionHandle, Transactions
+from mqstore.client.preparing import Preparer, Ready
 from mqstore.errors import FlushTimeoutError, MQStoreError, TransactionStateError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
-
-if TYPE_CHECKING:
-    from mqstore.client.producer import Producer
 
 __all__ = ["Checker", "GroupChecks", "Transaction", "checks_of"]
 
@@ -130,11 +128,20 @@ class Transaction:
     ([], [b'paid'])
     """
 
-    def __init__(self, producer: Producer, transactions: Transactions, checks: GroupChecks, group: str) -> None:
-        self._producer = producer
+    def __init__(
+        self,
+        transactions: Transactions,
+        checks: GroupChecks,
+        *,
+        preparer: Preparer,
+        prepare: Callable[[Ready], TransactionHandle],
+        sync: Callable[[], None],
+    ) -> None:
+        self._preparer = preparer
+        self._prepare = prepare
+        self._sync = sync
         self._transactions = transactions
         self._checks = checks
-        self._group = group
         self._state: Literal["new", "open", "commit", "rollback"] = "new"
         self._halves: list[tuple[TransactionHandle, OutgoingMessage | None]] = []
         self._flush = False
@@ -147,14 +154,14 @@ class Transaction:
         raises InvalidMessageError."""
         if self._state != "open":
             raise TransactionStateError("a transaction sends inside its `with` block", self._outcome())
-        ready = self._producer._preparer.half(topic, body, queue_id, options)
+        ready = self._preparer.half(topic, body, queue_id, options)
         unique_key = ready.unique_key
         self._checks.begin(unique_key)
         try:  # after Ctrl-C between the two the engine asks about the half message, so that it ends
-            self._halves.append((self._producer._prepare(ready, self._group), ready.message))
+            self._halves.append((self._prepare(ready), ready.message))
         except BaseException as error:
             self._checks.end(self._transactions, unique_key)
-            self._producer._preparer.tell(ready.message, None, error)
+            self._preparer.tell(ready.message, None, error)
             raise
         self._flush = self._flush or ready.flush
         return unique_key
@@ -186,7 +193,7 @@ class Transaction:
             failed = failed or error
         if self._flush and any(self.receipts):
             try:
-                self._producer._sync()
+                self._sync()
             except FlushTimeoutError as late:
                 failed = failed or FlushTimeoutError(str(late), self.receipts[-1])
             except MQStoreError as error:
@@ -219,7 +226,7 @@ class Transaction:
                 later = error is not None and not isinstance(error, TransactionStateError)
                 self._checks.end(self._transactions, handle.transaction_id, outcome == "commit" if later else None)
                 ended.append((receipt, error))
-                self._producer._preparer.tell(message, receipt, error or cause)
+                self._preparer.tell(message, receipt, error or cause)
         finally:
             for handle, _ in self._halves[len(ended) :]:
                 self._checks.end(self._transactions, handle.transaction_id, outcome == "commit")

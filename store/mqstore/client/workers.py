@@ -5,10 +5,9 @@
                        +--- it has ended <-------------+ holds the worker, and no thread
     later(ms, call) ---> timers ---> the timer thread: call(), which must be quick and submits longer work
 
-The number of workers is fixed. RocketMQ's pool never grows beyond its minimum either. A job should be worth the wake-up
-of a thread. One message of many is not, since a wake-up costs more than most handlers. A job that calls handlers is a
-generator (`Flow`): what it yields runs elsewhere, and the job continues when that has ended. A worker is a place for a
-job, not a thread. There are as many threads as workers, unless handlers hold none.
+The number of workers is fixed. A job should be worth the wake-up of a thread (clients#runtime). A job that calls
+handlers is a generator (`Flow`): what it yields runs elsewhere, and the job continues when that has ended. A worker is
+a place for a job, not a thread. There are as many threads as workers, unless handlers hold none.
 
 Without threads (`threads=False`) `run_once` fires due timers and runs the jobs, on the caller's thread. It is the same
 code, in an order that a test chooses.
@@ -123,7 +122,6 @@ class Worker:
         """Returns True if the result of this call is void for another reason."""
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Note that a handler gets these messages."""
         self.calls += 1
         self.messages = messages
 
@@ -205,8 +203,6 @@ class Workers:
         """Guards the timers, and wakes the thread that waits for them."""
         self._stopping = False
 
-    # -- work -------------------------------------------------------------------------------------------------------
-
     def submit(self, job: Job) -> None:
         """Have a worker run `job`. Never blocks. After `stop` the job is dropped."""
         if not self._stopping:
@@ -227,8 +223,6 @@ class Workers:
     def busy(self) -> list[Worker]:
         """Return the workers that are in a handler now."""
         return [worker for worker in self.all if worker.messages]
-
-    # -- running ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the threads, unless the store has its own clock."""
@@ -277,7 +271,6 @@ class Workers:
         threading.Thread(target=turn, name=f"{self.name}-late", daemon=True).start()
 
     def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
-        """Run the rest of a job."""
         with self._lock:
             self._suspended -= 1
         self._work(worker, flow, error)

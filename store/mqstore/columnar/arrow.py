@@ -1,7 +1,7 @@
-"""Arrow arrays of bytes: made of bytes that lie scattered over a mapped file, and looked at without an object a value.
+"""Arrow arrays made of bytes that are scattered over a mapped file, without an object a value.
 
-Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be:
-by compiled parts, or a Python object a value without them.
+Arrow's binary arrays need their values side by side, and records have headers between them. So bytes are copied: by
+compiled parts, or without them with a Python object a value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 _MOST = 1 << 31
-"""Bytes of a binary array are fewer."""
+"""Upper bound of the bytes in a binary array."""
 
 
 def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
@@ -70,7 +70,7 @@ def text(values: Any) -> Any:
 
 
 def flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
-    """The bytes of a string or binary array and where its values begin in them, one edge more than values."""
+    """Return the bytes of a string or binary array, and the edges of its values in them."""
     _, edges, data = values.buffers()
     if not len(values):
         return np.zeros(0, np.uint8), np.zeros(1, np.int32)
@@ -80,7 +80,7 @@ def flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
 
 
 def sizes_of(values: Any) -> _Int64s:
-    """Return the number of bytes of each value; a null has none."""
+    """Return the number of bytes of each value, 0 for a null."""
     sizes = np.diff(flat(values)[1]).astype(np.int64)
     if values.null_count:
         sizes[nulls(values)] = 0
@@ -88,7 +88,6 @@ def sizes_of(values: Any) -> _Int64s:
 
 
 def nulls(values: Any) -> _Bools:
-    """Return a mask of the values that are null."""
     found: _Bools = values.is_null().to_numpy(zero_copy_only=False)
     return found
 
@@ -104,14 +103,14 @@ _SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
 
 
 def small(values: Any) -> Any:
-    """The array with offsets of 32 bits, where Spark was told to use 64."""
+    """Return the array with offsets of 32 bits, where Spark was set to use 64."""
     kind = _SMALL.get(values.type)
     return values if kind is None else values.cast(kind)
 
 
 def odd_rows(values: Any, forbidden: bytes) -> list[int]:
-    """Return the values that need a closer look: empty, beginning with a blank, or holding anything but printable ASCII
-    without `forbidden`."""
+    """Return the values to examine: empty, with a leading blank, or with bytes that need a check.
+    These are all but printable ASCII, and those in `forbidden`."""
     data, edges = flat(values)
     suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
     for byte in forbidden:

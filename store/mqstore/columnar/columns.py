@@ -72,7 +72,7 @@ ARROW_TYPES: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its type in SQL, what it costs (`body`: the body as it was sent), and what it holds."""
+    """A column: its type in SQL, its cost (`body`: the body as it was sent) and its meaning."""
 
     name: str
     sql: str
@@ -81,7 +81,7 @@ class Column:
 
     @property
     def type(self) -> Any:
-        """Its Arrow type."""
+        """Arrow type of the column."""
         return ARROW_TYPES[self.sql]
 
 
@@ -141,14 +141,14 @@ def as_markdown() -> str:
 
 
 def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
-    """Return the columns of a row when none are chosen: `error` with `keep`, and without `properties` not those."""
+    """Return the columns of a row when none are chosen, with or without `error` and `properties`."""
     left_out = _ONLY_NAMED - ({"error"} if keep else set()) | (set() if properties else {"properties"})
     return tuple(name for name in COLUMNS if name not in left_out)
 
 
 def check_columns(columns: Sequence[str] | None, *, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
-    """Return `columns` if there are such, the default ones for None, those of Spark's Kafka source for `kafka`.
-    ConfigError. `keep` and `properties`: as of `default_columns`."""
+    """Return `columns`, the default ones for None, or those of Spark's Kafka source for `kafka`.
+    Raises ConfigError. `keep` and `properties` are those of `default_columns`."""
     if columns is None:
         return default_columns(keep=keep, properties=properties)
     if tuple(columns) == ("kafka",):
@@ -167,7 +167,6 @@ def check_once(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def arrow_schema(columns: Iterable[str]) -> Any:
-    """The Arrow schema of batches with these columns."""
     return pa.schema([(name, COLUMNS[name].type) for name in columns])
 
 
@@ -205,8 +204,8 @@ def _properties(piece: Piece) -> Any:
 
 
 def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] | None:
-    """(pairs whose names stay, pairs whose values they get) where a name stands twice in a message: a dict keeps the
-    place of the first and the value of the last. None: nowhere."""
+    """Return (pairs whose names stay, pairs whose values they get), None if no name is there twice.
+    As in a dict, a name keeps the place of the first pair and gets the value of the last."""
     if not len(blob):
         return None
     coded = names.dictionary_encode()
@@ -282,7 +281,7 @@ def _message_id(piece: Piece) -> Any:
 
 
 def _topic(piece: Piece) -> Any:
-    """Return the topics as the records have them, for a scan of the log or of several queues."""
+    """Return the topics of the records, for a scan of the log or of several queues."""
     headers = piece.headers
     at = headers.topic_position
     coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
@@ -314,15 +313,15 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
 class ColumnReader:
     """Reads one store by columns. Not for several threads.
 
-    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`; `where`: an SQL92 expression over
-    properties; `keys`: keys or unique keys of which a message must bear one. `decompress` False leaves bodies as they
+    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression over
+    properties. `keys`: keys or unique keys of which a message must have one. `decompress` False leaves bodies as they
     are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
-    reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises
-    CorruptStoreError at the first damaged message, "skip" leaves such messages out (`policy.corrupt` counts them),
+    reading a body. Without it every length, magic and offset is still checked. `policy.on_corrupt` "fail" raises
+    CorruptStoreError at the first damaged message. "skip" leaves such messages out, and `policy.corrupt` counts them.
     "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
-    read without a look at the records.
+    read without the records.
 
-    Raises ConfigError for columns that there are not.
+    Raises ConfigError for unknown columns.
     """
 
     def __init__(
@@ -355,8 +354,8 @@ class ColumnReader:
         return self.batches(self.queue_pieces(topic, queue_id, start, stop))
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
-        """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
-        topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
+        """Yield batches of the messages whose records begin at physical offsets [start, stop), in log order.
+        Only topics for which `wanted` returns True. `stop` lies at or below the end of what has been dispatched."""
         return self.batches(self.log_pieces(start, stop, wanted))
 
     def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
@@ -387,7 +386,7 @@ class ColumnReader:
                 yield piece
 
     def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
-        """Record batches of pieces of this reader, small ones together."""
+        """Yield record batches of pieces of this reader, small ones together."""
         if self._inflates:
             pieces = inflated(pieces, self.store, self.policy)
         for group in joined(pieces, self.policy):
@@ -437,7 +436,7 @@ class ColumnReader:
 
 
 def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
-    """Null in place of -1, which stands for what nobody knows."""
+    """Return an array with null in place of -1, which means unknown."""
     absent = values == -1
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
 

@@ -10,7 +10,7 @@
 queueOffset, physicalOffset, storeTimestamp and the checksum are 0, for the splice knows them. Arrow joins arrays of
 pieces (header, body, topic, each property) row by row, so the records lie side by side in one buffer. Only text that is
 not printable ASCII and delayed rows are handled one by one. Every rule of a put is applied before the first byte is
-handed out. Knows no Spark, no file, no store. Long because each column has rules of its own.
+handed out. Long because each column has rules of its own.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
+from mqstore.log.tip import QueueRef
 
 __all__ = ["Encoded", "Encoder", "derived_prefix"]
 
@@ -54,21 +55,18 @@ _Bools = npt.NDArray[np.bool_]
 
 _SLICE_ROWS = 16_384
 _SLICE_BYTES = 64 << 20
-"""Of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times on its way."""
+"""Limit of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times on its way."""
 
 
 class Encoded(NamedTuple):
-    """Records of some rows, in their order."""
-
     data: memoryview
     """Adjacent records."""
     sizes: _Int64s
-    """Bytes of each."""
-    queues: dict[tuple[str, int], int]
-    """(topic, queue id) -> records."""
+    """Size of each record in bytes."""
+    queues: dict[QueueRef, int]
+    """Number of records by queue."""
     topics: dict[str, TopicRule | None]
-    """Where they go at once or, if they wait, in the end, each with the rule that they were given queues by; None for
-    topics of the engine."""
+    """Topics that the records go to, at once or after a delay, each with its rule. None for engine topics."""
 
     @property
     def records(self) -> int:
@@ -85,8 +83,8 @@ def _digest(app: str, version: int, partition: int) -> bytes:
 
 
 def derived_prefix(app: str, version: int, partition: int) -> str:
-    """The first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash. The rest
-    is the number of the row."""
+    """Return the first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash.
+    The other ten digits are the row number."""
     return "01" + _digest(app, version, partition).hex().upper()[: 34 - 2 - _ROW_DIGITS]
 
 
@@ -103,8 +101,8 @@ _RESERVED: Final = pa.array(sorted(props.RESERVED))
 
 
 class Encoder:
-    """Encodes the rows of one task, batch by batch. It counts them: the same rows in the same order, for the same
-    (app, version, partition), give the same queues and unique keys."""
+    """Encoder of the rows of one task, batch by batch. It counts the rows.
+    The same rows in the same order, for the same (app, version, partition), give the same queues and unique keys."""
 
     def __init__(
         self,
@@ -117,11 +115,11 @@ class Encoder:
         max_rows: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`topic` wins over the column. No piece that is handed out has more than `max_rows` rows."""
+        """`topic` wins over the column. A piece has at most `max_rows` rows."""
         self.rules = rules
         self.partition = partition
         self.row = 0
-        """Rows that were encoded so far."""
+        """Number of rows encoded so far."""
         self.topic = topic
         self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
         self.clock = clock
@@ -130,11 +128,11 @@ class Encoder:
         self.turns: dict[str, int] = defaultdict(lambda: first_turn)
         """Next turn of each topic. With one for all, rows that alternate between two would fill half the queues."""
         self.called: Mapping[str, str] = {}
-        """What errors call columns that came under other names."""
+        """Names of columns in errors, where they came under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
-        """The records of a RecordBatch, whose columns have passed `check_columns`, in pieces. InvalidMessageError for a
-        row; then nothing of the piece that the row belongs to is handed out."""
+        """Yield the records of a RecordBatch whose columns have passed `check_columns`, in pieces.
+        Raises InvalidMessageError for a row. Then nothing of the piece that the row belongs to is handed out."""
         columns = {each.name: small(batch.column(i)) for i, each in enumerate(batch.schema)}
         self.called = {}
         if is_kafka(columns):
@@ -154,7 +152,7 @@ class Encoder:
 
 
 class _Slice:
-    """Some rows on their way to records."""
+    """Rows on their way to records."""
 
     def __init__(self, encoder: Encoder, columns: Mapping[str, Any], rows: int) -> None:
         self._encoder = encoder
@@ -163,7 +161,7 @@ class _Slice:
         self._rows = rows
         self._now_ms = encoder.clock.now_ms()
         self._found: dict[str, TopicRule | None] = {}
-        """Topics in the order in which they come up, by which rows are numbered. Those of the engine come last."""
+        """Topics in order of appearance, by which rows are numbered. Engine topics come last."""
 
     def encode(self) -> Encoded:
         body = self._body()
@@ -213,7 +211,7 @@ class _Slice:
     def _header(
         self, magics: _Int64s, queues: _Int64s, body_sizes: _Int64s, topic_sizes: _Int64s, sizes: _Int64s
     ) -> npt.NDArray[np.void]:
-        """All before the body. `sizes`: of the properties."""
+        """Return all before the body, given the `sizes` of the properties."""
         total = record.BODY_AT_V4 + body_sizes + topic_sizes + record.PROPERTIES_LENGTH_BYTES + sizes
         self._check_sizes(total, self._rules.max_record_bytes, "body")
         header = np.zeros(self._rows, _HEADER)
@@ -276,7 +274,7 @@ class _Slice:
         return body
 
     def _topics(self) -> _Int32s:
-        """The number of each row's topic."""
+        """Return the number of each row's topic."""
         if self._encoder.topic is not None:
             self._topic_rule(0, self._encoder.topic)
             return np.zeros(self._rows, np.int32)
@@ -352,7 +350,7 @@ class _Slice:
         return pc.if_else(pc.equal(pc.binary_length(joined), 0), pa.scalar(None, pa.string()), joined)
 
     def _unique(self) -> Any:
-        """The column, with derived keys in its gaps."""
+        """Return the column, with derived keys in its gaps."""
         given = self._text("unique_key")
         if given is not None and not given.null_count:
             return given
@@ -392,7 +390,7 @@ class _Slice:
         return found
 
     def _times(self, name: str, default_ms: int, *, up: bool) -> _Int64s:
-        """A column of times in ms: the one that a time lies in, or with `up` the first that is not before it."""
+        """Return a column of times in ms, each rounded down, or `up`."""
         values = self._columns.get(name)
         if values is None:
             return np.full(self._rows, default_ms, np.int64)
@@ -403,7 +401,7 @@ class _Slice:
     # -- delayed rows ------------------------------------------------------------------------------------------------
 
     def _delayed(self) -> npt.NDArray[np.intp]:
-        """Rows that are delayed. Refuses two delays in a row."""
+        """Return the rows that are delayed. Refuses two delays in a row."""
         delayed = np.zeros(self._rows, np.bool_)
         given = [~nulls(self._columns[name]) for name in _DELAYS if name in self._columns]
         if given:
@@ -463,17 +461,17 @@ class _Slice:
         whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
         return [whole, *cleared[1:]]
 
-    def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
+    def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[QueueRef, int]:
         names = list(self._found)
         pairs, counts = np.unique(topics.astype(np.int64) << 32 | queues, return_counts=True)
         return {
-            (names[pair >> 32], pair & 0xFFFF_FFFF): number
+            QueueRef(names[pair >> 32], pair & 0xFFFF_FFFF): number
             for pair, number in zip(pairs.tolist(), counts.tolist(), strict=True)
         }
 
 
 class _Copies(_Slice):
-    """Rows that are stored records. They are copied as bytes, and changed where their place in the target decides.
+    """Rows that are stored records, copied as bytes except for fields that depend on their place.
 
     given       topic and queue id, if the row or the option names others
     zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record. The store time is the
@@ -513,7 +511,7 @@ class _Copies(_Slice):
         return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._found)
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
-        """The fields of the records that fill `data`. Refuses what is no record, or a damaged one."""
+        """Return the fields of the records that fill `data`. Refuses damaged records and other bytes."""
         sizes = np.diff(edges)
         rule = "it is no record: its lengths do not add up"
         self._refuse_first(sizes < record.MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
@@ -550,7 +548,7 @@ class _Copies(_Slice):
 
 
 class _Entries:
-    """The entries of a column of maps, side by side, and the stored properties that they make."""
+    """Entries of a column of maps, side by side, and the stored properties that they make."""
 
     def __init__(self, column: Any) -> None:
         pair = [("key", column.type.key_type), ("value", column.type.item_type)]
@@ -563,7 +561,7 @@ class _Entries:
 
     @property
     def bytes(self) -> Any:
-        """A value a row. Entries lie side by side, so the end of one row's is the beginning of the next one's."""
+        """Stored properties, a value a row. The end of one row's entries is the beginning of the next one's."""
         names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
         pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
         data, edges = flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
@@ -589,9 +587,9 @@ def _property(name: str, values: Any) -> Any:
 
 
 def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a frame for Spark's Kafka sink as those of this one. A message is found by its key, which is its
-    message group, too: messages of a key keep their order. Bytes become texts unchecked; each text is checked later,
-    with its row."""
+    """Return the columns of a frame for Spark's Kafka sink under the names of this module.
+    The key of a message is also its message group, so messages of a key keep their order. Bytes become text unchecked;
+    each text is checked later, with its row."""
     found = {KAFKA[name]: values for name, values in columns.items()}
     if "keys" in found:
         found["keys"] = found["sharding_key"] = found["keys"].view(pa.string())
@@ -616,12 +614,12 @@ def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
 
 _DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")
 _TOO_LONG: Final = 10**18
-"""Seconds. Where a delay is read from its property, numbers of so many digits count as none."""
+"""Limit in seconds. A delay of so many digits counts as none where it is read from its property."""
 _LONG: Final = f"properties, the columns that become such included, take {props.MAX_PROPERTIES_BYTES} bytes at most"
 
 
 def _large(limit: int) -> str:
-    """A store does not say what its owner has set, so the sink goes by the default, or by the size of a segment."""
+    """Return the rule for large messages. A store does not tell its limit, so defaults are used."""
     return (
         f"a message has at most {limit} bytes here, with topic and properties (the default of max_message_size, or "
         "what a segment of the target takes); keep large bodies elsewhere, and send where they are"

@@ -1,7 +1,7 @@
-"""The columns that a frame may have to be written: one table, from which they are checked, and documented.
+"""The columns that a frame may have to be written: one table to check and document them.
 
-By name, in any order. A column that is not in the table is refused, as is one of another type: a misspelt `tag` that
-was left out silently would be missed only when a consumer filters by it. Knows no Spark.
+By name, in any order. A column of another name or type is refused. A misspelt `tag` that was left out silently would be
+missed only when a consumer filters by it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One column of a frame. `types` are its SQL types, `absent` is the value where it is null or missing."""
+    """Column of a frame. `types` are its SQL types, `absent` is the value if it is null or missing."""
 
     name: str
     types: tuple[str, ...]
     absent: str
     meaning: str
     property: str | None = None
-    """The property that it is stored as."""
+    """Stored property of this column, if it is stored as one."""
 
 
 _TABLE: Final = (
@@ -84,8 +84,7 @@ _BESIDE_RECORD: Final = ("topic", "queue_id")
 
 
 def is_kafka(names: Collection[str]) -> bool:
-    """Return True if a frame of these columns is one for Spark's Kafka sink: it has `value`, and neither `body` nor
-    `record`."""
+    """Return True for the columns of Spark's Kafka sink: `value`, and neither `body` nor `record`."""
     return "value" in names and "body" not in names and "record" not in names
 
 

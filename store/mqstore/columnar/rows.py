@@ -1,15 +1,14 @@
-"""Which records a read comes upon, checked, before a column of them is made.
+"""Checked records of a read, before columns are made of them.
 
-    queue scan   units of a queue -> where the records lie, segment by segment, in queue order
+    queue scan   units of a queue -> the records they lead to, segment by segment, in queue order
     log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
 
-Both give `Piece`s, which `joined` makes batches of bounded rows and bytes of. Each record is checked before any of its
-bytes is used: it lies in what the file holds, its magic, its own offset, its inner lengths and what its unit says of it
-agree, and (`verify`) its checksum. What does not pass, or does not inflate, is damage, and `Policy` says what becomes
-of it; what retention has taken away is counted, not damage.
+Both yield `Piece`s, which `joined` puts together as batches of bounded rows and bytes. Each record is checked before
+its bytes are used (`check_units`, `scan_segment`). A record that does not verify, or a body that does not inflate, is
+damage, and `Policy` decides about it. Messages that retention took are counted, and are no damage.
 
-The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
-queue. A range may begin in the middle of a record: the lengths of the records before it lead to the first one that
+The log scan lists what dispatch would list: no prepared or rolled back record, no impossible queue. It needs no consume
+queue. A range may begin in the middle of a record. The lengths of the records before it lead to the first one that
 begins there, so ranges that follow each other share no record and lose none.
 """
 
@@ -36,7 +35,7 @@ from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, walk
-from mqstore.log.checking import ordinary_bodies, sound_records
+from mqstore.log.checking import Units, check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
@@ -65,17 +64,17 @@ class Policy:
 
     max_rows: int = 20_000
     max_bytes: int = 8 << 20
-    """Of records; a batch has at least one row."""
+    """Bytes of the records of a batch, which has at least one row."""
     verify: bool = True
     on_corrupt: OnCorrupt = "fail"
     tell: Callable[[Finding], None] | None = None
     """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
     corrupt: int = field(default=0, init=False)
     removed: int = field(default=0, init=False)
-    """Messages that retention took between planning and reading; of a log scan, segments that held some."""
+    """Messages that retention took between planning and reading. A log scan counts segments that held some."""
 
     def damage(self, finding: Finding) -> None:
-        """Raise CorruptStoreError, or count."""
+        """Raise CorruptStoreError, or count the damage."""
         if self.on_corrupt == "fail":
             raise CorruptStoreError(
                 f"{finding.kind}: {finding.place}: {finding.detail} (onCorrupt 'skip' leaves such messages out, 'keep' "
@@ -90,27 +89,25 @@ class Policy:
 
 @dataclass
 class Piece:
-    """Messages whose records lie in one buffer, or messages that are damaged: `errors` then says of each why.
-
-    `slots`, `physical`, `sizes`, `tags_codes` have an element a row; -1 stands for what nobody knows.
-    """
+    """Messages whose records lie in one buffer, or damaged messages with an error each.
+    `slots`, `physical`, `sizes` and `tags_codes` have one element for each row. -1 means unknown."""
 
     topic: str | None
-    """None in a log scan, and of several queues: the records tell."""
+    """None in a log scan, and for several queues. The records tell it."""
     queue_id: int | None
     slots: _Int64s
     physical: _Int64s
     sizes: _Int64s
     tags_codes: _Int64s | None
     buffer: _Buffer = b""
-    """The segment that holds the records, or a copy of the records one behind the other."""
+    """Segment that holds the records, or a copy of the records one behind the other."""
     base: int = 0
-    """Of a log scan: the physical offset of the buffer's first byte."""
+    """Physical offset of the buffer's first byte, in a log scan."""
     positions: _Int64s | None = None
-    """Position of each record in the buffer; None if no record was examined."""
+    """Position of each record in the buffer. None if no record was examined."""
     errors: Sequence[str] = ()
     bodies: Any = None
-    """The bodies as an Arrow array, if they have been copied or inflated already."""
+    """Bodies as an Arrow array, if they were copied or inflated already."""
 
     def __len__(self) -> int:
         return len(self.physical)
@@ -136,7 +133,7 @@ class Piece:
 
     @cached_property
     def pairs(self) -> Pairs:
-        """The properties of all records."""
+        """Properties of all records."""
         starts = self.headers.properties_position
         ends = starts + self.headers.properties_size
         if not len(starts) or int(ends.max()) >= len(self.buffer):
@@ -152,18 +149,18 @@ class Piece:
         return Pairs(text, closing)
 
     def stored_bodies(self) -> Any:
-        """The bodies as they are stored, as an Arrow array."""
+        """Return the bodies as they are stored, as an Arrow array."""
         starts = self.headers.body_position
         return cut(self.buffer, starts, starts + self.headers.body_size)
 
     def take(self, rows: slice | npt.NDArray[Any]) -> Piece:
-        """Some of the rows, without bodies."""
+        """Return some of the rows, without bodies."""
         codes, positions = (None if values is None else values[rows] for values in (self.tags_codes, self.positions))
         here = Piece(self.topic, self.queue_id, self.slots[rows], self.physical[rows], self.sizes[rows], codes)
         return replace(here, buffer=self.buffer, base=self.base, positions=positions)
 
     def only(self, passes: _Bools) -> Piece:
-        """The rows that pass."""
+        """Return the rows of a mask."""
         return self if passes.all() else self.take(passes)
 
     def damaged(self, findings: Sequence[Finding], policy: Policy) -> Iterator[Piece]:
@@ -178,7 +175,7 @@ class Piece:
 
 
 def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
-    """The rows of each batch."""
+    """Yield the rows of each batch."""
     low, count = 0, len(sizes)
     ends = np.cumsum(sizes)
     while low < count:
@@ -190,7 +187,7 @@ def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
 
 
 def joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
-    """Pieces by batches: small ones together, each as it comes once there are enough rows. Joining costs a copy."""
+    """Yield pieces by batches. Small ones are put together, which costs a copy, until there are enough rows."""
     group: list[Piece] = []
     rows = size = 0
     for piece in pieces:
@@ -208,9 +205,9 @@ def joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours whose records lie in one buffer as one piece, that of the first one's queue: a column costs a piece of
-    one row as much time as one of hundreds, and small batches of a stream have a message or two of each of many queues.
-    """
+    """Merge neighbours whose records lie in one buffer into one piece, with the queue of the first.
+    A column costs a piece of one row as much time as one of hundreds. Small batches of a stream have one or two
+    messages of each of many queues."""
     found: list[Piece] = []
     for (_, records, stored), run in groupby(pieces, lambda each: (id(each.buffer), each.records, each.bodies is None)):
         first, *others = run
@@ -225,8 +222,8 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
-    """`pieces` with compressed bodies inflated, cut where these would make a batch too large. A body that does not
-    inflate is damage of its message."""
+    """Yield `pieces` with compressed bodies inflated, cut where these would make a batch too large.
+    A body that does not inflate is damage of its message."""
     for piece in pieces:
         if not piece.records or piece.bodies is not None:
             yield piece
@@ -251,7 +248,7 @@ def inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Ite
 
 
 def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes]) -> Iterator[Piece]:
-    """The rows [low, high), if there are any, with these bodies in place of the stored ones."""
+    """Yield the rows [low, high), if there are any, with these bodies in place of the stored ones."""
     if low == high:
         return
     part = piece if high - low == len(piece) else piece.take(slice(low, high))
@@ -285,15 +282,15 @@ class QueueScan:
     store: StoreReader
     policy: Policy
     records: bool = True
-    """Look at the records; else units alone are read."""
+    """True to examine the records, else only units are read."""
     bodies: bool = False
-    """Keep the bodies of the records that are checked, if the check can: it saves a second look at them."""
+    """True to keep the bodies that the check has copied."""
     headers: bool = True
-    """Likewise their headers."""
+    """True to keep the headers that the check has read."""
 
     def pieces(self, topic: str, queue_id: int, start: int, stop: int, tags: TagFilter | None) -> Iterator[Piece]:
-        """Messages of queue offsets [start, stop), in order. `tags` lets pass what its hash lets pass, so some that it
-        would not."""
+        """Yield the messages of queue offsets [start, stop), in order.
+        `tags` compares only hashes, so some messages pass that have another tag."""
         store, policy = self.store, self.policy
         known = store.queue_table.get(topic, queue_id)
         # Its bounds matter only where units are missing: to find them takes longer than to read a few messages.
@@ -332,14 +329,14 @@ class QueueScan:
             start += count
 
     def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[Piece]:
-        """Units that are not there, though later ones are."""
+        """Report missing units that have later ones behind them."""
         for slot in slots.tolist():
             nowhere = np.full(1, -1, np.int64)
             piece = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
             yield from piece.damaged([queue.missing_units(slot, slot)], self.policy)
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
-        """The records of `whole`, checked: by the segments that they lie in, or copied together if they lie `apart`."""
+        """Check the records of `whole` by segments, or copied together if they lie `apart`."""
         store, policy = self.store, self.policy
         if apart:
             for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
@@ -367,9 +364,9 @@ class QueueScan:
                 yield from self._checked(queue, piece)
 
     def _copy(self, piece: Piece) -> bool:
-        """Copy the records of a piece together, each with a read of its own: where they lie far apart, to map the pages
-        of each costs several times that. False: they do not, or lie in many files, or a file does not have them, or one
-        claims to be too large."""
+        """Copy the records of a piece together, each by a read of its own.
+        For records far apart this costs a fraction of mapping their pages. Return False if they are not, lie in many
+        files, are missing, or claim to be too large."""
         parts, size = self.store.parts, self.store.manifest.commitlog_segment_bytes
         numbers, which = np.unique(piece.physical // size, return_inverse=True)
         far = int(np.ptp(piece.physical)) >= len(piece) * _FAR_BYTES
@@ -394,19 +391,24 @@ class QueueScan:
         return True
 
     def _checked(self, queue: ConsumeQueue, piece: Piece) -> Iterator[Piece]:
-        """The records of a piece, to which units lead, and the damaged messages apart from them."""
+        """Yield the sound records of a piece, and apart from them the damaged messages."""
         assert piece.positions is not None
-        if self._are_ordinary(queue, piece):
-            yield piece
-            return
-        checksum = self.store.checksum if self.policy.verify else None
-        units = piece.physical, piece.sizes, piece.slots
-        rows, headers = sound_records(queue, piece.buffer, piece.positions, *units, checksum)
-        if len(rows) == len(piece):
+        sound, headers, ends, bodies = check_units(
+            queue,
+            piece.buffer,
+            Units(piece.positions, piece.physical, piece.sizes, piece.slots),
+            self.store.checksum if self.policy.verify else None,
+            copied=self.bodies,
+            headers=self.headers,
+        )
+        if headers is not None:
             piece.headers = headers
+        if bodies is not None:
+            assert ends is not None
+            piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
+        if sound.all():
             yield piece
             return
-        sound = np.isin(np.arange(len(piece)), rows)
         for run in np.split(np.arange(len(piece)), np.flatnonzero(np.diff(sound)) + 1):
             part = piece.take(run)
             if sound[run[0]]:
@@ -418,30 +420,6 @@ class QueueScan:
                 ]
                 yield from part.damaged(findings, self.policy)
 
-    def _are_ordinary(self, queue: ConsumeQueue, piece: Piece) -> bool:
-        """Return True if all records are sound and ordinary, by one compiled pass that also keeps the wanted columns.
-
-        All other records are examined by `_checked`."""
-        verifies = self.policy.verify
-        assert piece.positions is not None
-        if verifies and self.store.checksum != "crc32c-record":
-            return False
-        found = ordinary_bodies(
-            *(piece.buffer, piece.positions, piece.physical, piece.sizes, piece.slots),
-            *(queue.queue_id, queue.topic_bytes),
-            copied=self.bodies,
-            headers=self.headers,
-            checksums=verifies,
-        )
-        if found is None:
-            return False
-        ends, bodies, headers = found
-        if headers is not None:
-            piece.headers = headers
-        if bodies is not None:
-            piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
-        return True
-
 
 # -- log scan ----------------------------------------------------------------------------------------------------------
 
@@ -449,10 +427,8 @@ class QueueScan:
 def log_pieces(
     store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
-    """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
-
-    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK.
-    """
+    """Yield messages of `wanted` topics whose records begin at physical offsets [start, stop), in log order.
+    `stop` lies at or below the dispatched end, or in a segment's BLANK."""
     seen: dict[bytes, bool] = {}
 
     def is_wanted(topic: bytes) -> bool:
@@ -475,7 +451,7 @@ def log_pieces(
 
 
 def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
-    """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
+    """Yield the records that begin in [low, high) of the segment at `base`, and bytes that hold none."""
     there = store.records.checker.segment_at(low, high)
     if there is None:
         if low < store.min_offset:

@@ -1,4 +1,4 @@
-"""What the target of a write takes (spark#encode): plain values, made where a job is planned, and sent to its tasks."""
+"""Limits and topics of the target of a write (spark#encode), as plain values sent to tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULTS: Final = StoreConfig()
 
 
 class TopicRule(NamedTuple):
-    """A topic that is there: queues to choose among, queues that a row may name, and why nobody may write to it."""
+    """An existing topic: queues to choose among, queues that a row may name, and any reason for refusal."""
 
     write_queues: int
     queues: int
@@ -31,7 +31,7 @@ class Rules:
 
     topics: Mapping[str, TopicRule] = field(default_factory=dict)
     new_queues: int = 8
-    """Queues of a topic that is not there."""
+    """Number of queues of a new topic."""
     group_hash: GroupHash = "jump"
     levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
     max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
@@ -40,7 +40,7 @@ class Rules:
     profile: Profile = "mqstore"
 
     def topic(self, name: str) -> TopicRule:
-        """Return the rule of a topic. Raises InvalidMessageError or NotPermittedError if rows may not be sent to it."""
+        """Return the rule of a topic. InvalidMessageError or NotPermittedError if rows may not go there."""
         known = self.topics.get(name)
         if known is None:
             check_user_topic(name)

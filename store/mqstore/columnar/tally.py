@@ -1,10 +1,10 @@
-"""Counting messages inside a task so that what leaves it is small, whatever it read. numpy; knows no Spark.
+"""Counts of messages inside a task, so that its result is small.
 
     Bins    how often which value: 16 steps to each doubling, so a percentile is off by 3 % at most
     Tally   of one queue: messages and bytes by interval, sizes, delays, retries
 
-All of them can be added up: parts of a queue, queues of a topic, tasks of a job. Counts, sums, minima and maxima are
-exact; percentiles are as near as a bin is narrow.
+They can be merged: parts of a queue, queues of a topic, tasks of a job. Counts, sums, minima and maxima are exact,
+percentiles within a bin.
 """
 
 from __future__ import annotations
@@ -27,21 +27,18 @@ __all__ = ["MAX_INTERVALS", "TALLIED", "Bins", "Tally"]
 _Int64s = npt.NDArray[np.int64]
 
 TALLIED: Final = ("store_timestamp",)
-"""Columns to read for a tally: headers are all that it looks at."""
+"""Columns to read for a tally, which needs headers alone."""
 MAX_INTERVALS: Final = 200_000
-"""Of a queue: a year of three minutes, two days of seconds."""
+"""Limit for a queue: a year of three minutes, two days of seconds."""
 _STEP_BITS: Final = 4
 _STEPS: Final = 1 << _STEP_BITS
 _LARGEST: Final = 1 << 52
-"""A float tells every whole number up to here apart."""
+"""Up to here a float holds each whole number."""
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 
-# -- how often which value ---------------------------------------------------------------------------------------------
-
-
 def _bins_of(values: _Int64s) -> _Int64s:
-    """The bin of each value: itself below 32, then 16 to a doubling. Negative ones count as 0."""
+    """Return the bin of each value: itself below 32, then 16 to a doubling. Negative values count as 0."""
     values = np.clip(values, 0, _LARGEST)
     doublings = np.frexp(values.astype(np.float64))[1].astype(np.int64) - 1
     shift = np.maximum(doublings - _STEP_BITS, 0)
@@ -50,7 +47,7 @@ def _bins_of(values: _Int64s) -> _Int64s:
 
 
 def _middle_of(bin_: int) -> int:
-    """The middle of what falls into a bin."""
+    """Return the middle of a bin."""
     if bin_ < 2 * _STEPS:
         return bin_
     shift = (bin_ >> _STEP_BITS) - 1
@@ -73,7 +70,6 @@ class Bins:
             self.largest = max(self.largest, int(values.max()))
 
     def merge(self, other: Bins) -> None:
-        """Add what another has counted."""
         self.counts.update(other.counts)
         self.largest = max(self.largest, other.largest)
 
@@ -88,9 +84,6 @@ class Bins:
         return None
 
 
-# -- a queue -----------------------------------------------------------------------------------------------------------
-
-
 class Tally:
     """Sums over the messages of a queue, or of several. Goes from a task to the driver, and is small."""
 
@@ -100,7 +93,7 @@ class Tally:
         self.sizes = Bins()
         """Sizes of bodies, as they are stored (bytes)."""
         self.delays = Bins()
-        """Time from produced to stored (ms); 0 where clocks disagree."""
+        """Time from produced to stored (ms), 0 where clocks disagree."""
         self.retries = 0
         """Messages that were delivered before."""
         self._messages: Counter[int] = Counter()
@@ -108,7 +101,7 @@ class Tally:
         self._sizes_of: dict[int, Bins] | None = {} if by_interval else None
 
     def add(self, piece: Piece) -> None:
-        """Count the records of a piece, all of which it must have."""
+        """Count the records of a piece, which must have all of them."""
         headers = piece.headers
         sizes = headers.body_size.astype(np.int64)
         stored = np.clip(headers.store_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)
@@ -127,8 +120,8 @@ class Tally:
                 self._sizes_of.setdefault(number, Bins()).add(part)
 
     def by_interval(self) -> list[tuple[int, int, int]]:
-        """Return (number, messages, bytes) of each interval that has messages, in order of time. ConfigError for more
-        intervals than anybody looks at."""
+        """Return (number, messages, bytes) of each interval that has messages, in order of time.
+        ConfigError for more than `MAX_INTERVALS`."""
         if len(self._messages) > MAX_INTERVALS:
             raise ConfigError(
                 f"interval={self.interval_ms} ms cuts a queue into {len(self._messages)} intervals, which is more than "
@@ -143,7 +136,7 @@ class Tally:
             yield number, messages, size, self._sizes_of[number]
 
     def merge(self, other: Tally) -> None:
-        """Add what another, that has no sizes by interval, has counted."""
+        """Add the counts of another tally, which has no sizes by interval."""
         assert self.interval_ms == other.interval_ms
         self.sizes.merge(other.sizes)
         self.delays.merge(other.delays)

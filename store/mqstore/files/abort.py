@@ -1,9 +1,8 @@
-"""The abort mark: a file that exists while a writer runs, so that the next one knows whether it ended cleanly.
+"""The abort mark: a file that exists while a writer runs. It tells the next writer how the last one ended.
 
-``ROOT/abort``: the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot id
-of the machine. The boot id tells the next opening whether the machine went down, too: if it did not, everything that
-was written is still in the page cache. Set right after the locks are taken and its absence was noted, before anything
-else changes; cleared as the last change of a clean close.
+``ROOT/abort``: the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot id of
+the machine. The boot id tells the next opening whether the machine went down, too: if not, everything that was written
+is still in the page cache.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _READ_BYTES = 128
 
 
 class AbortMark:
-    """The mark of one store directory; every change is durable when the call returns.
+    """The abort mark of one store directory. Every change is durable when the call returns.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -42,16 +41,17 @@ class AbortMark:
         return self._fs.exists(self._path)
 
     def is_of_this_boot(self) -> bool:
-        """Return True if the mark was set since the machine was started: its writer may have been killed, but nothing
-        that it wrote is lost. False without a mark, for a mark without a boot id, and where the system has none."""
+        """Return True if the mark was set since the machine was started, so nothing written is lost.
+        False without a mark, for a mark without a boot id, and where the system has none."""
         if not self.exists() or (boot_id := self._fs.boot_id()) is None:
             return False
         with self._fs.opened(self._path, os.O_RDONLY) as fd:
             return self._fs.pread(fd, _READ_BYTES, 0).split()[1:] == [boot_id.encode()]
 
     def set(self, pid: int, *, boot_id: bool = True) -> None:
-        """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty. `boot_id` False:
-        the files are still as the last machine left them, and an opening that is killed must not hide that."""
+        """Leave the mark, over the one that a crash left. A crash in here leaves it too, maybe empty.
+        `boot_id` False: the files are still as the last machine left them, and an opening that is killed must not hide
+        that."""
         text = b"%d" % pid
         if boot_id and (known := self._fs.boot_id()) is not None:
             text += b" " + known.encode()
@@ -65,6 +65,6 @@ class AbortMark:
         self._fs.sync_directory(self._root)
 
     def clear(self) -> None:
-        """Take the mark away; fine when there is none."""
+        """Remove the mark, if there is one."""
         self._fs.unlink(self._path, missing_ok=True)
         self._fs.sync_directory(self._root)

@@ -1,4 +1,4 @@
-"""The rule for paths: nothing is written through a link, and only regular files and folders are ever opened.
+"""The rule for paths: nothing is written through a link, only regular files and folders are opened.
 
 A directory may be anybody's work, so any name in it may be a link to a precious place, a FIFO or a device.
 
@@ -11,8 +11,8 @@ makes, renames or removes a name      refuses a link in any part of the path abo
 ====================================  ======================================================================
 
 Nothing waits and no device is touched: a name is looked at before it is opened, opened with O_NONBLOCK, and looked at
-again. A refusal is an OSError that says which name is what: ELOOP for a link, EISDIR for a folder in place of a
-file, ENOTDIR for a file in place of a folder, EINVAL for the rest.
+again. A refusal is an OSError that says which name is what. It is ELOOP for a link, EISDIR for a folder in place of a
+file, ENOTDIR for a file in place of a folder, and EINVAL for the rest.
 
 The path of a store, and every other place that a user names, may lead through links. So it is resolved once, where it
 comes in (`resolved`). After that no part of a path is a link of the user's.
@@ -78,10 +78,9 @@ def resolved(path: StrPath) -> str:
 
 
 def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
-    """Raise OSError unless `mode`, the `st_mode` of a path, is of a `wanted` kind: "regular file", "folder" or both.
-
-    `link` is the part of the path that is a link, if it may not be `path` itself.
-    """
+    """Raise OSError unless `mode`, the `st_mode` of `path`, is of a `wanted` kind.
+    `wanted` is "regular file", "folder" or both. `link` is the part of the path that is a link, if it may not be `path`
+    itself."""
     kind, number = _KINDS.get(stat.S_IFMT(mode), ("special file", errno.EINVAL))
     if kind not in wanted:
         advice = f"put the {wanted} itself in its place" if number == errno.ELOOP else "move it away"
@@ -89,7 +88,7 @@ def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
 
 
 def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file; `flags` are those of `os.open`."""
+    """Open a regular file with these flags of `os.open`."""
     if _compiled is not None and (fd := _compiled(path, flags, mode, False)) >= 0:
         return fd
     name = os.fspath(path)
@@ -112,7 +111,7 @@ def open_folder(path: StrPath) -> int:
 
 
 def open_any(path: StrPath) -> int:
-    """Open a file or a folder that no link leads to, for reading: what is to get another mode, owner or time."""
+    """Open a file or folder that no link leads to, to read it or to change its mode, owner or times."""
     name = os.fspath(path)
     if stat.S_ISDIR(os.lstat(name).st_mode):
         return open_folder(name)
@@ -147,7 +146,6 @@ def _open_folder(name: str, flags: int) -> int:
 
 
 def _open_strictly(name: str, flags: int, mode: int) -> int:
-    """Open what no link leads to."""
     try:
         if _NOFOLLOW_ANY:
             return os.open(name, flags & ~os.O_NOFOLLOW | _NOFOLLOW_ANY, mode)
@@ -160,7 +158,7 @@ def _open_strictly(name: str, flags: int, mode: int) -> int:
 
 
 def _walk(name: str, flags: int, mode: int) -> int:
-    """As `_open_strictly`, folder by folder."""
+    """Open folder by folder, for `_open_strictly`."""
     *above, last = [part for part in name.split(os.sep) if part not in ("", ".")] or ["."]
     fd = os.open(os.sep if name.startswith(os.sep) else ".", _TO_PASS)
     try:

@@ -1,12 +1,11 @@
-"""A bounded cache of file descriptors by path, for files too many to keep open: 100,000 consume queues, say.
+"""A bounded cache of file descriptors by path, for files too many to keep open, such as consume queues.
 
-Knows paths and bytes. A file is closed when nobody refers to it any more: neither the table nor a call that reads or
-writes it. So no count of users is kept, which an exception of a signal handler could leave wrong.
+A file is closed when neither the table nor a call refers to it any more. So no count of users is kept, which an
+exception of a signal handler could leave wrong.
 
-What a caller gives up by this: Linux reports a failed write-back to the descriptors that are open, or to the next one
-opened as long as the kernel still holds the inode. A file written, evicted, and dropped from the inode cache before its
-`fdatasync` could lose that report. So only files that can be rebuilt belong here; the commitlog keeps descriptors of
-its own.
+Linux reports a failed write-back to the descriptors that are open, or to the next one opened as long as the kernel
+still holds the inode. A file written, evicted, and dropped from the inode cache before its `fdatasync` could lose that
+report. So only files that can be rebuilt belong here. The commitlog keeps its own descriptors.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class File:
 
     @property
     def raw_fd(self) -> int:
-        """Descriptor for compiled code, which calls the system by itself; -1 if a file system is to see every call."""
+        """Descriptor for compiled code, which calls the system. -1 if a file system must see every call."""
         return self.fd if type(self._fs) is FileSystem else -1
 
     def __del__(self) -> None:
@@ -52,9 +51,8 @@ class File:
 class DescriptorCache:
     """Reads and writes of existing files by path, over a table of at most `capacity` open files.
 
-    Thread-safe. Files are opened, never created: whoever makes a file renames it into place at its full length
-    (format#manifest). Errors are those of `FileSystem`, FileNotFoundError when the file is not there, and
-    `StoreClosedError` after `close`.
+    Thread-safe. Files are opened, never created: the one that makes a file renames it into place at its full length
+    (format#manifest). Errors are those of `FileSystem`, and `StoreClosedError` after `close`.
     """
 
     def __init__(self, fs: FileSystem = REAL, capacity: int = 256, *, writable: bool = True) -> None:
@@ -70,7 +68,6 @@ class DescriptorCache:
         register(self)
 
     def __len__(self) -> int:
-        """Return the number of files in the table."""
         return len(self._files)
 
     def pread(self, path: str, length: int, position: int) -> bytes:
@@ -79,12 +76,12 @@ class DescriptorCache:
         return self._fs.pread(file.fd, length, position)
 
     def pwrite(self, path: str, data: ReadableBuffer, position: int) -> None:
-        """Write all of `data` at `position`; not durable before `fdatasync`."""
+        """Write all of `data` at `position`. It is durable after `fdatasync`."""
         file = self._open(path)
         self._fs.pwrite(file.fd, data, position)
 
     def write_back(self, path: str) -> None:
-        """Have the system begin to write what is dirty of the file: a hint, before `fdatasync`."""
+        """Have the system begin to write what is dirty of the file, as a hint before `fdatasync`."""
         file = self._open(path)
         self._fs.write_back(file.fd)
 
@@ -94,20 +91,20 @@ class DescriptorCache:
         self._fs.fdatasync(file.fd)
 
     def forget(self, path: str) -> None:
-        """Let go of a file that was removed or replaced: the next call opens what the path then leads to."""
+        """Drop a file that was removed or replaced. The next call opens what the path then leads to."""
         with self._lock:
             self._forgotten += 1
             self._files.pop(path, None)
 
     def close(self) -> None:
-        """Let go of all files. Later calls raise StoreClosedError."""
+        """Drop all files. Later calls raise StoreClosedError."""
         with self._lock:
             self._closed = True
             self._forgotten += 1
             self._files.clear()
 
     def give_back(self) -> None:
-        """Let go of all files, since no descriptor is free. Does nothing for a signal handler that interrupted this."""
+        """Drop all files, since no descriptor is free. Does nothing in a signal handler that interrupted it."""
         if not is_held_here(self._lock):
             with self._lock:
                 self._files.clear()

@@ -1,7 +1,6 @@
-"""The one place that makes system calls on files, so that a test can record each of them or make it fail.
+"""The one place that makes system calls on files, so that a test can record each or make it fail.
 
-Holds no policy: it opens, reads, writes, syncs, allocates, maps, renames. It knows neither what the bytes mean nor
-which order of calls makes them safe; that is the business of its callers. What it does add to `os`:
+Callers decide which order of calls makes bytes safe. Added to `os` is only this:
 
 * a short read or write is continued, so callers see all of it or an error;
 * a call that finds no descriptor free is made once more, after all caches have given back theirs (`limit`);
@@ -58,7 +57,7 @@ _COPY_STEP = 64 << 20
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, or a link to one."""
+    """Return True for a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -68,12 +67,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class SyncNotBegunError(StoreIOError):
-    """No descriptor was free to sync by, be it the first or the last of several. Those that were made succeeded, and of
-    the others the system knows nothing, so it has dropped nothing: try again, all of it."""
+    """Error of a sync for which no descriptor was free, be it the first or the last of several syncs.
+    Syncs that were made succeeded. The system knows nothing of the others, so it has dropped nothing: try all again."""
 
 
 def is_not_begun(error: OSError) -> bool:
-    """Whether an error of syncing one file after the other is what `SyncNotBegunError` says."""
+    """Return True if an error of syncing files one by one means that no sync began (`SyncNotBegunError`)."""
     return isinstance(error, StoreIOError) and error.errno in TOO_MANY_OPEN and error.operation != "fdatasync"
 
 
@@ -87,8 +86,8 @@ _Method = Callable[Concatenate[Self_, File_, Arguments], Result]
 def takes_descriptor(
     operation: str,
 ) -> Callable[[_Method[Self_, File_, Arguments, Result]], _Method[Self_, File_, Arguments, Result]]:
-    """Decorate a method that takes a descriptor: when none is free, it is called once more (`files/limit.py`). An error
-    names the `operation`, and the file that is the first argument."""
+    """Decorate a method that takes a descriptor: if none is free, it is called again (`files/limit.py`).
+    An error names the `operation`, and the file that is the first argument."""
 
     def decorate(method: _Method[Self_, File_, Arguments, Result]) -> _Method[Self_, File_, Arguments, Result]:
         @wraps(method)
@@ -110,7 +109,7 @@ def takes_descriptor(
 
 
 class FileSystem:
-    """System calls on files. Stateless but for the paths of open descriptors, which error messages need.
+    """System calls on files. Stateless but for the paths of open descriptors, which errors name.
 
     All lengths and positions are bytes. Every method raises as the module says.
 
@@ -132,13 +131,13 @@ class FileSystem:
 
     @takes_descriptor("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
-        """A descriptor of the regular file `path`; `flags` are those of `os.open`."""
+        """Open the regular file `path` with these flags of `os.open`, and return the descriptor."""
         fd = beneath.open_file(path, flags, mode)
         self._paths[fd] = os.fspath(path)
         return fd
 
     def close(self, fd: int) -> None:
-        """Give the descriptor back. It is gone even when this raises."""
+        """Close the descriptor. It is gone even when this raises."""
         # Forget the path first: once closed, another thread may be handed the same number.
         path = self._paths.pop(fd, "")
         try:
@@ -156,13 +155,13 @@ class FileSystem:
             self.close(fd)
 
     def path_of(self, fd: int) -> str:
-        """The path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
+        """Return the path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
         return self._paths.get(fd) or f"fd {fd}"
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def pread(self, fd: int, length: int, position: int) -> bytes:
-        """The bytes at [position, position + length), fewer only where the file ends. `length` is allocated first."""
+        """Return the bytes at [position, position + length), fewer only at the file's end. Allocates first."""
         try:
             data = os.pread(fd, length, position)
             if len(data) != length and data:
@@ -177,7 +176,7 @@ class FileSystem:
         return data
 
     def read_into(self, fd: int, buffer: memoryview, position: int) -> int:
-        """Fill `buffer` (of bytes) with what stands at `position`; how many, fewer only where the file ends."""
+        """Fill `buffer` from `position`, and return how many bytes, fewer only where the file ends."""
         done = 0
         try:
             while done < len(buffer) and (part := os.preadv(fd, [buffer[done:]], position + done)):
@@ -187,24 +186,24 @@ class FileSystem:
         return done
 
     def read_ahead(self, fd: int, position: int, length: int) -> None:
-        """Have the system read these bytes before they are asked for. A hint: it may do nothing, and never fails."""
+        """Have the system read these bytes before they are asked for. A hint that never fails."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 for step in range(position, position + length, _READ_AHEAD_STEP):
                     os.posix_fadvise(fd, step, _READ_AHEAD_STEP, os.POSIX_FADV_WILLNEED)
 
     def data_end(self, fd: int, start: int, end: int) -> int:
-        """A position in [start, end] behind which the file system knows of nothing up to `end`, so that zeros are read
-        there: holes, and blocks that were never written to. It may be `end` in any case. Moves the descriptor's own
-        position, which nobody here goes by."""
+        """Return a position in [start, end] from which, by the file system, only zeros follow up to `end`.
+        They are holes, and blocks never written to. It may be `end` in any case. Moves the descriptor's own
+        position."""
         if kernel is None or start >= end:
             return end
         position: int = kernel.data_end(fd, start, end)
         return position
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Write the first `length` bytes of one descriptor's file to the same places of another's, a new one, without
-        those behind them that the file system knows to be zeros. A file system that both lie on may do it without
+        """Write the first `length` bytes of one descriptor's file to the same places of another, new file.
+        Zeros at their end that the file system knows of are left out. A file system that both lie on may do it without
         moving a byte."""
         end = self.data_end(source, 0, min(length, self.size(source)))
         done = 0
@@ -217,12 +216,12 @@ class FileSystem:
             done += some
 
     def write_back(self, fd: int) -> None:
-        """Have the system begin to write what is dirty of a file, for who will sync it later: files whose turns come
-        one after the other are then written side by side. A hint: it makes nothing durable, and never fails."""
+        """Have the system begin to write what is dirty of a file, so that later syncs find less to do.
+        Files that are synced one after the other are then written side by side. A hint that never fails."""
         system.write_back(fd)
 
     def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
-        """Write all of `data` (any contiguous buffer) at `position`. After an error a part of it may stand there."""
+        """Write all of `data` at `position`, any contiguous buffer. After an error a part may stand there."""
         view = memoryview(data)
         size = view.nbytes
         try:
@@ -236,9 +235,8 @@ class FileSystem:
 
     def fdatasync(self, fd: int) -> None:
         """Make what was written to this file durable, its length included (its name: `sync_directory`).
-
-        An error is final: the kernel may have dropped the pages, and the next call would succeed without them
-        (format#flush). Never retry."""
+        An error is final, never retry: the kernel may have dropped the pages, and the next call would succeed without
+        them (format#flush)."""
         try:
             system.sync_data(fd)
         except OSError as error:
@@ -258,11 +256,9 @@ class FileSystem:
             os.close(fd)
 
     def allocate(self, fd: int, length: int) -> None:
-        """Make the file at least `length` bytes with disk blocks behind them, new ones zero, so that a later write
-        through a mapping cannot meet a full disk (which would be SIGBUS).
-
-        Meant for new files: where zeros must be written by hand, holes below the present end stay holes. After an
-        error the file may have grown; whoever made it removes it."""
+        """Make the file at least `length` bytes with disk blocks behind them, new ones zero.
+        So a later write through a mapping cannot meet a full disk (SIGBUS). Meant for new files: where zeros must be
+        written by hand, old holes stay. After an error the file may have grown, and the one that made it removes it."""
         try:
             if system.allocate(fd, length):
                 return
@@ -274,8 +270,8 @@ class FileSystem:
             self.pwrite(fd, zeros[: length - position], position)
 
     def truncate_sparse(self, fd: int, length: int) -> None:
-        """Give a new file its length without disk blocks. For files written with `pwrite` only, never through a
-        mapping. ValueError when it would shorten the file."""
+        """Give a new file its length without disk blocks. ValueError when it would shorten the file.
+        For files written with `pwrite` only, never through a mapping."""
         try:
             present = os.fstat(fd).st_size
             if length < present:
@@ -285,8 +281,7 @@ class FileSystem:
             self._fail(error, fd, "truncate_sparse")
 
     def shorten(self, fd: int, length: int) -> None:
-        """Cut what lies behind the first `length` bytes of a file. Nobody may have mapped any of it: behind the end of
-        a file a mapping cannot be read."""
+        """Cut what lies behind the first `length` bytes of a file. No mapping may reach behind them."""
         try:
             os.ftruncate(fd, length)
         except OSError as error:
@@ -294,8 +289,8 @@ class FileSystem:
 
     @takes_descriptor("map")
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
-        """Map the first `length` bytes, shared. The descriptor may be closed afterwards. A file shorter than that is
-        StoreIOError: pages behind the end would be SIGBUS."""
+        """Map the first `length` bytes, shared. The descriptor may be closed afterwards.
+        A shorter file is StoreIOError: pages behind the end would be SIGBUS."""
         if not 0 < length <= os.fstat(fd).st_size:
             raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
         return system.map_file(fd, length, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
@@ -304,19 +299,19 @@ class FileSystem:
 
     @takes_descriptor("replace")
     def replace(self, source: StrPath, target: StrPath) -> None:
-        """Rename `source` to `target` in one step, over what was there. Durable after `sync_directory`."""
+        """Rename `source` to `target` in one step, over an existing one. Durable after `sync_directory`."""
         with beneath.folder_of(source) as (folder, name), beneath.folder_of(target) as (other, new_name):
             os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
 
     @takes_descriptor("link")
     def link(self, source: StrPath, target: StrPath) -> None:
-        """Give the file `source` a second name; a link gets one of its own. FileExistsError when `target` is taken."""
+        """Give the file `source`, or the link itself, a second name. FileExistsError if `target` is taken."""
         with beneath.folder_of(target) as (folder, name):
             os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
 
     @takes_descriptor("unlink")
     def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
-        """Remove a name; the bytes stay with whoever has the file open or mapped."""
+        """Remove a name. Open descriptors and mappings keep the bytes."""
         try:
             with beneath.folder_of(path) as (folder, name):
                 os.unlink(name, dir_fd=folder)
@@ -326,7 +321,7 @@ class FileSystem:
 
     @takes_descriptor("mkdir")
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
-        """Make one folder; its parent must exist. With `exist_ok` a folder that is there is fine."""
+        """Make one folder, whose parent must exist. With `exist_ok` it may exist."""
         with beneath.folder_of(path) as (folder, name):
             try:
                 os.mkdir(name, mode, dir_fd=folder)
@@ -338,20 +333,19 @@ class FileSystem:
 
     @takes_descriptor("rmdir")
     def rmdir(self, path: StrPath) -> None:
-        """Remove an empty folder."""
         with beneath.folder_of(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
 
     @takes_descriptor("scandir")
     def scandir(self, path: StrPath) -> list[str]:
-        """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
+        """Return all names in a folder, sorted. Bytes that are not UTF-8 become lone surrogates (PEP 383)."""
         with self._entries(path) as entries:
             return sorted(entry.name for entry in entries)
 
     @takes_descriptor("scandir")
     def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
-        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to, but is
-        refused in a folder of our `own` (`scandir_own`)."""
+        """Return (name, length) of the regular files in a folder, sorted.
+        A symbolic link counts as what it leads to, but is refused in a folder of our `own` (`scandir_own`)."""
         found = []
         others: list[str] = []
         with self._entries(path) as entries:
@@ -371,15 +365,14 @@ class FileSystem:
 
     @takes_descriptor("scandir")
     def scandir_directories(self, path: StrPath) -> list[str]:
-        """The names of the folders in a folder, sorted."""
+        """Return the names of the folders in a folder, sorted."""
         with self._entries(path) as entries:
             return sorted(entry.name for entry in entries if _is_folder(entry))
 
     @takes_descriptor("scandir")
     def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
-        """The names of the files and of the folders in a folder that is ours alone to write, each sorted. Any other
-        thing in it, a link too, is a StoreIOError that names it. Costs no more than a listing where the system tells
-        kinds along with names."""
+        """Return the names of files and of folders, each sorted, in a folder that only we write.
+        Any other entry, a link too, is a StoreIOError that names it."""
         files: list[str] = []
         folders: list[str] = []
         others: list[str] = []
@@ -394,8 +387,7 @@ class FileSystem:
         return sorted(files), sorted(folders)
 
     def check_own(self, path: StrPath, wanted: str = "regular file or folder") -> None:
-        """Refuse a name that is not of the `wanted` kind (`beneath.check`) but a link, say, with a StoreIOError. A name
-        that is not there is fine."""
+        """Raise StoreIOError if a name exists but is not of the `wanted` kind (`beneath.check`)."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 beneath.check(path, os.lstat(path).st_mode, wanted)
@@ -403,20 +395,20 @@ class FileSystem:
                 self._fail(error, path, "opening for writing")
 
     def stat(self, file: int | StrPath) -> os.stat_result:
-        """What the system knows of a descriptor or a path (links followed)."""
+        """Return `os.stat` of a descriptor or a path. Links are followed."""
         try:
             return os.stat(file)
         except OSError as error:
             self._fail(error, file, "stat")
 
     def size(self, file: int | StrPath) -> int:
-        """Length of a descriptor's or a path's file in bytes."""
+        """Return the length of a descriptor's or path's file in bytes."""
         return self.stat(file).st_size
 
     @takes_descriptor("take_after")
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
-        """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
-        read and write it in any case; who runs a file does so as himself."""
+        """Give a file or folder the mode and the times of another, and its owner where that is allowed.
+        The owner may read and write it in any case. Set-user-ID bits of files are dropped."""
         with self._descriptor(file) as fd:
             self.give_to(fd, found)
             folder = stat.S_ISDIR(found.st_mode)
@@ -425,8 +417,7 @@ class FileSystem:
 
     @takes_descriptor("chown")
     def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
-        """Give a file or folder the owner of another, where that is allowed: not to every root it is, as of a container
-        or over NFS, and not every file system has owners."""
+        """Give a file or folder the owner of another, where that is allowed and the file system has owners."""
         if os.geteuid() == 0:
             try:
                 with self._descriptor(file) as fd:
@@ -436,7 +427,7 @@ class FileSystem:
                     raise
 
     def exists(self, path: StrPath) -> bool:
-        """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""
+        """Return True if the name leads to something. Errors other than "no such file" raise."""
         try:
             self.stat(path)
         except FileNotFoundError:
@@ -444,13 +435,13 @@ class FileSystem:
         return True
 
     def boot_id(self) -> str | None:
-        """Return an id of the machine's present run, which a reboot changes; None if the system has none."""
+        """Return an id of the machine's present run, which a reboot changes. None if the system has none."""
         return system.boot_id()
 
     # -- whole files, made of the calls above -------------------------------------------------------------------------
 
     def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
-        """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG) for a longer one."""
+        """Return the content of a regular file. StoreIOError (EFBIG) if it has more than `limit_bytes`."""
         with self.opened(path, os.O_RDONLY) as fd:
             size = self.size(fd)
             if size > limit_bytes:
@@ -461,7 +452,7 @@ class FileSystem:
     # -- whole folders, likewise --------------------------------------------------------------------------------------
 
     def make_folders(self, path: StrPath) -> bool:
-        """Make a folder and what is missing above it, each durable in the one above. Return True if any was missing."""
+        """Make a folder and its missing parents, durably. Return True if any was missing."""
         missing = []
         folder = os.fspath(path)
         while not self.exists(folder):
@@ -473,8 +464,7 @@ class FileSystem:
         return bool(missing)
 
     def remove_tree(self, path: StrPath) -> None:
-        """Delete a folder with all that is in it, or a file; links are removed, not followed. Fine if it is not there,
-        or goes meanwhile."""
+        """Delete a file, or a folder with all that is in it, if it is there. Links are not followed."""
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 self.unlink(path)
@@ -486,7 +476,6 @@ class FileSystem:
     # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _entries(self, path: StrPath) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
-        """What is in a folder."""
         return os.scandir(path)
 
     @contextlib.contextmanager
@@ -502,14 +491,14 @@ class FileSystem:
             os.close(fd)
 
     def _copy_some(self, source: int, target: int, position: int, length: int) -> int:
-        """One copy by the system: how many bytes, 0 where it does not do that. Tests shorten it."""
+        """Copy once by the system. Return how many bytes, 0 where it cannot. Tests shorten it."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 return os.copy_file_range(source, target, min(length, _COPY_STEP), position, position)
         return 0
 
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
-        """One pwrite: how many bytes went out, at least one (of a write that had any). Tests shorten it."""
+        """Write once. Return how many bytes went out, at least one if there were any. Tests shorten it."""
         done = os.pwrite(fd, data, position)
         if not done and data.nbytes:
             raise OSError(errno.EIO, "the write made no progress")

@@ -1,9 +1,8 @@
-"""Group commit: many threads wait for durability, one sync at a time serves all that wait (format#flush).
+"""Group commit: one sync at a time serves all threads that wait for durability (format#flush).
 
-Holds a watermark, "every byte below `flushed` is durable", and the rule of who syncs next. Knows neither files nor
-what is synced: that is one function, given at construction. There is no thread here; the first caller that finds
-nobody syncing becomes the leader and syncs in its own thread, which saves the two thread switches that a flusher
-thread would cost each lone put. A waiting caller:
+Holds a watermark, "every byte below `flushed` is durable", and the rule of who syncs next. A function given at
+construction syncs. The first caller that finds nobody syncing becomes the leader and syncs in its own thread. That
+saves the two thread switches that a flusher thread would cost each lone put. A waiting caller:
 
     ============  ========================================  ========================================================
     state         means                                     ends as
@@ -16,10 +15,10 @@ thread would cost each lone put. A waiting caller:
     failed        a sync failed                             `FlushFailedError`
     ============  ========================================  ========================================================
 
-What must hold: while anybody waits, somebody leads (a leader leaves by covering all or by promoting the next; where
-Ctrl-C keeps it from that, those in line find within `_LOOK_S` that nobody leads); a round covers what was appended
-before it began, so who joins during a round needs one more; a failed sync ends it all, for the kernel may have dropped
-the pages it could not write, and a second sync would report success without them.
+While anybody waits, somebody leads: a leader leaves by covering all or by promoting the next. Where Ctrl-C keeps it
+from that, those in line find within `_LOOK_S` that nobody leads. A round covers what was appended before it began, so a
+thread that joins during a round needs one more. A failed sync ends it all, since the kernel may have dropped the pages
+that it could not write, and a second sync would report success without them.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = ["GroupCommit"]
 
 _WAITING, _COVERED, _LEADING, _FAILED = range(4)
 _LOOK_S = 0.1
-"""How often a waiter looks for itself whether anybody leads."""
+"""Seconds after which a waiter checks by itself that somebody leads."""
 
 
 class _Waiter:
-    """A caller in line. `state` is written before `lock` is released and never after, so the woken reads it freely."""
+    """A caller in line. `state` is written before `lock` is released, never after."""
 
     __slots__ = ("following", "lock", "round", "state", "target")
 
@@ -60,10 +59,9 @@ class GroupCommit:
     """A durable watermark that threads wait on.
 
     `sync(flushed)` is called by one thread at a time with the present watermark. It makes durable all that had been
-    appended when it was called, and returns the new watermark. Whatever `Exception` it raises is final
-    (format#flush): `failure` holds it, and from then on whoever needs a sync gets `FlushFailedError`. A
-    `KeyboardInterrupt` that hits the leader says nothing about the disk: the next in line takes over, as after a
-    `SyncNotBegunError`.
+    appended when it was called, and returns the new watermark. Any `Exception` it raises is final (format#flush):
+    `failure` holds it, and from then on each call that needs a sync gets `FlushFailedError`. A `KeyboardInterrupt` that
+    hits the leader says nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
 
     >>> appended = 100
     >>> commit = GroupCommit(lambda flushed: appended)
@@ -89,32 +87,27 @@ class GroupCommit:
 
     @property
     def busy(self) -> bool:
-        """Whether a put that comes now is likely to share its sync: one is under way, or the last one had others in
-        line. A hint, no promise."""
+        """Return True if a put is likely to share its sync: one runs, or the last one had others in line."""
         return self._turn.locked() or self._next is not None or self._crowded
 
     def wait_until(self, target: int, timeout_s: float | None) -> bool:
-        """Return True once every byte below `target` is durable; `target` must have been appended before.
+        """Return True once every byte below `target`, which must have been appended, is durable.
 
         False when another thread's sync has not covered it within `timeout_s` seconds (None: no limit): stored,
-        durability unknown. A sync that runs in this very thread can't be given up, so a call may last longer.
-        `FlushFailedError` when a sync failed, now or earlier, unless the target was covered before that.
-        `SyncNotBegunError` when this thread could not even begin one.
+        durability unknown. A sync in this thread can't be given up, so a call may last longer. `FlushFailedError` when
+        a sync failed, now or earlier, unless the target was covered before. `SyncNotBegunError` when this thread could
+        not begin one.
         """
         return self.flushed >= target or self._join(target, timeout_s)
 
     def sync_now(self, timeout_s: float | None = None) -> bool:
-        """Make everything durable that was appended before this call; results and errors as `wait_until`.
-
-        For the interval flusher, for closing, and for whoever does not know the end of the log."""
+        """Make everything durable that was appended before this call. Results and errors as `wait_until`."""
         return self._join(None, timeout_s)
 
     def poison(self, error: BaseException) -> None:
         """Declare the medium failed: as if a sync had raised `error`. The first failure is kept."""
         with self._lock:
             self._fail_all(error)
-
-    # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _join(self, target: int | None, timeout_s: float | None) -> bool:
         waiter: _Waiter | None = None
@@ -154,7 +147,7 @@ class GroupCommit:
                     waiter.following.lock.release()
 
     def _is_told(self, waiter: _Waiter, timeout_s: float | None) -> bool:
-        """Wait until `waiter` is told something, or nobody leads; False: its time is up, and it is off the list."""
+        """Wait until `waiter` is told something or nobody leads. False if its time is up: it is off the list then."""
         end_s = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while True:
             left_s = _LOOK_S if end_s is None else end_s - time.monotonic()
@@ -164,7 +157,7 @@ class GroupCommit:
                 return not self._leave(waiter) or left_s > 0
 
     def _run_round(self) -> None:
-        """Sync, and note what that covers. Only one thread at a time does, and changes the counts of rounds."""
+        """Sync, and note what that covers. Only one thread at a time does this."""
         before = sys.exc_info()[1]
         self._round = this_round = self._round + 1
         try:
@@ -181,11 +174,11 @@ class GroupCommit:
         self._done = this_round
 
     def _is_covered(self, target: int | None, joined: int) -> bool:
-        """Whether a round has covered who joined in round `joined`; without a target: one that began later."""
+        """Return True if a round covers `target`, or without one if it began after round `joined`."""
         return joined < self._done if target is None else target <= self.flushed
 
     def _leave(self, waiter: _Waiter) -> bool:
-        """Take `waiter` off the list; False when it was told something in the meantime, which then stands."""
+        """Take `waiter` off the list. False if it was told something in the meantime, which then stands."""
         if waiter.state != _WAITING:
             return False
         with self._lock:
@@ -196,8 +189,9 @@ class GroupCommit:
             return True
 
     def _judge(self, error: BaseException, before: BaseException | None) -> None:
-        """What the sync raised is a failure of the disk, unless it is Ctrl-C alone; but Ctrl-C raised while a failed
-        sync was being handled hides one. `before` is what the caller itself was handling, no concern of ours."""
+        """Keep what the sync raised as a failure of the disk, unless it is Ctrl-C alone.
+        If Ctrl-C was raised while a failed sync was handled, that failure is kept. `before` is what the caller was
+        handling, and is ignored."""
         verdict: BaseException | None = error
         while verdict is not None and verdict is not before and not isinstance(verdict, Exception):
             verdict = verdict.__context__
@@ -210,9 +204,8 @@ class GroupCommit:
 
     def _hand_over(self) -> None:
         """Wake those in line whom a round has covered, and promote the first of the others.
-
-        They wake each other in a chain: woken all at once they would fight for the interpreter lock, and a round of
-        sixteen threads took half as long again."""
+        They wake each other in a chain: all at once would fight for the interpreter lock (sixteen threads: half as long
+        again)."""
         with self._lock:
             waiters = self._waiters
             self._crowded = bool(waiters)
@@ -235,7 +228,7 @@ class GroupCommit:
                 covered[0].lock.release()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Keep the failure and tell all that wait. The lock is held."""
+        """Keep the failure and wake all that wait. The lock is held."""
         if self.failure is None:
             self.failure = error
         waiters, self._waiters = self._waiters, []

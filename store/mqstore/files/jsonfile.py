@@ -1,6 +1,6 @@
-"""JSON files that are never absent, never partial and never silently reset (format#json-dialects, format#json-save).
+"""JSON files, never absent, partial or silently reset (format#json-dialects, format#json-save).
 
-Knows how such a file is written and read, not what is in it: the manifest, consumer offsets, delay progress, topics.
+They are the manifest, topics, groups, committed offsets, delay progress and others.
 
 ==========================  ==========================================================================================
 name                        content
@@ -29,8 +29,6 @@ A *quick save* leaves the syncs out: the kernel has the value, so it survives `k
     3  X.json.tmp -> X.json                    X new, bak old   after a power cut X is old, or newer, or torn
 
 A synced save that follows leaves the ``.bak`` alone: the file that it replaces may be torn on disk.
-
-Two dialects are read: strict JSON, which is what we write, and fastjson's, whose integer keys carry no quotes.
 
 Limits keep somebody else's file from filling the memory: an object of five bytes takes 230 as a dict. Both are checked
 before anything is decoded, and before anything is written. Sizes as `encode_json` writes them, names of 30 characters::
@@ -91,7 +89,7 @@ Check = Callable[[dict[str, Any]], object]
 FileState = tuple[int, int, int]
 """Inode, length in bytes and modification time in ns of a file. Any change of its content changes it."""
 NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
-"""For who knows of no file what is to be in it."""
+"""For callers that check no file."""
 
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 # Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
@@ -100,14 +98,14 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*+"?|([{,]\s*+)(-?[0-9]++)(\s*+:)', re.DOTA
 
 
 class LoadedJson(NamedTuple):
-    """`value`: what the file says, None when it was never written. `problems`: a sentence for each thing amiss."""
+    """Content of a file, None if it was never written, and a sentence for each of its `problems`."""
 
     value: dict[str, Any] | None
     problems: list[str]
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
-    """The object in `data`, in either dialect. Of a key that comes twice the last counts, as in Java.
+    """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java.
 
     Raises `FormatError` for everything else: nothing at all, another type on top, NaN, nesting too deep, not UTF-8.
 
@@ -169,11 +167,8 @@ def encode_entry(key: str | int, value: object) -> EncodedEntry:
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
-    """Encode strict JSON as all our files have it: UTF-8, sorted keys, a line for each member and entry of a table.
-
-    Integer keys are written as strings and come back as strings. ValueError for NaN and infinities, TypeError for
-    what JSON has no type for.
-    """
+    """Encode strict JSON: UTF-8, sorted keys, a line for each member and each entry of a table.
+    Integer keys become strings. ValueError for NaN and infinities, TypeError for values that JSON has no type for."""
     text: list[str] = []
     for name in sorted(value):
         member = value[name]
@@ -200,15 +195,15 @@ def load_json(
     check: Check | None = None,
     root: str | os.PathLike[str] | None = None,
 ) -> LoadedJson:
-    """The last good value of `path`: its own, else that of its ``.bak``; None when neither was ever written.
+    """Return the last good value of `path`, or of its ``.bak``. None when neither was ever written.
 
-    `check(value)` raises ValueError when the object has the wrong shape; that counts as not decoding. A `writer` moves
-    a bad main file aside and puts its ``.bak``'s value in its place, if the disk lets it: two copies again. A reader
-    changes nothing. `root` is the store directory that an error message names
-    (default: the file's folder, or that folder's parent when it is ``config``).
+    `check(value)` raises ValueError when the object has the wrong shape, which counts as not decoding. A `writer` moves
+    a bad main file aside and puts its ``.bak``'s value in its place, if the disk lets it. A reader changes nothing.
+    `root` is the store directory that an error message names (default: the file's folder, or that folder's parent when
+    it is ``config``).
 
-    Raises `CorruptStoreError` when no good value is left although there was one, `StoreIOError` when a file cannot be
-    read: unreadable is neither missing nor bad, and falling back then would take offsets back without need.
+    Raises `CorruptStoreError` when no good value is left although there was one. Raises `StoreIOError` when a file
+    cannot be read: to fall back then would take offsets back without need.
     """
     main = os.fspath(path)
     backup = main + ".bak"
@@ -254,10 +249,10 @@ def save_json(
 
     With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
     is of a quick save. `check` is that of `load_json`. Returns the state of the new file, which the next save takes as
-    `last`: a file that is still in this state is known to be good.
+    `last`. A file that is still in this state is known to be good.
 
     Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
-    the new one if only the last sync failed; the call may be repeated. One caller at a time for each file.
+    the new one if only the last sync failed. The call may be repeated. One caller at a time for each file.
 
     Cost: two syncs (the file, the folder), and one read of the old file unless it is `last`. A quick save without
     `back_up`: none.
@@ -295,9 +290,8 @@ def check_backup(
     clock: Clock = SYSTEM_CLOCK,
     check: Check | None = None,
 ) -> str | None:
-    """For who looks for damage: what is wrong with the ``.bak`` of a `path` that loaded well. Loading does not look at
-    it, and the next save replaces it. A `writer` does so now: it is moved aside, and the value of `path` put in its
-    place."""
+    """Return the fault of the ``.bak`` of a `path` that loaded well, which loading does not look at.
+    A `writer` moves a bad one aside and puts the value of `path` in its place. Else the next save would replace it."""
     main = os.fspath(path)
     backup = main + ".bak"
     fault = _read(backup, fs, check).fault
@@ -315,8 +309,8 @@ def check_backup(
 def set_aside_json(
     path: str | os.PathLike[str], *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK, check: Check | None = None
 ) -> list[str]:
-    """Move `path` and its ``.bak`` out of the way if they are bad; the new names. For repair: afterwards the file loads
-    from what was good, or as never written."""
+    """Move `path` and its ``.bak`` out of the way if they are bad, and return the new names.
+    For repair: afterwards the file loads from what was good, or as never written."""
     moved = []
     for name in (os.fspath(path), os.fspath(path) + ".bak"):
         if _read(name, fs, check).fault is not None:
@@ -325,7 +319,7 @@ def set_aside_json(
 
 
 def read_json(path: str | os.PathLike[str], fs: FileSystem) -> bytes:
-    """The content of a JSON file, for `decode_json`. StoreIOError if it is beyond the limits of this module."""
+    """Return the content of a JSON file, for `decode_json`. StoreIOError if it is beyond the limits."""
     try:
         data = fs.read_whole(path, JSON_BYTES_MAX)
     except StoreIOError as error:
@@ -344,7 +338,7 @@ _TOO_LARGE = (
 
 
 def _encode_checked(value: dict[str, Any], path: str) -> bytes:
-    """`encode_json`; StoreIOError for a value that nobody could load again."""
+    """Encode as `encode_json` does. StoreIOError for a value that nobody could load again."""
     content = encode_json(value)
     _check_limits(content, path, "save")
     return content
@@ -385,7 +379,7 @@ def _state_of(file: int | str, fs: FileSystem) -> FileState:
 
 
 def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> FileState:
-    """Write a new file, and sync it if `synced`. A leftover is never rewritten: a backup may hold a hard link of it."""
+    """Write a new file and sync it if `synced`. Never over a leftover: a backup may be a link to it."""
     fs.unlink(path, missing_ok=True)
     try:
         with fs.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as fd:
@@ -399,7 +393,7 @@ def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: 
 
 
 def _back_up(main: str, fs: FileSystem, mode: int) -> None:
-    """Give the file at `main` the name ``.bak`` as well; what has that name now is good until the rename, and after."""
+    """Give the file at `main` the name ``.bak`` as well. An older ``.bak`` stays until the rename."""
     temporary = main + ".bak.tmp"
     fs.unlink(temporary, missing_ok=True)
     try:
@@ -427,7 +421,7 @@ def _move_aside(path: str, fs: FileSystem, clock: Clock) -> str:
 
 
 def _remove_quietly(path: str, fs: FileSystem) -> None:
-    """Clean up behind an error that is already on its way; the next save removes what this could not."""
+    """Remove a leftover of an error that is on its way. The next save removes what this could not."""
     with suppress(OSError, MQStoreError):
         fs.unlink(path, missing_ok=True)
 

@@ -1,10 +1,10 @@
-"""The limit of open descriptors: what the process may still open, and what it does when no descriptor is free.
+"""The limit of open descriptors: how many are left, and what happens when none is.
 
 There is one rule. Everything that is only cached is given back, and the call that failed is made once more. The limit
 belongs to the process, so all caches of all its stores give back.
 
 `FileSystem` makes every call that takes a descriptor, and applies the rule there (`takes_descriptor`). A cache takes
-part by `register`. Its `give_back` runs in any thread and with any lock of a store held, so it must not wait for a lock
+part by `register`. Its `give_back` runs in any thread and with any lock of a store held. So it must not wait for a lock
 under which a file is opened or mapped.
 """
 
@@ -19,7 +19,7 @@ from typing import Protocol
 __all__ = ["TOO_MANY_OPEN", "free_descriptors", "give_back", "register"]
 
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-"""No descriptor is free, of the process or of the system."""
+"""Error numbers for "no descriptor is free", in the process or in the system."""
 
 
 class _Cache(Protocol):
@@ -38,7 +38,6 @@ def register(cache: _Cache) -> None:
 
 
 def give_back() -> None:
-    """Make every cache give back its descriptors."""
     for reference in _caches.valuerefs():
         cache = reference()
         if cache is not None:
@@ -46,7 +45,7 @@ def give_back() -> None:
 
 
 def free_descriptors() -> int:
-    """Return how many descriptors the process may still open. Where that is not known, it is half of the limit."""
+    """Return how many descriptors the process may still open, half of the limit where that is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 31

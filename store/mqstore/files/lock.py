@@ -1,6 +1,6 @@
 """The writer lock: one writer for a store directory, over processes, threads and forks (format#lock).
 
-A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kind keeps everyone out:
+A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kind keeps all others out:
 
 ====================  ==============================  =============================================================
 lock                  keeps out                       lost when
@@ -10,16 +10,16 @@ byte 0, Linux         a Java broker, which takes a    as above (an open file des
 byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the file is closed in this process
 ====================  ==============================  =============================================================
 
-Because of that last line, and because a process never conflicts with its own POSIX locks, a second open in the same
-process is found in a registry, by (device, inode) of the directory and of the file, before the file is touched; and
-`writer_alive` asks the registry first as well.
+Because of the last row, and because a process never conflicts with its own POSIX locks, there is a registry by (device,
+inode) of the directory and of the file. A second open in the same process and `writer_alive` look there before they
+touch the file.
 
-A forked child shares the open file description, so it would keep the store locked after its parent died. Children
-therefore close the descriptor at once (`os.register_at_fork`; a program that is executed closes it anyway), and their
-inherited lock objects say `held == False`. A child forked by C code behind Python's back is beyond this.
+A forked child shares the open file description, so it would keep the store locked after its parent died. Therefore
+children close the descriptor at once (`os.register_at_fork`), and their inherited lock objects say `held == False`. A
+child forked by C code is not covered.
 
 File content: ``lock``, newline, one line of JSON ``{"pid", "host", "started_ms", "program"}``. It only tells people who
-holds the lock; the locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
+holds the lock. The locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "
 
 
 def _lock_file(fd: int) -> bool:
-    """Take the lock of the open file without waiting; False when someone holds it."""
+    """Take the lock of the open file without waiting. Return False if it is held."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,7 +85,7 @@ def _lock_file(fd: int) -> bool:
 
 
 def _lock_byte(fd: int) -> bool:
-    """Take the write lock on byte 0 without waiting; False when someone holds it."""
+    """Take the write lock on byte 0 without waiting. Return False if it is held."""
     try:
         # F_SETLK is what fcntl.lockf issues; F_OFD_SETLK differs only in who owns the lock.
         fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK))
@@ -97,8 +97,8 @@ def _lock_byte(fd: int) -> bool:
 
 
 def _byte_holder(fd: int) -> int | None:
-    """Who has a write lock on byte 0: None for nobody, a process id, or -1 where the system knows no process (Linux
-    open file description locks). Takes nothing. Does not see POSIX locks of this process."""
+    """Return the process id of the holder of a write lock on byte 0, or None if there is none.
+    It is -1 for a Linux open file description lock. Does not see POSIX locks of this process."""
     kind, pid = _unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _pack(fcntl.F_RDLCK)))
     return None if kind == fcntl.F_UNLCK else pid
 
@@ -121,14 +121,15 @@ class _Holder(NamedTuple):
 
 
 class _TakenError(Exception):
-    """Someone else has one of the locks."""
+    """One of the locks is held elsewhere."""
 
     def __init__(self, holder: _Holder) -> None:
         self.holder = holder
 
 
 class WriterLock:
-    """The right to write one store directory. Not re-entrant; kept until `release`, or until the process ends.
+    """Exclusive right to write one store directory. Not re-entrant.
+    Kept until `release`, or until the process ends.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -162,15 +163,15 @@ class WriterLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock; always False in a forked child."""
+        """True if this object holds the lock. Always False in a forked child."""
         return self._fd is not None
 
     def acquire(self, timeout_s: float = 0.0) -> None:
-        """Take both locks, trying for `timeout_s` seconds when they are held elsewhere.
+        """Take both locks. Tries for `timeout_s` seconds while they are held elsewhere.
 
         Call it inside the `try` whose `finally` calls `release`: a signal handler may raise behind it.
-        Raises `StoreLockedError` (pid, host, since as far as known), `ReadOnlyStoreError` or `StoreIOError` when the
-        file cannot be opened, FileNotFoundError when the directory is not there.
+        Raises `StoreLockedError` (pid, host, since, as far as known). Raises `ReadOnlyStoreError` or `StoreIOError` if
+        the file cannot be opened, and FileNotFoundError without the directory.
         """
         deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
         pause_ms = _POLL_MS_MIN
@@ -186,7 +187,7 @@ class WriterLock:
             pause_ms = min(2 * pause_ms, _POLL_MS_MAX)
 
     def release(self) -> None:
-        """Give both locks back. Does nothing if they are not held, and completes a release that was interrupted."""
+        """Give both locks back. It may be repeated, and completes a release that was interrupted."""
         with _registry_lock:
             fd = self._fd
             if fd is None:
@@ -200,6 +201,13 @@ class WriterLock:
                     del _registry[identity]
                 self._fd = None
                 self._fs.close(fd)
+
+    def disown(self) -> None:
+        """Forget the lock in a forked child. Closes without unlocking, which would take it from the parent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 
@@ -280,7 +288,7 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
 
 
 def _parse(content: bytes) -> _Holder:
-    """What the second line of a lock file tells; nothing of it is trusted to be there or of the right type."""
+    """Return the holder that a lock file names. Any part of it may be missing or have a wrong type."""
     try:
         told: Any = json.loads(content[len(_PREFIX) :].partition(b"\n")[0])
     except (ValueError, RecursionError):
@@ -296,10 +304,8 @@ def _parse(content: bytes) -> _Holder:
 
 
 def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
-    """Whether a writer, mqstore or Java, holds the directory now. For readers: takes no lock and disturbs none.
-
-    Sees processes of this machine, and of others as far as a network file system carries byte locks.
-    """
+    """Return True if a writer, mqstore or Java, holds the directory now. Takes no lock and disturbs none.
+    Sees processes of this machine, and of others as far as a network file system carries byte locks."""
     path = os.path.join(root, "lock")
     with _registry_lock:
         try:
@@ -312,7 +318,7 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
         except StoreIOError as error:
             if error.errno != errno.ENOTDIR:
                 raise
-            return False  # a file, of which whoever opens it says so
+            return False  # `root` is a file, and opening it raises
         try:
             return _byte_holder(fd) is not None
         except OSError as error:
@@ -322,7 +328,7 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
 
 
 def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
-    """Raise the StoreLockedError that taking the lock would raise now, without taking it: for who plans a change."""
+    """Raise the StoreLockedError that taking the lock would raise now. Takes no lock. For a `--dry-run`."""
     if not writer_alive(root, fs):
         return
     path = os.path.join(root, "lock")
@@ -337,14 +343,11 @@ def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) ->
 
 
 def _close_in_child() -> None:
-    """Drop what a forked child inherited. Closes without unlocking: unlocking would take the lock from the parent."""
+    """Drop the locks that a forked child inherited."""
     global _registry_lock
     _registry_lock = threading.RLock()  # the inherited one is held by the thread that forked, in the parent
     for lock in set(_registry.values()):
-        fd, lock._fd = lock._fd, None
-        if fd is not None:
-            with suppress(OSError):
-                os.close(fd)
+        lock.disown()
     _registry.clear()
 
 

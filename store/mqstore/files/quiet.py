@@ -1,9 +1,8 @@
-"""A file system for those who only look: reading through it leaves no trace, not even in access times.
+"""A file system to look through: reading leaves no trace, not even in access times.
 
-Where the platform has O_NOATIME (Linux) and grants it (to the owner of a file, and to root), files are opened and
-folders listed with it. Elsewhere access times may move, as with any reader; bytes, mtime and ctime never do. Whatever
-would change a file is refused: opening for writing raises, and every other change needs a descriptor from there or a
-call that is refused here.
+Files are opened and folders listed with O_NOATIME, where the platform has it (Linux) and grants it (to the owner of a
+file, and to root). Elsewhere access times may move, as with any reader, but not bytes, mtime and ctime. Every call that
+would change a file raises.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class QuietFileSystem(FileSystem):
         finally:
             os.close(fd)
 
-    # -- changes, refused ---------------------------------------------------------------------------------------------
-
     def replace(self, source: StrPath, target: StrPath) -> None:
         self._refuse(source, "replace")
 
@@ -88,5 +85,5 @@ class QuietFileSystem(FileSystem):
         self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)
 
 
-#: What commands that only look read stores through.
+#: File system of commands that only look.
 QUIET = QuietFileSystem()

@@ -1,4 +1,4 @@
-"""One segment file of a run (`files.segments`): its name, its place in the stream, and what may be amiss with it."""
+"""One segment file of a run (`files.segments`): its name, its place in the stream, its problems."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def place_in_file(physical_offset: int, segment_bytes: int) -> tuple[str, int]:
 
 
 def segment_start(name: str) -> int | None:
-    """The offset that a file name says; None for names that are no segment's (Unicode digits are none)."""
+    """Return the offset that a file name says. None for a name that is no segment's."""
     return int(name) if len(name) == NAME_DIGITS and name.isascii() and name.isdigit() else None
 
 
 class LoadProblem(NamedTuple):
-    """A problem that `SegmentRun.load` found. None is fatal; kinds as format#damage.
+    """A problem that `SegmentRun.load` found. None is fatal. Kinds are those of format#damage.
 
     ==================  ===============================================  ============================================
     kind                position, length                                 what load did about it
@@ -58,15 +58,17 @@ class LoadProblem(NamedTuple):
     detail: str
 
     def place(self, segment_bytes: int) -> int:
-        """Position in its file where a ``segment_size`` begins. A surplus begins at the end of the segment."""
+        """Return the position in its file where a ``segment_size`` begins, for a surplus the segment's end."""
         return self.position % segment_bytes or segment_bytes
 
 
 class Segment:
-    """One file of a run. `start`, `end`: its range in the stream. `length`: bytes of it that the file really holds
-    (less than `size` only for a damaged one). `mapping` is None until `SegmentRun.mapping` makes it, and becomes None
-    again when the run lets go of it; `writable` says what kind it is, `in_memory` that it is of no file
-    (`extend_in_memory`). Take a reference before use."""
+    """One file of a run, with the range `start` to `end` of the stream.
+
+    `length` is what the file really holds, less than `size` only for a damaged one. `SegmentRun.mapping` makes
+    `mapping`, which becomes None again when the run drops it: take a reference before use. `writable` says that it is
+    mapped for writing, `in_memory` that it is of no file (`extend_in_memory`).
+    """
 
     __slots__ = ("end", "file", "in_memory", "inode", "length", "mapping", "path", "size", "start", "writable")
 

@@ -1,11 +1,11 @@
-"""Runs of fixed-size segments: a folder of files that together hold one endless stream of bytes (format#sizes).
+"""Runs of fixed-size segments: folders of files that hold one endless stream of bytes (format#sizes).
 
     <directory>/<20 digits>     the offset in the stream of the file's first byte, a multiple of the segment size
 
 `SegmentRun` finds, maps and reads them. `files/segmentwriter.py` makes, fills, syncs and removes them.
 
-Knows nothing of what the bytes mean, or how far they are written. A file is never shortened and a mapping never closed,
-because a view may still look through it (here or in another process). Unmapping is left to the last reference.
+A file is never shortened and a mapping never closed, because a view may still look through it (here or in another
+process). The last reference unmaps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SegmentRun:
     )
 
     _refuses_links: ClassVar[bool] = False
-    """Whether a link in place of a file is an error, and not followed."""
+    """True if a link in place of a file is an error, and not followed."""
 
     def __init__(
         self,
@@ -90,39 +90,35 @@ class SegmentRun:
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, the last used at the end
         self._lock = threading.RLock()  # guards the four above and each segment's mapping and file
 
-    # -- what there is ----------------------------------------------------------------------------------------------
-
     @property
     def starts(self) -> tuple[int, ...]:
-        """The starts of all segments, ascending."""
+        """Starts of all segments, ascending."""
         return self._starts
 
     @property
     def min_offset(self) -> int:
-        """Where the first segment starts; 0 when there is none."""
+        """Start of the first segment, 0 when there is none."""
         starts = self._starts
         return starts[0] if starts else 0
 
     @property
     def end(self) -> int:
-        """Where the last segment ends; 0 when there is none."""
+        """End of the last segment, 0 when there is none."""
         last = self.last
         return last.end if last is not None else 0
 
     def find(self, offset: int) -> Segment | None:
-        """The segment whose range holds `offset`; None in a gap or outside. Of a damaged segment the file may hold
-        less than that: compare with `length`."""
+        """Return the segment whose range holds `offset`. None in a gap or outside.
+        The file of a damaged segment may hold less than `offset`: compare with `length`."""
         return self._by_start.get(offset - offset % self.segment_bytes)
 
     def segments(self) -> list[Segment]:
-        """All segments, ascending, as of now."""
+        """Return all segments, ascending."""
         by_start = self._by_start
         return [segment for start in self._starts if (segment := by_start.get(start)) is not None]
 
-    # -- listing ----------------------------------------------------------------------------------------------------
-
     def load(self) -> list[LoadProblem]:
-        """List the folder (none there: an empty run). Return what is amiss with names and lengths."""
+        """List the folder, which may be missing. Return the problems with names and lengths."""
         problems: list[LoadProblem] = []
         found = self._settled(self._list(problems))
         for segment in found:
@@ -143,8 +139,8 @@ class SegmentRun:
         return problems
 
     def refresh(self) -> bool:
-        """List the folder again, since another process may write the store: new segments appear, removed ones vanish,
-        mappings that somebody holds stay valid. True when anything changed."""
+        """List the folder again, since another process may write the store. True when anything changed.
+        New segments appear, removed ones vanish, mappings that somebody holds stay valid."""
         listed = self._settled(self._list([]))
         self._clip(listed)
         found = {segment.start: segment for segment in listed if segment.length > 0}
@@ -170,7 +166,7 @@ class SegmentRun:
         return self._by_start.get(segment.start) is not segment
 
     def _is_replaced(self, segment: Segment) -> bool:
-        """Whether its name is another file's by now than the one that is mapped, which nobody writes to any more."""
+        """Return True if the segment's name is another file's by now than the mapped one."""
         if segment.mapping is None or segment.in_memory:
             return False
         try:
@@ -179,8 +175,8 @@ class SegmentRun:
             return True
 
     def extend_in_memory(self) -> None:
-        """Show a short last segment as a writer's `load` would leave it, for who plans what a writer would do: a copy
-        with zeros behind, which takes as much memory as the file has bytes."""
+        """Show a short last segment as a writer's `load` would leave it: a copy with zeros behind.
+        For a plan of what a writer would do. The copy takes as much memory as the file has bytes."""
         last = self.last
         if last is None or last.length >= last.size or self.limit is not None:
             return
@@ -194,13 +190,13 @@ class SegmentRun:
             last.mapping, last.length, last.in_memory = whole, last.size, True
 
     def map_again(self) -> None:
-        """Have each segment mapped again when it is asked for: behind a cut, files of the same names may be others."""
+        """Have each segment mapped again when it is next used: behind a cut, names may have new files."""
         with self._lock:
             for segment in self._by_start.values():
                 self._let_go(segment)
 
     def _list(self, problems: list[LoadProblem]) -> list[Segment]:
-        """Segments by what names and lengths the folder has; `length` as found, even if greater than `size`."""
+        """Return segments by the folder's names and lengths. `length` may be greater than `size`."""
         try:
             files = self._fs.scandir_files(self.directory, own=self._refuses_links)
         except FileNotFoundError:
@@ -220,8 +216,9 @@ class SegmentRun:
         return sorted(found, key=lambda segment: segment.start) if self.places else found  # sorted by name
 
     def _settled(self, listed: list[Segment]) -> list[Segment]:
-        """Return what was listed without the gaps that a writer made meanwhile: a listing may show a name that is
-        unlinked later, and not one that is made earlier. A gap between two files that are there is a real one."""
+        """Return what was listed without the gaps that a writer made meanwhile.
+        A listing may show a name that is unlinked later, and not one that is made earlier. A gap between two files that
+        are there is a real one."""
         if self.places:
             return listed  # of a store that nobody has open
         found: list[Segment] = []
@@ -257,13 +254,10 @@ class SegmentRun:
         elif length < size:
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
-    # -- bytes ------------------------------------------------------------------------------------------------------
-
     def mapping(self, segment: Segment) -> mmap.mmap:
-        """The mapping of `segment`, made when there is none: `length` bytes.
-
-        The run keeps `max_mappings` read-only ones and lets go of the one unused for longest; whoever holds a
-        reference or a view keeps it alive. FileNotFoundError when the segment was dropped meanwhile."""
+        """Return the mapping of `segment`, of `length` bytes, made when there is none.
+        The run keeps `max_mappings` read-only ones, the last used. A reference or view keeps others alive.
+        FileNotFoundError when the segment was dropped meanwhile."""
         with self._lock:
             mapping = segment.mapping
             if mapping is None:
@@ -282,8 +276,8 @@ class SegmentRun:
             return mapping
 
     def data_end(self, segment: Segment, start: int) -> int:
-        """A position in a segment, `start` or behind it, from which on there are zeros to its end, for all that can be
-        told without reading them. They may be most of the last one, and to look at them would bring all into memory."""
+        """Return a position in a segment, `start` or behind it, from which on there are surely zeros.
+        They may be most of the last segment, and reading them would bring all into memory."""
         if segment.in_memory:
             return segment.length
         try:
@@ -293,21 +287,19 @@ class SegmentRun:
         return self._fs.data_end(file.fd, start, segment.length)
 
     def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
-        """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
-        by itself, but waits for every page (`files/segmentwriter.py`). Nothing to do for others."""
+        """Have the system read bytes [start, stop) of a segment that is mapped for writing.
+        Such a mapping reads nothing ahead by itself (`files/segmentwriter.py`)."""
         if segment.writable:
             file = segment.file or File(self._fs, segment.path, os.O_RDONLY)
             stop = min(stop, self.data_end(segment, start))
             self._fs.read_ahead(file.fd, start, stop - start)
 
     def close(self) -> None:
-        """Let go of all mappings and descriptors."""
+        """Drop all mappings and descriptors."""
         with self._lock:
             for segment in self._by_start.values():
                 self._let_go(segment)
             self._set([])
-
-    # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _let_go(self, segment: Segment) -> None:
         """Drop the references of a segment that leaves the run. The lock is held."""

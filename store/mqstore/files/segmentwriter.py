@@ -4,22 +4,22 @@
     <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its disk blocks here and is then
                                 renamed into place, so that no name in <directory> is ever short (format#manifest)
 
-Knows nothing of what the bytes mean, how far they are written, or when to sync; it knows how to keep them safe:
+How bytes are kept safe:
 
 * A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed with their last
   reference, as mappings are unmapped: `sync` may be using one while the segment is retired.
-* What is written through a mapping has its disk blocks beforehand, so that a full disk is an error of `create` or
-  `prepare` and never a SIGBUS.
+* What is written through a mapping has its disk blocks beforehand (format#allocation). So a full disk is an
+  error of `create` or `prepare`, and never a SIGBUS.
 * The last segment is mapped for writing, and the one before it until the next is prepared, for its end may still be
-  written; all others read-only, so that a stray store can't damage what was long durable.
+  written. All others are read-only, so that a stray store can't damage what was long durable.
 
-Why the mappings for writing are told MADV_RANDOM: on file systems with large folios (xfs, ext4 of recent kernels) a
-fault that reads ahead, or a long write, fills the cache with folios of up to megabytes, and one byte stored through a
-mapping makes the whole folio dirty, so that a sync of one record writes all of it. Random means folios of one page.
-For the same reason zeros are written page by page (`zero`), and `write` exists: the kernel tracks by block what
-`pwrite` changes, whatever the folio, and the page needn't be made writable again after each sync, so that it is the
-faster way in for writers that sync every record. It is coherent with the mappings. A long write leaves large
-folios, which nobody stores to again: the kernel rounds down, so the page it ends in is a folio of its own.
+Mappings for writing get MADV_RANDOM, which means folios of one page. On file systems with large folios (xfs, ext4 of
+recent kernels) a fault that reads ahead, or a long write, fills the cache with folios of up to megabytes. One byte
+stored through a mapping makes the whole folio dirty, so a sync of one record writes all of it. For the same reason
+zeros are written page by page (`zero`), and `write` exists. The kernel tracks by block what `pwrite` changes, whatever
+the folio, and the page needn't be made writable again after each sync. So it is faster for writers that sync every
+record, and it is coherent with the mappings. A long write leaves large folios, which nobody stores to again. The kernel
+rounds down, so the page it ends in is a folio of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mqstore.files.tmp import new_file, temporary_path
 __all__ = ["EXTENDED", "SegmentWriter"]
 
 EXTENDED = "; extended with zeros"
-"""What `load` adds to the detail of a short last file."""
+"""Added by `load` to the detail of a short last file."""
 _PAGE_BYTES = 4096
 
 _LINUX = sys.platform == "linux"
@@ -57,7 +57,7 @@ class SegmentWriter(SegmentRun):
 
     `sparse`: files get their length without disk blocks and are never mapped for writing, only `write` changes them.
 
-    `create`, `write`, `zero` and `drop_from` belong to the thread that appends; `prepare`, `populate`, `sync` and
+    `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `populate`, `sync` and
     `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there is no room
     (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
 
@@ -109,8 +109,8 @@ class SegmentWriter(SegmentRun):
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def load(self) -> list[LoadProblem]:
-        """List the folder and mend its end (format#sizes): empty last files are removed, a short last one is extended
-        with zeros. Return what was amiss."""
+        """List the folder and mend its end (format#sizes). Return the problems.
+        Empty last files are removed, a short last one is extended with zeros."""
         problems = super().load()
         last = self.last
         for at, problem in reversed([*enumerate(problems)]):
@@ -136,10 +136,12 @@ class SegmentWriter(SegmentRun):
     # -- growing ----------------------------------------------------------------------------------------------------
 
     def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
-        """Make the segment that starts at `start` ready in the tmp folder, for a background thread: `create(start)`
-        then only renames it. One is kept; preparing another gives up the first. With `populate_bytes` the pages of
-        its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and what
-        keeps them ready for writing is given back here, where nobody waits for it."""
+        """Prepare the segment that starts at `start` in the tmp folder, so that `create` only renames it.
+
+        For a background thread. One is kept. Preparing another gives up the first. With `populate_bytes` the pages of
+        its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and no longer
+        kept ready for writing.
+        """
         with self._prepare_lock:
             if start in self._by_start or (self._prepared is not None and self._prepared.start == start):
                 return
@@ -158,8 +160,9 @@ class SegmentWriter(SegmentRun):
                 self._retire(older)
 
     def create(self, start: int) -> Segment:
-        """Append the segment that starts at `start` (a multiple of the size, behind the last) and return it: the
-        prepared one if there is one, else made now. Its name is durable after the next `sync` or `sync_folder`."""
+        """Append the segment that starts at `start`, prepared or made now, and return it.
+        `start` is a multiple of the size, behind the last. The name is durable after the next `sync` or
+        `sync_folder`."""
         if start % self.segment_bytes or not self.end <= start < OFFSET_END - self.segment_bytes:
             size = self.segment_bytes
             raise ValueError(f"no segment of {size} bytes can start at {start}; the run ends at {self.end}")
@@ -190,8 +193,8 @@ class SegmentWriter(SegmentRun):
         return segment
 
     def _make(self, start: int) -> Segment:
-        """A file of full length in the tmp folder, synced: a name that is renamed before its length is durable
-        could come back short after a power cut. Nothing stays behind when it fails."""
+        """Make a file of full length in the tmp folder, synced. Nothing stays behind when it fails.
+        A name that is renamed before its length is durable could come back short after a power cut."""
         fs = self._fs
         path = temporary_path(self._tmp_directory, segment_name(start))
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
@@ -217,7 +220,7 @@ class SegmentWriter(SegmentRun):
         self._fs.sync_directory(self.directory.parent)
 
     def _folder_mode(self) -> int:
-        """Whoever may read the files may enter their folder."""
+        """Return the mode by which all who may read the files may enter their folder."""
         return self._file_mode | (self._file_mode & 0o444) >> 2
 
     def _discard_prepared(self) -> None:
@@ -228,7 +231,7 @@ class SegmentWriter(SegmentRun):
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def mapping(self, segment: Segment) -> mmap.mmap:
-        """As of a `SegmentRun`, but that of the last segment is writable, unless the run is sparse."""
+        """Return the mapping of a segment, writable if it is the last one and the run is not sparse."""
         mapping = segment.mapping
         if mapping is not None and segment.writable:
             return mapping
@@ -247,9 +250,9 @@ class SegmentWriter(SegmentRun):
         segment.writable = True
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put `data` at `offset`, within one segment, by a system call: the page cache has it on return, mappings show
-        it. The way to write to sparse runs, and the faster one before a sync (see the module). KeyError where there is
-        no segment, ValueError when `data` (of bytes) crosses its end."""
+        """Put `data`, a buffer of single bytes, at `offset` within one segment, by a system call.
+        The page cache has it on return, and mappings show it. The way to write to sparse runs, and the faster one
+        before a sync (see the module). KeyError where there is no segment, ValueError when `data` crosses its end."""
         segment = self.last
         if segment is None or not segment.start <= offset:
             segment = self._by_start[offset - offset % self.segment_bytes]
@@ -259,15 +262,15 @@ class SegmentWriter(SegmentRun):
         self._fs.pwrite(file.fd, data, offset - segment.start)
 
     def write_back(self, offset: int) -> None:
-        """Have the system begin to write the segment of `offset`, which is synced later (`FileSystem.write_back`)."""
+        """Have the system begin to write the segment of `offset`, as `FileSystem.write_back` does."""
         segment = self.find(offset)
         if segment is not None:
             file = self.file(segment)
             self._fs.write_back(file.fd)
 
     def file(self, segment: Segment) -> File:
-        """A descriptor of the segment, which stays open for as long as it is referred to. The run keeps those of the
-        two segments that are written to."""
+        """Return a descriptor of the segment, open for as long as it is referred to.
+        The run keeps those of the two segments that are written to."""
         file = segment.file
         if file is not None:
             return file
@@ -278,9 +281,9 @@ class SegmentWriter(SegmentRun):
             return file
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
-        """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer, while
-        other threads run. Changes no byte. False when this did nothing: not mapped for writing, or not supported by
-        the system; the writer then meets the faults itself."""
+        """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer.
+        Changes no byte, and other threads run meanwhile. False when this did nothing: not mapped for writing, or not
+        supported by the system. The writer then meets the faults itself."""
         with self._lock:
             mapping = segment.mapping if segment.writable else None
         if mapping is None:
@@ -295,9 +298,9 @@ class SegmentWriter(SegmentRun):
     def sync(self, start: int, end: int) -> None:
         """Make the bytes [start, end) durable, and the names of the segments that hold them.
 
-        One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC,
-        msync), which must walk or copy it. An error is final (format#flush): never call again; but for
-        `SyncNotBegunError`."""
+        One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC, msync),
+        which must walk or copy it. An error except `SyncNotBegunError` is final (format#flush): never call again.
+        """
         last = self.last
         if (
             _LINUX
@@ -332,7 +335,7 @@ class SegmentWriter(SegmentRun):
             raise SyncNotBegunError(error.errno or 0, error.strerror or "", error.filename, error.operation) from error
 
     def _file_to_sync(self, segment: Segment) -> File | None:
-        """Its descriptor; None when it was dropped a moment ago."""
+        """Return the segment's descriptor, None when it was dropped a moment ago."""
         try:
             return self.file(segment)
         except FileNotFoundError:
@@ -341,7 +344,7 @@ class SegmentWriter(SegmentRun):
             return None
 
     def sync_folder(self) -> None:
-        """Make names durable: which segments there are. Nothing to do: no call."""
+        """Make it durable which segments there are. Makes no call if nothing changed."""
         with self._folder_lock:  # who finds another at it must not return before that one is done
             changed = self._names_changed
             if self._names_synced != changed:
@@ -351,11 +354,12 @@ class SegmentWriter(SegmentRun):
     # -- cutting ----------------------------------------------------------------------------------------------------
 
     def zero(self, from_offset: int) -> int:
-        """Write zeros from `from_offset` to the end of its segment, where they are not yet, and sync. Returns how many
-        bytes were written. Behind the last segment: nothing to do.
+        """Write zeros from `from_offset` to the end of its segment and sync. Return how many were written.
 
         Only pages that hold something else are written, and of the first only what lies behind `from_offset`. Always
-        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros)."""
+        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros). Behind
+        the last segment there is nothing to do.
+        """
         segment = self.find(from_offset)
         if segment is None:
             return 0
@@ -385,8 +389,8 @@ class SegmentWriter(SegmentRun):
         return written
 
     def own(self, offset: int) -> None:
-        """Before a cut at `offset`: if the file there has a second name, as one of a snapshot has (`log/snapshot`),
-        give this run a copy of it. For who opens a store: nobody has a mapping yet that will be written through."""
+        """Give this run a copy of the file at `offset` if it has a second name, as in a snapshot.
+        Call it before a cut, while a store is opened: nobody has a mapping yet that will be written through."""
         segment, fs = self.find(offset), self._fs
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
@@ -404,8 +408,7 @@ class SegmentWriter(SegmentRun):
             self._let_go(segment)
 
     def finish(self, offset: int) -> None:
-        """The run goes on at `offset`: the segment that holds it gets its full length, and files without a byte from
-        there on go."""
+        """Let the run go on at `offset`: its segment gets its full length, empty files behind it go."""
         for segment in reversed(self._list([])):
             if segment.start >= offset and segment.length == 0:
                 self._remove(segment.path)
@@ -417,14 +420,15 @@ class SegmentWriter(SegmentRun):
             self._extend(last)
 
     def drop_from(self, offset: int) -> list[str]:
-        """Remove all segments that start at or behind `offset`, the last one first, so that a crash in between leaves
-        no gap. Returns the removed names. Durable on return."""
+        """Remove all segments that start at or behind `offset`, and return their names. Durable on return.
+        The last one goes first, so that a crash in between leaves no gap."""
         doomed = [segment for segment in self.segments() if segment.start >= offset]
         return self._drop(doomed[::-1])
 
     def drop_before(self, offset: int) -> list[str]:
-        """Remove all segments that end at or before `offset`, the first one first, never the last one. Returns the
-        removed names. Durable on return. Views of them stay valid; their space returns with the last view."""
+        """Remove all segments that end at or before `offset`, but never the last, and return their names.
+        The first one goes first. Durable on return. Views of them stay valid, and their space returns with the last
+        view."""
         return self._drop([segment for segment in self.segments()[:-1] if segment.end <= offset])
 
     def _drop(self, doomed: list[Segment]) -> list[str]:
@@ -453,13 +457,13 @@ class SegmentWriter(SegmentRun):
         self._names_changed += 1
 
     def close(self) -> None:
-        """Let go of all mappings and descriptors and remove what was prepared. Syncs nothing."""
+        """Drop all mappings and descriptors and remove what was prepared. Syncs nothing."""
         with self._prepare_lock:
             self._discard_prepared()
         super().close()
 
     def _retire(self, segment: Segment) -> None:
-        """No more writing to this one: it goes on with a read-only mapping, made when asked for."""
+        """Map this segment read-only from now on, when it is next used."""
         with self._lock:
             segment.file = None
             mapping = segment.mapping

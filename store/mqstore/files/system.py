@@ -1,4 +1,4 @@
-"""Calls that systems have under different names, or that `os` and `mmap` lack: one function each, for `filesystem.py`.
+"""Calls that differ between systems, or that `os` and `mmap` lack, for `filesystem.py`.
 
 =================  =======================================  =====================================================
 function           Linux                                    elsewhere, or where the file system refuses
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""Errors that say "this file system, or this kernel, cannot do that". Everything else is a real failure."""
+"""Errors that say "this file system, or this kernel, cannot do that"."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: fault pages in for writing."""
 DONT_NEED = 4
@@ -66,7 +66,7 @@ else:
 
 
 def allocate(fd: int, length: int) -> bool:
-    """Reserve blocks for [0, length) of a file. Return False when the system cannot, and nothing has changed."""
+    """Reserve blocks for [0, length) of a file. Return False, with nothing changed, if it cannot."""
     if sys.platform == "darwin":
         return False
     else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
@@ -81,7 +81,7 @@ def allocate(fd: int, length: int) -> bool:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """Return what the system calls this run of the machine, from its start to its end; None if it does not say."""
+    """Return the system's id of this run of the machine, None if there is none."""
     with contextlib.suppress(OSError, AttributeError):
         if sys.platform == "darwin":
             text, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
@@ -93,11 +93,8 @@ def boot_id() -> str | None:
     return None
 
 
-# -- calls of the C library -------------------------------------------------------------------------------------------
-
-
 def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the C library of Linux; None elsewhere, and where there is none."""
+    """Return a function of the C library of Linux, None elsewhere and where there is none."""
     if sys.platform == "linux" and sys.maxsize > 1 << 32:
         with contextlib.suppress(OSError, AttributeError):
             call = getattr(ctypes.CDLL(None, use_errno=True), name)
@@ -116,7 +113,7 @@ _mmap = None if _MAP_OPTIONS else _call_of_c("mmap", _pointer, _pointer, _size, 
 
 
 def map_file(fd: int, length: int, access: int) -> mmap.mmap:
-    """Map a file, without a descriptor that stays open where that can be: over a mapping of no file, which has none."""
+    """Map a file, where possible without a descriptor that stays open."""
     if _mmap is None:
         return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
     mapping = mmap.mmap(-1, length, access=access)
@@ -135,7 +132,7 @@ def write_back(fd: int) -> None:
 
 
 def advise(mapping: mmap.mmap, position: int, length: int, advice: int) -> bool:
-    """Call madvise for bytes of a mapping that is writable. Return False if the system does not know such advice."""
+    """Call madvise for bytes of a writable mapping. Return False if the system lacks such advice."""
     if _madvise is None:
         return False
     anchor = ctypes.c_char.from_buffer(mapping)  # exports the buffer: the mapping stays while this lives

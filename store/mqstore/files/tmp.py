@@ -35,8 +35,8 @@ def temporary_path(folder: StrPath, purpose: str) -> str:
 
 @contextmanager
 def new_file(fs: FileSystem, folder: StrPath, purpose: str, target: StrPath, mode: int) -> Iterator[int]:
-    """Give a descriptor of a new file in `folder`, which gets the name `target` at the end, in one step. Nothing stays
-    behind if the caller raises. The caller syncs what has to be durable before it has its name."""
+    """Give a descriptor of a new file in `folder`, which gets the name `target` at the end, in one step.
+    Nothing stays behind if the caller raises. The caller syncs what has to be durable before it has its name."""
     path = temporary_path(folder, purpose)
     try:
         with fs.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode) as fd:

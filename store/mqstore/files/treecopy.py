@@ -1,6 +1,6 @@
-"""A directory made from another, file by file as its owner picks them, and on disk when that one says so.
+"""A directory made from another: the caller picks the files, and says when all must be on disk.
 
-Knows nothing of what the files mean. Modes and times are the original's, and the owner where that is allowed.
+Modes and times are the original's, and the owner where that is allowed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from mqstore.files.filesystem import REAL, FileSystem
 __all__ = ["TreeCopy"]
 
 _UNSYNCED: Final = 16
-"""Files that the system may be writing side by side."""
+"""Number of files that the system may be writing side by side."""
 
 
 class TreeCopy:
-    """`target`, which is made, and gets what `file`, `content` and `link` are told to bring from `source`. Names are
-    paths within the two. `source_fs`: what to look at `source` through; `on_bytes(count)` hears of what is written.
-    Errors are those of `FileSystem`; a name that is there already is FileExistsError.
+    """New directory `target`, filled from `source` by `file`, `content` and `link`.
+
+    Names are paths within the two. `source` is read through `source_fs`. `on_bytes(count)` is called for what is
+    written. Errors are those of `FileSystem`; a name that is there already is FileExistsError.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +78,7 @@ class TreeCopy:
         self._folders[name] = None
 
     def content(self, name: str, content: bytes) -> None:
-        """A file whose content was read before; the original may be gone."""
+        """Write a file whose content was read before. The original may be gone."""
         fd = self._create(name)
         self._fs.pwrite(fd, content, 0)
         with suppress(FileNotFoundError):
@@ -86,7 +87,7 @@ class TreeCopy:
         self._sync_some()
 
     def file(self, name: str, source: int, length: int | None = None, *, allocate: bool = False) -> None:
-        """A copy of an open file, as long as that; of the first `length` bytes, if that is given, with zeros behind.
+        """Copy an open file, or its first `length` bytes with zeros up to its size.
         `allocate`: it may be written through a mapping later, so it needs its disk blocks now."""
         found = self._source_fs.stat(source)
         length = found.st_size if length is None else length
@@ -99,7 +100,7 @@ class TreeCopy:
         self._sync_some()
 
     def link(self, name: str) -> None:
-        """The same file by a second name. Both directories must lie on one file system."""
+        """Give the same file a second name. Both directories must lie on one file system."""
         self.folder(os.path.dirname(name))
         self._fs.link(self._source / name, self._target / name)
 
@@ -120,7 +121,7 @@ class TreeCopy:
         return fd
 
     def _sync_some(self, left: int = _UNSYNCED) -> None:
-        """Of the descriptors that it was written by, for they hear of errors that came while the system wrote."""
+        """Sync all but `left` files by the descriptors that wrote them, which hear of the system's errors."""
         while len(self._unsynced) > left:
             fd = self._unsynced.popleft()
             try:

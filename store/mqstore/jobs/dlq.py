@@ -1,8 +1,8 @@
 """Dead letters of one store or many: how many each group has and why, and sending them again.
 
-A task works on one store. A report goes through the dead letters from where each group's begin, so what was purged or
-sent again is not counted. A resend looks at all stores before it writes in one of them (`DeadLetters.replay`). A second
-resend sends nothing again; a crash in the middle of one can send up to a page of letters twice.
+A task works on one store. A report does not count letters that were purged or sent again. A resend looks at all stores
+before it writes in one of them (`DeadLetters.replay`). A second resend sends nothing again. A crash in the middle of
+one can send up to a page of letters twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["DeadLetterReport", "DeadLetterRow", "ResendReport", "Resent", "dlq_r
 
 _SHOWN: Final = 10
 _DISTINCT: Final = 1000
-"""Reasons of a group and origin in a store that are told apart: texts of exceptions may all be different."""
+"""Reasons of a group and origin in a store that are told apart, since each text may be different."""
 _OTHER: Final = "other reasons"
 
 
@@ -44,13 +44,13 @@ class DeadLetterRow(Shaped):
 
     group: str
     origin_topic: str | None
-    """None where they do not say."""
+    """None if the letters do not say."""
     count: int
     oldest_ms: int
     newest_ms: int
     max_attempts: int
     reasons: Mapping[str, int]
-    """Number of letters by reason, the ten most frequent first; `""` for letters that do not say."""
+    """Number of letters by reason, the ten most frequent first. `""` stands for letters that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Resent(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class ResendReport(Shaped):
-    """Result of `dlq_resend`; with `dry_run` nothing was done."""
+    """Result of `dlq_resend`. With `dry_run` nothing was done."""
 
     dry_run: bool
     count: int
@@ -107,7 +107,6 @@ class _Job:
         return (DeadLetters(tables, group) for group in groups if self.groups is None or group in self.groups)
 
     def choice(self) -> dict[str, Any]:
-        """Return the arguments of `DeadLetters.select` and `replay`."""
         options = self.selection.options
         where = _passes(options) if options.topics or options.filter else None
         return {"start_ms": options.starting_timestamp_ms, "stop_ms": options.ending_timestamp_ms, "where": where}
@@ -121,9 +120,9 @@ def dlq_report(
 ) -> DeadLetterReport:
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
-    A selection says which, as for `dlq_resend`: bounds are of when letters were filed, topics name where they came
-    from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError,
-    also for a group that no store knows, and what opening a store raises.
+    A selection says which, as for `dlq_resend`. Its bounds are of when letters were filed, its topics name where they
+    came from, and its filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises
+    ConfigError, also for a group that no store knows, and what opening a store raises.
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
@@ -158,9 +157,9 @@ def dlq_resend(
     filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run` changes nothing.
     `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
-    Raises ConfigError for a group that no store knows and for an offset without a letter; StoreLockedError for a store
-    that is open for writing; NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter that cannot be
-    sent. Then nothing was sent in any store.
+    Raises ConfigError for a group that no store knows and for an offset without a letter. Raises StoreLockedError for a
+    store that is open for writing. Raises NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter
+    that cannot be sent. Then nothing was sent in any store.
     """
     picked = None if offsets is None else tuple(sorted(set(offsets)))
     job = _Job.of(stores, groups, offsets=picked, all_groups=all_groups, to_topic=to_topic)
@@ -208,7 +207,6 @@ class _Heap:
 
 
 def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str | None], _Heap]]:
-    """Return all groups of one store, and the letters of those that were asked for."""
     found: dict[tuple[str, str | None], _Heap] = {}
     with open_store(name) as store:
         tables = open_tables(store)
@@ -221,7 +219,6 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
 
 
 def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
-    """Return all groups of a store, and what would be sent."""
     with open_store(name) as store:
         refuse_beside_writer(name.path, QUIET)
         tables = open_tables(store)
@@ -252,7 +249,7 @@ def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> lis
 
 
 def _groups_of(tables: Tables) -> set[str]:
-    """Return the groups of a store: those with progress or settings, and those that have only dead letters left."""
+    """Return the groups of a store: those with progress or settings, and those with only dead letters."""
     letters = (topic.removeprefix(DLQ_PREFIX) for topic in tables.store.topics() if is_dlq_topic(topic))
     return {*group_names(tables), *letters}
 

@@ -1,4 +1,4 @@
-"""Messages to Parquet, written inside the tasks; run again, what came since.
+"""Messages to Parquet, written inside the tasks. Another run writes what came since.
 
     DEST/export=00000001/topic=orders/date=2026-01-31/part-00003-9f2c.parquet
                         /_manifest.json
@@ -57,11 +57,11 @@ _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _DIFFERENT: Final = frozenset(
     {"body", "message_id", "unique_key", "queue_offset", "physical_offset", "born_timestamp", "store_timestamp"}
 )
-"""Columns whose values hardly ever come twice: looking for those that do costs a quarter of the writing."""
+"""Columns whose values rarely repeat: looking for repeated values costs a quarter of the writing."""
 _GROUP_ROWS: Final = 1 << 17
-"""Rows of a row group at most."""
+"""Most rows of a row group."""
 _ROUND_BYTES: Final = 64 << 20
-"""Rows that a task has in memory before it writes them, to a new file in each folder."""
+"""Bytes of rows that a task holds in memory before it writes them, to a new file in each folder."""
 
 Manifest = dict[str, Any]
 
@@ -72,17 +72,17 @@ class ExportResult(Shaped):
 
     path: str
     folder: str | None
-    """The folder that it added to `path`; None if there was nothing to read."""
+    """Folder added to `path`, None if there was nothing to read."""
     messages: int
     record_bytes: int
-    """Of the records of these messages in their stores."""
+    """Bytes of the records of these messages in their stores."""
     files: int
     file_bytes: int
     damaged: int
     """Messages left out, with `onCorrupt=skip`."""
     seconds: float
     high_water: Mapping[str, Mapping[str, Mapping[str, int]]]
-    """Where the next run begins: store, topic, queue id, queue offset."""
+    """Queue offset at which the next run begins, by store, topic and queue id."""
 
 
 def export_parquet(
@@ -94,15 +94,15 @@ def export_parquet(
     partition_by: Sequence[str] = ("topic", "date"),
     **where: Unpack[Where],
 ) -> ExportResult:
-    """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one or more for each task and
-    each value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
+    """Write the messages of `stores` that `dest` does not have yet to Parquet files there.
 
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`. `columns`: those of the Spark source, all by default; those in
-    `partition_by` become folders.
+    Each task writes one or more files for each value of `partition_by`: some of `store`, `topic`, `queue_id` and
+    `date`, the UTC day of storing. They become folders. `columns` are those of the Spark source, all by default.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
     All of it becomes visible in one step, or none. Raises ConfigError for arguments that do not fit, or not what is in
-    `dest`; OffsetOutOfRangeError for a queue that ends before what was exported, and when retention has deleted what no
-    run has exported; what reading raises.
+    `dest`. Raises OffsetOutOfRangeError for a queue that ends before what was exported, and when retention has deleted
+    what no run has exported. Raises what reading raises.
     """
     started = time.monotonic()
     job = _Job.of(select(stores, topics=topics), dest, columns, partition_by)
@@ -176,7 +176,7 @@ class _Job:
     dest: str
     staging: str
     columns: tuple[str, ...]
-    """Of the files."""
+    """Columns of the files."""
     partition_by: tuple[str, ...]
 
     @classmethod
@@ -208,9 +208,8 @@ class _Job:
     @property
     def shape(self) -> dict[str, Any]:
         """Options that must be equal for all runs into one folder.
-
-        With other ones a run would leave out messages that are recorded as exported, or files would have different
-        columns. Topics may differ, since each queue has an end of its own."""
+        With others a run would leave out messages that are recorded as exported, or files would have different columns.
+        Topics may differ, since each queue has its own end."""
         options = self.selection.options
         return {
             "columns": sorted(self.columns),
@@ -223,7 +222,7 @@ class _Job:
         }
 
     def check(self, before: dict[str, Any]) -> None:
-        """Raise ConfigError if what is there is of another shape."""
+        """Raise ConfigError if the last run had another shape."""
         for name, value in self.shape.items() if before["number"] else ():
             there = before["shape"].get(name)
             if there != value:
@@ -247,7 +246,7 @@ class _Job:
 
 
 def _refuse(options: SourceOptions) -> None:
-    """Raise ConfigError for options that say where to begin, which the manifest does, and for some that do not fit."""
+    """Raise ConfigError for options that do not fit, or say where to begin, as the manifest does."""
     options.refuse(
         ("startingOffsets", "startingGroup"), ": an export begins where the last one ended; `start` bounds the first"
     )
@@ -265,7 +264,7 @@ class _Written:
     """Files that a task has written."""
 
     folder: str
-    """Under `_Job.staging`."""
+    """Folder under `_Job.staging`."""
     files: list[dict[str, Any]]
     """Files as the manifest lists them: `path` is below `folder`, and later below export=N."""
     messages: int
@@ -274,7 +273,7 @@ class _Written:
 
 
 def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
-    """Write the task's messages into files of its own."""
+    """Write the task's messages into new files."""
     number, slices = task
     options = job.selection.options
     policy = policy_of(options)
@@ -317,7 +316,7 @@ def _by_day(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
-    """Return `name=value` as Hive writes folders. Characters that a path cannot have become %XX."""
+    """Return `name=value` as Hive writes folders, with %XX for characters that a path cannot have."""
     values = {"store": piece.store.id, "topic": piece.topic, "queue_id": str(piece.queue_id), "date": day}
     return "/".join(f"{name}={quote(values[name], safe=' ', errors='surrogateescape')}" for name in partition_by)
 
@@ -353,7 +352,7 @@ def _manifest(job: _Job, before: Manifest, over: list[list[QueueSlice]], written
 
 
 def _publish(job: _Job, manifest: Manifest, written: list[_Written]) -> None:
-    """Steps 2 and 3."""
+    """Do steps 2 and 3."""
     ready = os.path.join(job.staging, "ready")
     target = os.path.join(job.dest, f"{_FOLDER}{manifest['number']:08d}")
     os.mkdir(ready)

@@ -1,15 +1,14 @@
-"""Where messages with wanted keys lie, by the index files: option `keys` without reading whole queues.
+"""Places of messages with wanted keys, by the index files: option `keys` without whole queues.
 
     index      hash of topic#key -> physical offset        a suggestion: other keys have the same hash
     record     its queue and its queue offset
     plan       these few slots, and whatever the index does not vouch for
 
-Tasks then read the slots as they would read the queue, and compare the keys themselves: so a plan may be too wide,
-never too narrow. Each file vouches for the records between that of its first entry and that of its last, as far as
-entries are known to be on disk (a clean end, or the checkpoint's `dispatched`). All else is looked at, since a file may
-be lost (`answered`). Missing or damaged index files, more hits than a scan is worth, or a hit whose record cannot be
-read: no answer, and the queue is scanned. An entry that is damaged in a file that looks whole is not noticed here, but
-by `verify`.
+Tasks read the slots and compare the keys themselves, so a plan may be too wide, never too narrow. Each file vouches for
+the records from its first entry to its last. It does so as far as entries are known to be on disk (a clean end, or the
+checkpoint's `dispatched`). All else is read, since a file may be lost (`answered`). The queue is scanned if index files
+are missing or damaged, for more hits than a scan is worth, and for a hit whose record cannot be read. An entry that is
+damaged in a file that looks whole is noticed only by `verify`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from mqstore.log.reader import StoreReader
 __all__ = ["KeyIndex"]
 
 HITS_MAX = 10_000
-"""More entries of one topic than these, and its queues are scanned."""
+"""Limit of hits in one topic. Beyond it the queues are scanned."""
 SLICE_COST = 1_000
-"""A slice of a plan costs a task as much time as scanning about so many messages."""
+"""Number of messages that a task can scan in the time that one slice costs."""
 _ALWAYS = 1 << 62
 
 
 class KeyIndex:
-    """Places of some keys in an opened store, by its index."""
-
     def __init__(self, store: StoreReader, keys: Sequence[str]) -> None:
         self._store = store
         self._keys = keys

@@ -1,7 +1,7 @@
-"""How far consumer groups are behind, in one store or many.
+"""Lag of consumer groups, in one store or many.
 
-A task looks at one store: its groups' offsets beside the ends of queues (`broker/admin/inspect.py`), and no message but
-the oldest that each group has not consumed.
+A task compares the groups' offsets in one store with the ends of queues (`broker/admin/inspect.py`). It reads no
+message but the oldest that each group has not consumed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class QueueRow(Shaped):
     topic: str
     queue_id: int
     committed: int | None
-    """The first offset that is not consumed; of a group that pops, later ones may be. None: no progress here."""
+    """First offset not consumed. A group that pops may have consumed later ones. None: no progress here."""
     end: int
     """Offset of the next message to come."""
     messages: int | None
-    """Messages not consumed, those in flight included; None without progress."""
+    """Messages not consumed, those in flight included. None without progress."""
     in_flight: int
     """Messages popped and not acknowledged."""
     lost: int
@@ -43,12 +43,12 @@ class QueueRow(Shaped):
     """Store time of the oldest message that is not consumed."""
     oldest_age_ms: int | None
     suspended: Mapping[str, Any] | None
-    """The failed message that holds up an ordered queue: `offset`, `attempt`, `since_ms`, `error`."""
+    """Failed message that holds up an ordered queue: `offset`, `attempt`, `since_ms`, `error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLag(Shaped):
-    """A group in all its queues, of all stores."""
+    """Lag of a group, summed over its queues in all stores."""
 
     group: str
     messages: int | None
@@ -62,7 +62,7 @@ class GroupLag(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class Unlisted(Shaped):
-    """A queue that does not list all its messages of the log, after a crash: its lag is larger than reported."""
+    """A queue that does not list all its messages of the log, after a crash. Its lag is larger than reported."""
 
     store: str
     topic: str
@@ -74,11 +74,11 @@ class LagReport(Shaped):
     """Result of `lag_report`."""
 
     taken_ms: int
-    """The earliest clock of a task; what was counted is from then on."""
+    """Earliest clock of a task. Counts are from then on."""
     groups: tuple[GroupLag, ...]
     """By name."""
     incomplete: tuple[Unlisted, ...]
-    """One queue at most of each store; others may be incomplete too. `mqstore recover` lists their messages."""
+    """At most one queue of each store. Others may be incomplete too. `mqstore recover` lists their messages."""
 
 
 def lag_report(
@@ -88,11 +88,9 @@ def lag_report(
     groups: Iterable[str] | None = None,
     **where: Unpack[Where],
 ) -> LagReport:
-    """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`, by what is on disk.
-
+    """Return the lag of `groups` (all) on `topics` (all, retry topics included), by what is on disk.
     A running broker writes its groups' progress within a few seconds. `jobs`, `spark` and `progress`: see
-    `mqstore.jobs`. Raises ConfigError for a group or topic that no store knows, and what opening a store raises.
-    """
+    `mqstore.jobs`. Raises ConfigError for a group or topic that no store knows, and what opening a store raises."""
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
@@ -118,7 +116,7 @@ def lag_report(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One store."""
+    """Lag in one store."""
 
     taken_ms: int
     groups: list[str]
@@ -126,7 +124,7 @@ class _Seen:
     topics: list[str]
     """All topics of the store."""
     rows: list[tuple[str, QueueRow]]
-    """Each queue of each group that was asked for, with the group."""
+    """Each queue of each wanted group, with the group."""
     incomplete: Unlisted | None
 
 

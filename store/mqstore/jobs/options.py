@@ -1,8 +1,8 @@
 """The options of `spark.read`, `readStream`, `write` and `writeStream` with format mqstore.
 
 Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
-strings under case-insensitive names. A name that is not in the table is refused, with the nearest that is, or all if
-none is near; a value that does not fit is refused with its option, itself and what would fit.
+strings under case-insensitive names. An unknown name is refused, with the nearest known one, or all if none is near. A
+value that does not fit is refused with what would fit.
 
 Long because the tables are the documentation, too.
 """
@@ -37,14 +37,16 @@ View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "
 Target = Literal["store", "set", "inbox"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
-"""The spelling by which queues are looked up. Another spelling of a number would name none of them."""
+"""Spelling by which queues are looked up. Another spelling of a number would name none of them."""
 APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""A `txnAppId`: it begins the names of folders, and some that begin otherwise mean something else."""
+"""A `txnAppId`. Folders are named by it, and a name that begins otherwise may mean something else."""
 _BATCH_MAX: Final = 1 << 30
-"""Arrow counts the bytes of a column of a batch in 32 bits (`arrow.laid`). Half of them: a batch may have as much again
-in bodies that were stored compressed."""
+"""Half of what Arrow counts in the 32 bits of a column of a batch (`arrow.laid`).
+
+A batch may have as much again in bodies that were stored compressed.
+"""
 _FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
-"""Options of a `writeStream` that Spark reads for itself."""
+"""Options of a `writeStream` that Spark itself reads."""
 _LAST: Final = (1 << 63) - 1
 
 
@@ -85,7 +87,7 @@ def nested_offsets(offsets: Mapping[Key, int]) -> dict[str, dict[str, dict[str, 
 
 
 def flat_offsets(stores: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Offsets:
-    """Return the offsets by queue of what `nested_offsets` returned. ValueError or AttributeError for another form."""
+    """Undo `nested_offsets`. ValueError or AttributeError for another form."""
     found: Offsets = {}
     for store, topics in stores.items():
         for topic, queues in topics.items():
@@ -130,12 +132,12 @@ def flag(default: bool, meaning: str) -> Any:
 
 
 def choice(*words: str, meaning: str) -> Any:
-    """Return a field that is one of these words, in any case, as `option` does. The first word is the default."""
+    """Return a field that is one of these words, in any case. The first one is the default."""
     return option(words[0], f"{', '.join(words[:-1])} or {words[-1]}", meaning, word(*words))
 
 
 def number(default: int | None, meaning: str, most: int = 0, *, shown: str | None = None) -> Any:
-    """Return a field that is a whole number from 1, to `most`, as `option` does."""
+    """Return a field that is a whole number from 1, to `most`."""
     accepts = "a number from 1" + (f" to {most}" if most else "")
     return option(default, accepts, meaning, count(1, most or _LAST), shown=shown)
 
@@ -155,7 +157,7 @@ class OptionTable:
     """Options by their names, in any case."""
 
     def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = frozenset()) -> None:
-        """`passed_over`: names, in small letters, of options that Spark itself reads, and hands on."""
+        """`passed_over`: names, in small letters, of options that Spark itself reads and passes on."""
         self.options: Mapping[str, Option] = {option.name: option for option in options}
         self.passed_over = passed_over
         self._by_name = {option.name.lower(): option for option in options}
@@ -201,7 +203,7 @@ class OptionTable:
 
 
 def refuse_table(given: Iterable[str]) -> None:
-    """Raise ConfigError if the names of options are those of a table that Spark is to keep: a query would get none."""
+    """Raise ConfigError for the options of a table that Spark keeps: it passes none to a query."""
     # `CREATE TABLE ... USING` and `saveAsTable` add this one; nothing else does.
     if any(name.lower() == "provider" for name in given):
         raise ConfigError(
@@ -214,7 +216,7 @@ def refuse_table(given: Iterable[str]) -> None:
 
 
 def word(*words: str) -> Callable[[str], str]:
-    """Return a parser of one of these words, which are in small letters, in any case."""
+    """Return a parser of one of these words, given in small letters, in any case."""
 
     def parse(value: str) -> str:
         if value.lower() not in words:
@@ -225,8 +227,6 @@ def word(*words: str) -> Callable[[str], str]:
 
 
 def count(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of a whole number from `least` to `most`."""
-
     def parse(value: str) -> int:
         number = int(value)
         if not least <= number <= most:
@@ -237,7 +237,6 @@ def count(least: int, most: int) -> Callable[[str], int]:
 
 
 def names(value: str) -> tuple[str, ...]:
-    """Parse names that are separated by commas."""
     found = tuple(name.strip() for name in value.split(",") if name.strip())
     if not found:
         raise ValueError("it names nothing")
@@ -255,8 +254,9 @@ _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 
 
 def checked_path(value: str) -> str:
-    """Return a path of a mounted file system, without `file:` before it. ValueError for any other scheme, which would
-    be taken for a folder's name: a job would write below its driver's working directory, and say done.
+    """Return a path of a mounted file system, without `file:`. ValueError for any other scheme.
+
+    It would be taken for a folder's name: a job would write below its driver's working directory, and say done.
 
     >>> checked_path("file:///var/mq")
     '/var/mq'
@@ -301,7 +301,7 @@ def _tags(value: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON. ValueError for a name that stands twice, of which the last one would win."""
+    """Return the value of JSON. ValueError for a name that stands twice: the last one would win."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -324,8 +324,9 @@ def _assign(text: str) -> dict[str, list[int]]:
 
 
 def _offsets(others: int) -> Callable[[str], Offsets]:
-    """Return a parser of offsets by queue. `ANY` is the offset of the queues that the text does not name: `others`,
-    unless the text is earliest or latest. The store of a queue is "" if the text does not name it."""
+    """Return a parser of offsets by queue.
+    `ANY` is the offset of unnamed queues: `others`, unless the text is earliest or latest. The store is "" if not
+    named."""
 
     def parse(text: str) -> Offsets:
         words = {"earliest": EARLIEST, "latest": LATEST}
@@ -430,7 +431,7 @@ _PLACES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """The options of a query, checked. Each field is the option of the same name, unless it says another."""
+    """Checked options of a query. Each field is the option of the same name, unless it says another."""
 
     paths: dict[str, str] | list[str] = field(default_factory=list)
     """Value of option `path`, `paths` or `pathsFile`."""
@@ -522,18 +523,19 @@ class SourceOptions:
         return options
 
     def set_among(self, options: Iterable[str]) -> list[str]:
-        """Return those of these options that do not have their default."""
+        """Return those of these options that differ from their default."""
         plain = SourceOptions()
         of = {name: SOURCE_OPTIONS.options[name].field for name in options}
         return [name for name in of if getattr(self, of[name]) != getattr(plain, of[name])]
 
     def refuse(self, options: Iterable[str], why: str) -> None:
-        """Raise ConfigError if one of these options does not have its default."""
+        """Raise ConfigError if one of these options differs from its default."""
         for name in self.set_among(options):
             raise ConfigError(f"option {name}{why}")
 
     def for_batch(self) -> SourceOptions:
-        """Return these options, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
+        """Return these options for `spark.read`.
+        Raises ConfigError for options that need a stream, or that no view can follow."""
         if self.view != "messages":
             self.refuse(
                 not_for(self.view),
@@ -544,8 +546,8 @@ class SourceOptions:
         return self
 
     def for_stream(self) -> SourceOptions:
-        """Return these options, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of
-        queues."""
+        """Return these options for `spark.readStream`. ConfigError for what only a batch can do.
+        Limits and `commitGroup` need a stream of queues."""
         if self.read_by == "log":
             self.refuse(_ONLY_STREAM, " goes by queues, and readBy=log has one position for a store: use readBy=queue")
         self.refuse(_ONLY_BATCH, " is for spark.read, not for spark.readStream: leave it out")
@@ -557,8 +559,10 @@ _CHOOSING: Final = (
     *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
     *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
 )
-"""Options that choose messages of queues, or say how they are read. The small tables refuse them. All tables accept
-`interval` and `onCorrupt`, which only some use, so that a session can give the same options to all of them."""
+"""Options that choose messages of queues, or say how to read them. The small tables refuse them.
+
+All tables accept `interval` and `onCorrupt`, so that a session can give the same options to all.
+"""
 _TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
 _OF_STORES: Final = ("segments", "delay", "verify")
 _EXCLUSIVE: Final = (
@@ -571,7 +575,7 @@ _ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGrou
 
 
 def not_for(view: View) -> tuple[str, ...]:
-    """Return the options that a small table does not go by, and refuses."""
+    """Return the options that a view refuses."""
     return (*_CHOOSING, *_TOPICS) if view in _OF_STORES else _CHOOSING
 
 
@@ -583,7 +587,7 @@ _DURATION: Final = "seconds, or a number with ms, s, m, h or d"
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """The options of a write, checked."""
+    """Checked options of a write."""
 
     path: str = option("", "a path", "the store, or the store set (as does `.save(path)`)", _path)
     topic: str | None = option(None, "a topic", "where all rows go; wins over the column", text, shown="column `topic`")
@@ -638,7 +642,7 @@ class SinkOptions:
             )
 
     def check_overwrite(self) -> None:
-        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy what it may not."""
+        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy messages."""
         if self.target == "store" and not self.confirm_overwrite:
             raise ConfigError(
                 "overwrite, which output mode complete is too, would take the messages of the topics it writes from "
@@ -652,5 +656,4 @@ class SinkOptions:
 SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], _FOR_THE_STREAM)
 """Every option of the sink."""
 ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | _FOR_THE_STREAM
-"""Names in small letters. Spark makes one object for a format's options, and does not say whether to read or to write;
-one of these tells."""
+"""Names in small letters. Spark makes one object for a format, and only these tell that it is to write."""

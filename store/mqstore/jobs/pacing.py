@@ -1,12 +1,10 @@
-"""How much of the waiting messages a batch of a stream may have (spark#pacing).
+"""Limits of a batch of a stream, in messages or bytes (spark#pacing).
 
-A limit, of messages or of bytes, is shared among queues in proportion to what waits in each. Queues whose share is less
-than their next message get one message each, for up to half of the limit; what rounding leaves over goes to whoever can
-use it. Who is first changes from batch to batch, so nobody starves behind the large ones. A batch is larger than its
-limit only if it is a single message, and it is never empty while something waits.
+Each queue has a share of the limit. What rounding the shares leaves over goes to any queue that can use it. The first
+queue changes from batch to batch, so none starves behind the large ones.
 
-Bytes are those of records. The size of a backlog is estimated from samples; what is taken of a queue is counted by the
-sizes in its units. A stream that reads whole logs (readBy=log) has no limit: the options refuse one.
+Bytes are those of records. The size of a backlog is estimated from samples. What is taken is counted by the sizes in
+units. A stream that reads whole logs (readBy=log) has no limit: the options refuse one.
 """
 
 from __future__ import annotations
@@ -29,14 +27,12 @@ _CHUNK_UNITS = 8192
 
 
 class Limit(NamedTuple):
-    """Limit of one batch of a stream."""
-
     most: int
     unit: Literal["messages", "bytes"]
 
 
 class Costs:
-    """Costs of messages against a limit: 1 each."""
+    """Costs of messages against a limit, here 1 each."""
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +41,7 @@ class Costs:
         """Close the store that was looked at last."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
-        """Return about the cost of all in [start, stop)."""
+        """Return the approximate cost of all in [start, stop)."""
         return stop - start
 
     def cost(self, key: Key, at: int) -> int:
@@ -53,14 +49,14 @@ class Costs:
         return 1
 
     def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
-        """Return how far a budget goes from `start`, at most to `stop`, and what of it that takes."""
+        """Return how far a budget goes from `start`, at most to `stop`, and what that costs."""
         to = min(stop, start + budget)
         return to, to - start
 
 
 def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Costs) -> Offsets:
-    """Return how far each queue goes towards `end` in a batch that costs at most `most`, or is one message. Something
-    moves if something can."""
+    """Return how far each queue goes towards `end` in a batch that costs at most `most`.
+    A batch may also be one larger message. Something moves if something can."""
     at = dict(begin)
     waiting = sorted(key for key in end if at[key] < end[key])
     if not waiting:
@@ -96,11 +92,9 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
 
 
 class _QueueBytes(Costs):
-    """A message of a queue costs the size of its record, as its unit says.
-
-    Keeps open the store that was asked for last: a store has one descriptor for each queue, and a fleet has many
-    stores. `admit` goes through the queues store by store.
-    """
+    """Costs of messages by the sizes of their records, as units say.
+    The store asked for last stays open. A store has one descriptor for each queue, a fleet has many stores, and `admit`
+    goes through the queues store by store."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._names = {name.id: name for name in stores_of(options)}
@@ -141,5 +135,5 @@ class _QueueBytes(Costs):
 
 
 def costs_of(options: SourceOptions, limit: Limit) -> Costs:
-    """Return the costs that count against `limit`. The store that was looked at last is open until the exit."""
+    """Return the costs that count against `limit`. The last store stays open until the exit."""
     return _QueueBytes(options) if limit.unit == "bytes" else Costs()

@@ -6,10 +6,10 @@
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
                 four times that where a tag is asked for
 
-A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
+A slice names a store by its path, so every task opens what it needs. Nothing but plain values travels.
 
 `readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
-record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
+record has to be found by walking. Measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
 """
 
 from __future__ import annotations
@@ -69,25 +69,24 @@ _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
-"""Share of the usual partition that is still worth a task."""
+"""Smallest share of the usual partition that is worth a task."""
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
-"""Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
+"""Mapped pages count as a worker's memory, and a mapping keeps the disk space of a deleted segment."""
 _REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 128 << 20
-"""A segment that was left may not be mapped any more when the next queue comes to it."""
+"""Limit, since a segment that was left may be unmapped when the next queue comes to it."""
 _REGION_MESSAGES = 4096
-"""Messages of a queue in a region, on average: each slice costs as much as reading some hundred."""
+"""Average number of messages of a queue in a region. A slice costs as much as reading some hundred."""
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
-"""Cost of a message if a tag is asked for: its unit is read, and its record only sometimes."""
+"""Cost of a message if a tag is asked for. Its unit is read, its record only sometimes."""
 _GO_ON = " (failOnDataLoss=false goes on with what is left)"
 _FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store and its id in rows: a name that it was given, else its path. The path is absolute, since executors have
-    working directories of their own."""
+    """A store's absolute path, and its id in rows: a given name, else the path."""
 
     id: str
     path: str
@@ -117,18 +116,16 @@ Slice = QueueSlice | LogSlice
 
 
 class Bounds(NamedTuple):
-    """Bounds of a queue (queue offsets) or log (physical offsets): [low, top) is there, and [low, high) may be read."""
+    """Bounds of a queue or log: [low, top) is there, and [low, high) may be read.
+    Offsets are queue offsets or physical offsets."""
 
     low: int
     high: int
     top: int
 
 
-# -- stores ------------------------------------------------------------------------------------------------------------
-
-
 def stores_of(options: SourceOptions) -> list[StoreName]:
-    """Return the stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
+    """Return the stores that the options name, in order. ConfigError for an empty glob or a repeated id."""
     if isinstance(options.paths, dict):
         found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
     else:
@@ -141,7 +138,7 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
 
 
 def _named(name: str, path: str) -> StoreName:
-    """Return a store under the id that it was given. Several stores would be taken for a store that is gone."""
+    """Return a store under its given id. ConfigError if there may be several stores at the path."""
     if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
         raise ConfigError(
             f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
@@ -169,20 +166,20 @@ def _stores_at(path: str) -> Iterator[StoreName]:
 
 
 def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
-    """Return the store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
+    """Open the store for reading, without a lock or a trace. Errors such as NotAStoreError name the path."""
     with of_store(store.path):
         return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
 
 
 class SlicedStore(ReadOnlyMessageStore):
-    """A store of which slices are planned or read. It knows no queue before `load` is asked for it: to find the ends of
-    all queues can take longer than to read a few messages of one."""
+    """A store of which slices are planned or read. It knows only queues asked for by `load`.
+    To find the ends of all queues can take longer than to read a few messages of one."""
 
     def _load_queues(self) -> None:
         pass
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """Return a queue, with its bounds as opening finds them. None: it is not there."""
+        """Return a queue with its bounds as opening finds them, None if it does not exist."""
         queue = self.queue_table.get(topic, queue_id)
         # A checkpoint may have any name.
         place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
@@ -194,22 +191,19 @@ class SlicedStore(ReadOnlyMessageStore):
 
 
 def open_sliced(store: StoreName) -> SlicedStore:
-    """Return the store, opened as by `open_store`, to read slices."""
+    """Open the store as `open_store` does, to read slices."""
     with of_store(store.path):
         return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
 
 
 def queues_of(store: StoreReader) -> list[ConsumeQueue]:
-    """Return the queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
+    """Return the queues of a store opened a moment ago, by topic and queue id, with their bounds.
     `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
-# -- planning ----------------------------------------------------------------------------------------------------------
-
-
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
-    """Return a function that says whether the options name a topic."""
+    """Return a function that is true for the topics that the options name."""
     named = options.topics if options.topics is not None else options.assign
     if named is not None:
         return frozenset(named).__contains__
@@ -224,7 +218,7 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
-    """Return a function of topic and queue id that is true for queues that the options name, and for any log."""
+    """Return a function of topic and queue id, true for queues that the options name and for any log."""
     wanted, assign = is_wanted(options), options.assign
     return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 
@@ -236,7 +230,7 @@ def bounds_of(store: StoreReader, queue: ConsumeQueue, options: SourceOptions) -
 
 
 def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
-    """Return the bounds of the records that queues list. ConfigError for options that only queues can follow."""
+    """Return the bounds of the records that queues list. ConfigError for options that need queues."""
     by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
     options.refuse(
         [*_FOR_QUEUES, *by_queue],
@@ -255,12 +249,12 @@ class Weighed(NamedTuple):
 
     slice: Slice
     each: float
-    """Share of a partition that a unit of the slice (a message, a byte) takes."""
+    """Share of a partition that a unit of the slice (a message, or a byte) takes."""
 
 
 def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
-    """Return messages [start, stop) of a queue, at least one, or without a queue the records that begin there in the
-    log. `scale` is the cost of a message, compared with reading it whole."""
+    """Return messages [start, stop) of a queue, or records of the log without a queue, with their cost.
+    There must be at least one. `scale` is the cost of a message, compared with reading it whole."""
     if queue is None:
         return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
     each = max(mean_size(queue, start, stop) / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
@@ -277,13 +271,13 @@ def plan(
 ) -> list[list[Slice]]:
     """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-    `after`: offsets that an earlier run has read up to, in queues that may be gone by now. Nothing before them is read.
-    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: queues that share
-    a log in alternation, for a query that reads every record; each queue stays in order.
+    `after`: queue offsets up to which an earlier run has read, also of queues that are gone by now. Nothing before them
+    is read. `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: read
+    queues that share a log in alternation, for a query that reads every record. Each queue stays in order.
 
-    Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
-    messages that are gone (both only with `fail_on_data_loss`) and for a queue that ends before `after`, ConfigError,
-    and what opening a store raises.
+    With `fail_on_data_loss` raises TopicNotFoundError for a topic or queue that is named and that no store has, and
+    OffsetOutOfRangeError for messages that are gone. Raises OffsetOutOfRangeError for a queue that ends before `after`,
+    ConfigError, and what opening a store raises.
     """
     stores = stores_of(options)
     wanted = Wanted(options, stores)
@@ -328,8 +322,8 @@ def plan(
 
 
 def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object], options: SourceOptions) -> None:
-    """Raise ConfigError for a store that lost some of its queues, or, unless the user has said readBy=queue, that has
-    records and no queue. A job that notes how far it has come would pass over them once they are back."""
+    """Raise ConfigError for a store that lost queues, or has records and no queue.
+    The latter is allowed by readBy=queue. A job that notes how far it is would pass over queues once they are back."""
     none = options.read_by == "auto" and not queues and store.parts.has_records()
     if none or (store.clean_shutdown and store.parts.has_lost_queues()):
         raise ConfigError(
@@ -338,7 +332,8 @@ def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object],
 
 
 def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
-    """Return where a run goes on. Beyond the end it would pass over what comes until the queue is as long as before."""
+    """Return where a run goes on. Raises OffsetOutOfRangeError beyond the end.
+    There it would pass over messages until the queue is as long as before."""
     if at > bounds.top:
         raise OffsetOutOfRangeError(
             f"{key} ends at {bounds.top}, and was read up to {at} before: start over, in another place, or give the "
@@ -350,12 +345,12 @@ def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
 
 
 class Losses:
-    """Messages that a query or stream wants and that are gone: they fail it, unless data loss is allowed."""
+    """Wanted messages that are gone. They fail a query or stream, unless data loss is allowed."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._fails = options.fail_on_data_loss
         self._found: dict[Key, tuple[Callable[[str], MQStoreError], str, str]] = {}
-        """The error, its text, and what the user can do."""
+        """Error, its text and a remedy, by queue or log."""
 
     def add(self, key: Key, error: Callable[[str], MQStoreError], text: str, remedy: str = _GO_ON) -> None:
         """Note that messages of a queue or log are gone."""
@@ -385,16 +380,12 @@ class Losses:
 
 
 class Wanted:
-    """Queues and offsets that the options of a query choose, in stores that are opened one after the other.
-
-    It knows where reading a queue starts and stops, and which topics and queues the options name that no store has: to
-    read nothing of a misspelt topic would look as if all were well. A queue exists once it has had a message, or if the
-    topic is entered with that many queues.
-    """
+    """Queues and offsets that the options of a query choose, in stores opened one after the other.
+    It also knows which named topics and queues no store has: to read nothing of a misspelt topic would look as if all
+    were well. A queue exists once it has had a message, or if its topic is entered with that many queues."""
 
     def __init__(self, options: SourceOptions, stores: Sequence[StoreName], default: int = EARLIEST) -> None:
-        """`default`: where reading starts if the options do not say. ConfigError for offsets of a store that is not
-        among `stores`."""
+        """`default` is where reading starts if no option says. ConfigError for offsets of other stores."""
         self._options = options
         self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
         self._ending = _of_stores("endingOffsets", options.ending_offsets or {ANY: LATEST}, stores)
@@ -402,7 +393,7 @@ class Wanted:
         self._knows_group = options.starting_group is None
         self.losses = Losses(options)
         self.missing: dict[tuple[str, int | None], str] = {}
-        """(topic, queue id, or None for any) -> the option that names it."""
+        """Option that names each (topic, queue id), or (topic, None) for any queue."""
         if options.read_by != "log":
             by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
             ending = self._ending if options.ending_timestamp_ms is None else {}
@@ -413,7 +404,7 @@ class Wanted:
             self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
     def open(self, store: StoreReader, queues: Iterable[ConsumeQueue]) -> None:
-        """Go on with this store. `queues` are those of its queues that have had a message."""
+        """Continue with this store. `queues` are those of its queues that have had a message."""
         self._store = store
         if self._options.starting_group is not None:
             self._committed = open_tables(store).offsets.of_group(self._options.starting_group)
@@ -439,15 +430,16 @@ class Wanted:
         return self.losses.clamp(key, at, bounds)
 
     def part(self, key: Key, bounds: Bounds) -> tuple[int, int]:
-        """Return where reading a queue of the store, or its log, starts and stops: not below, for nothing."""
+        """Return where reading a queue of the store, or its log, starts and stops."""
         at = self._ending.get(key, self._ending[ANY])
         if self._options.ending_timestamp_ms is not None:
             at = self._store.offset_at(key.topic, key.queue_id, self._options.ending_timestamp_ms)
         return self.start(key, bounds), min(self.losses.clamp(key, at, bounds), bounds.high)
 
     def check(self, goes_on: str) -> None:
-        """After the last store, raise ConfigError for a group that none knows, TopicNotFoundError for topics and queues
-        that are `missing`, and what `Losses` says. If data loss is allowed, warn: the query `goes_on`."""
+        """Raise an error for names that no store has. Called after the last store.
+        ConfigError for a group that no store knows, TopicNotFoundError for `missing` topics and queues, and the error
+        of `Losses`. If data loss is allowed, warn that the query `goes_on`."""
         if not self._knows_group:
             raise ConfigError(
                 f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
@@ -468,7 +460,7 @@ class Wanted:
 
 
 def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Offsets:
-    """Return offsets by queue with the ids of the stores. ConfigError for an id that is none, or that is missing."""
+    """Return offsets by queue with the ids of stores. ConfigError for an unknown or a missing id."""
     ids = [store.id for store in stores]
     alone = ids[0] if len(ids) == 1 else ""
     found = {key._replace(store=key.store or alone) if key.topic else key: at for key, at in offsets.items()}
@@ -493,9 +485,8 @@ def _by_key(index: KeyIndex, store: StoreReader, queue: ConsumeQueue, start: int
 
 
 def _by_region(store: StoreReader, found: list[Weighed]) -> list[Weighed]:
-    """Return the same messages cut where their records pass from one region of the log to the next, region by region:
-    each page is then mapped and fetched once, and not once for each queue with a record in it. The cuts need not be
-    exact."""
+    """Return the same messages cut at regions of the log, region by region.
+    So each page is mapped and fetched once, not once for each queue with a record in it. The cuts are approximate."""
     if len(found) < 2:
         return found
     pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
@@ -524,7 +515,7 @@ def _by_region(store: StoreReader, found: list[Weighed]) -> list[Weighed]:
 
 
 def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
-    """Return the mean size of the records in [start, stop), from a few samples: planning looks at every queue."""
+    """Return the mean size of the records in [start, stop), from a few samples of units."""
     places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
     units = b"".join([queue.read(at, min(32, stop - at)) for at in places])
     sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # few: no work for arrays
@@ -534,8 +525,9 @@ def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
 def _slot_at(
     store: StoreReader, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
 ) -> int:
-    """Return the first slot of [low, high) whose record begins (with `ends`: ends) at or behind `physical`, or up to
-    `near` slots before it. Void units count as before it."""
+    """Return the first slot of [low, high) whose record begins at or behind `physical`.
+    With `ends` the record must end there. The result may be up to `near` slots earlier. Void units count as before
+    it."""
     while high - low > near:
         middle = (low + high) // 2
         at, value = middle, -1
@@ -563,8 +555,8 @@ def _flushed(store: StoreReader, ref: QueueRef, low: int, high: int) -> int:
 
 
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
-    """Return the slices, in their order, in partitions of about equal weight: `least` at least. With more than one of
-    `slots` they run in full rounds, of half to one and a half of the usual weight."""
+    """Yield the slices, in order, in at least `least` partitions of about equal weight.
+    With more than one of `slots` they fill whole rounds, with half to one and a half of the usual weight."""
     total = sum((piece.stop - piece.start) * each for piece, each in found)
     if not total:
         return

@@ -1,4 +1,4 @@
-"""How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream).
+"""Progress of a stream, and its next batch (spark#stream-calls, spark#stream).
 
     offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back
     snapshot    the bounds of every queue at a moment
@@ -15,17 +15,12 @@ not there, or not its store  nowhere, its position is kept: it goes on if it com
 no longer wanted             likewise, and nothing is lost
 ===========================  =========================================================================================
 
-Lost messages fail the stream, unless `fail_on_data_loss` is off. Looked for when the next offset is asked for, and
-again when a batch is planned, for Spark may plan one that it has logged long ago. Tasks look a third time (`tasks`).
+Between two offsets there is always the same sequence of messages, so that a sink which takes a batch once sees each
+message once. For that the first offset must be in the checkpoint before a message is read, but Spark asks for it again
+until the first batch is done. So where it depends on the moment (latest, times, groups), the first batch is empty and
+pins the position.
 
-Between two offsets there is one sequence of messages, whoever asks and however often, so that a sink which takes a
-batch once sees each message once. For that the first offset must be in the checkpoint before a message is read, but
-Spark asks for it anew until the first batch is done. So where it depends on the moment (latest, times, groups), the
-first batch ends where it begins: empty, it pins the position.
-
-An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has
-one position a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling:
-sorted. A store without a name of its own goes by its absolute path, however the query spelled it.
+In an offset a store without a name goes by its absolute path, however the query spelled it.
 """
 
 from __future__ import annotations
@@ -63,8 +58,6 @@ __all__ = ["Snapshot", "StreamProgress", "advance", "decode_offset", "encode_off
 
 _VERSION = 1
 
-# -- offsets -----------------------------------------------------------------------------------------------------------
-
 
 def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
     """Return the JSON of an offset, its names sorted.
@@ -78,7 +71,7 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
-    """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
+    """Return the offsets of such JSON. ConfigError for another version or `readBy`, and for damage."""
     if not isinstance(value, dict) or value.get("v") != _VERSION:
         raise ConfigError(
             f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
@@ -102,20 +95,17 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
     return found
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All queues of all stores at a moment."""
 
     bounds: dict[Key, Bounds]
     starts: Offsets = field(default_factory=dict)
-    """Offsets at which a new stream begins; only if that was asked for."""
+    """Offsets at which a new stream begins, if they were asked for."""
     stores: Mapping[str, StoreName] = field(default_factory=dict)
-    """The stores that the options name, by id."""
+    """Stores that the options name, by id."""
     absent: frozenset[str] = frozenset()
-    """Ids of the stores that the options name and that do not exist."""
+    """Ids of missing stores that the options name."""
 
     @property
     def ends(self) -> Offsets:
@@ -159,11 +149,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
 
 
-# -- the next offset ---------------------------------------------------------------------------------------------------
-
-
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
-    """Note the loss of a store, or with `queue` of a queue of it. `stores`: those that the options name, by id."""
+    """Note the loss of a store, or with `queue` of its queue. `stores` are the named ones by id."""
     text = f"{key} is wanted from offset {wanted}, but "
     name = stores.get(key.store)
     if name is None:  # to go on would read what may be the same store, under another id, a second time
@@ -201,11 +188,8 @@ def advance(
     return begin, end
 
 
-# -- a stream ----------------------------------------------------------------------------------------------------------
-
-
 class StreamProgress:
-    """One run of a stream: what Spark asks of it, offset by offset. Keeps no store open between two calls."""
+    """One run of a stream: what Spark asks of it, offset by offset. No store stays open between calls."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -232,13 +216,13 @@ class StreamProgress:
         return self._encode(self._initial)
 
     def _moves_with_time(self) -> bool:
-        """Return True if another moment would give another first offset, of messages that are there."""
+        """Return True if the first offset, of messages that are there, depends on the moment."""
         options = self._options
         by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
         return by_time or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
 
     def fix_target(self) -> None:
-        """Leave out whatever is stored later: for a run that ends with what there is."""
+        """Leave out messages that are stored later: for a run that ends with what there is."""
         self._seen = look(self._options)
         self._target = self._seen.ends
 
@@ -307,8 +291,9 @@ class StreamProgress:
         return [*partitions(found, self._options.min_partitions)]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Tell the stores that everything before `end` is processed, if `commit_group` names a group. Only queues that
-        the options name count: others are not read, so they would lag for good. ConfigError if it cannot be written."""
+        """Tell the stores that everything before `end` is processed, if `commit_group` names a group.
+        Only queues that the options name count, since others would lag for good. ConfigError if it cannot be
+        written."""
         group = self._options.commit_group
         if group is None:
             return

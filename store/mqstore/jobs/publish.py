@@ -5,13 +5,11 @@
     set      the manifest                   the manifest's rename                               old stores, staging go
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
-A crash before that step leaves nothing that counts, one behind it all of the batch; what lies about is for
-`clean_target`. A version that is not above the last one recorded for its app is in, and a commit of it does nothing but
-clean up. A batch job without a transaction id is known by a random one. It is never committed again, so neither a set
-nor a store remembers it. (The owner of an inbox does, as a crash may show him a bundle twice.)
+A crash before that step leaves nothing that counts, one behind it all of the batch. `clean_target` removes the rest. A
+batch job without a transaction id gets a random one. It is never committed again, so only the owner of an inbox, who
+may see a bundle twice after a crash, remembers it.
 
-`abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
-there any more.
+`abort` may come after a commit that succeeded and then raised. It deletes what is staged, which counts no more.
 """
 
 from __future__ import annotations
@@ -61,16 +59,16 @@ _LOCK_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit to be made: writer, version, and the shards that count, in the order that they get in the log."""
+    """A commit to be made: writer, version, and the shards that count, in their order in the log."""
 
     app: str
     version: int
     shards: Sequence[ShardInfo]
     remembered: bool = True
-    """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
+    """True if (app, version) may come again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
     query: bool = False
-    """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
+    """True for a streaming query, whose batch may come again until the next one has come."""
 
     @property
     def topics(self) -> dict[str, TopicRule | None]:
@@ -146,7 +144,7 @@ def _rule(tables: Tables, config: TopicConfig) -> TopicRule:
 
 
 def _refuse_foreign(root: Path, known: Collection[str]) -> None:
-    """A folder with other things in it becomes no target: a reader would not see them, and nobody would know why."""
+    """Raise NotAStoreError for a folder with other things in it, which a reader would not see."""
     foreign = sorted(path.name for path in root.iterdir() if path.name not in known) if root.is_dir() else []
     if foreign or (root.exists() and not root.is_dir()):
         what = f"holds {', '.join(foreign[:3])}, and is no store or store set" if foreign else "is a file"
@@ -157,10 +155,8 @@ def _refuse_foreign(root: Path, known: Collection[str]) -> None:
 
 
 def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs: FileSystem = REAL) -> None:
-    """Make of a staged shard a store of its own, beside it: with that the commit of a set is a few renames.
-
-    As small as it can be: files of a store are of fixed sizes, and a batch may have three messages.
-    """
+    """Make a store of a staged shard, beside it, so that the commit of a set is a few renames.
+    It is as small as can be: files of a store are of fixed sizes, and a batch may have three messages."""
     folder = transaction / shard.name
     segment = min(_SEGMENT_BYTES, (shard.bytes // _PAGE + 16) * _PAGE)
     slots = min(100_000, max(64, shard.records))
@@ -183,11 +179,11 @@ def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs
 
 
 def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> int | None:
-    """Publish. Returns the number of records that were written, None for a version that was in.
+    """Publish. Return the number of records written, None for a version that was in.
 
-    Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is no longer
-    what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that this is not
-    known; to commit again is right in any case.
+    Raises StoreLockedError naming the holder (option lockTimeout), ConfigError where the target is no longer what was
+    planned, and what a splice raises. Then nothing of it counts, except that FlushFailedError leaves this open.
+    Committing again is right in any case.
     """
     root = Path(options.path)
     with _advised(root, options):
@@ -208,11 +204,9 @@ def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL
 
 
 def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Path]:
-    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds.
-
-    In a set these are also stores that its manifest does not name; then its lock is taken. Returns the folders, with
-    `dry_run` those that would be deleted.
-    """
+    """Delete what jobs left in a store or a set and did not touch for `ttl_s` seconds.
+    In a set these are also stores that its manifest does not name, and its lock is taken. Returns the folders, with
+    `dry_run` those that would be deleted."""
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run)
@@ -233,7 +227,7 @@ def _left_to_clean(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _advised(root: Path, options: SinkOptions) -> Iterator[None]:
-    """Say of a lock that was not given which option waits longer, and of a sync that failed what to look for."""
+    """Let lock errors name the option that waits longer, and sync errors what to look for."""
     try:
         yield
     except StoreLockedError as error:
@@ -277,9 +271,8 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 
 
 def _already(root: Path, wanted: Commit, last: int) -> int | None:
-    """Pass over a version that was published before, as when a job or a batch is run again.
-
-    Warns, since the rows may be other ones under the same name. Raises ConfigError for a query that went back."""
+    """Pass over a version that was published before, with a warning: its rows may be other ones.
+    Raises ConfigError for a query that went back."""
     if wanted.query and last > wanted.version:
         raise ConfigError(
             f"{root} has batch {last} of query {wanted.app!r}, which is at batch {wanted.version} again: its "
@@ -301,14 +294,14 @@ def _gone(path: Path) -> FormatError:
 
 
 def _unknown(path: Path, error: OSError) -> FlushFailedError:
-    """For a sync that failed behind the rename by which a batch counts."""
+    """Return the error for a sync that failed behind the rename by which a batch counts."""
     return FlushFailedError(
         f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}"
     )
 
 
 def _enter(parts: Parts, noted: Mapping[str, int]) -> None:
-    """Enter the topics of a bundle that opening the store has taken from its inbox, as a broker does."""
+    """Enter the topics of a bundle from the inbox, as a broker does."""
     for name, queues in noted.items():
         parts.topics.ensure(check_user_topic(name), queues)
 
@@ -325,8 +318,8 @@ def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOp
 
 
 def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:
-    """ConfigError if a topic is not what it was when rows were given queues: nobody might read some of them, and a
-    message group would go on in another queue than that in which producers have it."""
+    """Raise ConfigError if a topic was altered since rows were given queues.
+    Nobody might read some of them, and a message group would continue in another queue than producers use."""
     if now != planned:
         what = f"has {now.write_queues} queues to write to and {now.queues} in all"
         raise ConfigError(
@@ -336,8 +329,9 @@ def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: Topic
 
 
 def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
-    """Note, durably, where the topics end before the splice. What they hold is taken from their consumers only when
-    the new messages are in: who is killed in between leaves old and new, and a commit that is done again goes on."""
+    """Note, durably, where the topics end before the splice.
+    Old messages are taken from consumers only when the new ones are in. A kill in between leaves both, and a
+    repeated commit continues."""
     ends = {
         name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
         for name in wanted.topics
@@ -406,7 +400,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
 
 @contextmanager
 def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
-    """The set's lock: as a store's, in a file of the same name."""
+    """Hold the set's lock, a store's lock in a file of the same name."""
     lock = WriterLock(root, "mqstore", fs=fs)
     try:
         lock.acquire(timeout_s)
@@ -419,7 +413,7 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
 
 
 def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
-    """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
+    """Hand the shards over. They are durable on return, and spliced by the owner or the next open."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
     # Before the record: what is taken in meanwhile is in one of them.
@@ -466,8 +460,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 
 
 def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
-    """ConfigError where the owner has put aside a bundle of this application: it was told that it is in, and its rows
-    are missing. `last`: the version that is in; one that came twice is no loss."""
+    """Raise ConfigError if the owner has put aside a bundle of this application: its rows are missing.
+    `last` is the version that is in. A bundle of it that came twice is no loss."""
     lost = _waiting_in(root / _INBOX / "refused", wanted.app, fs) - {last}
     if lost and (wanted.remembered or wanted.version in lost):
         first = wanted.version if wanted.version in lost else min(lost)
@@ -479,13 +473,13 @@ def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem
 
 
 def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
-    """The versions of an application that lie in the inbox, or in a folder of it."""
+    """Return the versions of an application that lie in the inbox, or in a folder of it."""
     parts = (path.name.rpartition("-") for path in folders(folder, fs))
     return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
 
 
 def _is_users(topic: str) -> bool:
-    """Return True if a bundle may create the topic. Topics of the engine and of groups only the owner creates."""
+    """Return True if a bundle may create the topic, which is not one of the engine or of a group."""
     return not (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic))
 
 

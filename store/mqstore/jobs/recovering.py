@@ -1,4 +1,4 @@
-"""Bring stores in order, each by a task of its own: `log/recovery/repair.py` in one store or many."""
+"""Recovery of stores, each by a task: `log/recovery/repair.py` in one store or many."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recovered:
     path: str
     report: RecoveryReport | None
     error: str | None
-    """Why the store could not be recovered; None when it could."""
+    """Reason why the store could not be recovered, or None if it could."""
 
 
 def recover(
@@ -36,9 +36,9 @@ def recover(
 ) -> tuple[Recovered, ...]:
     """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
 
-    A store that cannot be recovered is named with its error, and the others are recovered; with a single store the
-    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`;
-    with a single store in this process, progress is in bytes of its log. Raises ConfigError.
+    A store that cannot be recovered is named with its error, and the others are recovered. With a single store the
+    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. With a single
+    store in this process, progress is in bytes of its log. Raises ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)

@@ -1,13 +1,13 @@
-"""Runs the tasks of a job: in this process, in a pool of processes, or on the executors of a Spark session.
+"""Runner of a job's tasks: in this process, in a pool, or on the executors of a Spark session.
 
     with Runner(jobs=2) as runner:
         results = runner.run(tasks, function, "mqstore verify")
 
 A task is a plain value that names its stores (`StoreName`, or pieces with a `store`). The function belongs to a module,
-or is a `functools.partial` of one, because processes and executors import it by its name. It opens the stores it needs.
-An error of a task is raised here, with the path of the task's store.
+or is a `functools.partial` of one, because processes and executors import it by name. An error of a task is raised
+here, with the path of its store.
 
-Knows no pyspark: a session is used, never made (`mqstore.spark.sessions`).
+A session is used, never made (`mqstore.spark.sessions`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mqstore.log.ahead import stay_alone
 __all__ = ["Progress", "Runner", "Where"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tasks that are done and of all: after each task; with Spark at the beginning and the end,
-as Spark shows how far it is by itself."""
+"""Called with the number of tasks done and of all, after each task. With Spark it is called at the beginning and the
+end."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,18 +43,18 @@ class Where(TypedDict, total=False):
     """Keyword arguments that every job takes: where its tasks run, and who is told how far they are."""
 
     jobs: int
-    """Number of processes; 1 is this one."""
+    """Number of processes. 1 means this one."""
     spark: Any
-    """A Spark session, whose executors run the tasks; not together with `jobs`."""
+    """Spark session whose executors run the tasks. Not together with `jobs`."""
     progress: Progress | None
 
 
 class Runner:
-    """Runs tasks in this process (`jobs=1`), in a pool of `jobs` processes, or on the executors of `spark`.
+    """Runner of tasks in this process (`jobs=1`), in `jobs` processes, or on the executors of `spark`.
 
     Use it in a `with` statement: the pool is started by the first tasks that need it, and ended with the statement.
-    Raises ConfigError for a number of jobs that is none, for `jobs` beside `spark`, and for a Spark Connect session,
-    which has no executors to reach.
+    Raises ConfigError for a wrong number of jobs, for `jobs` beside `spark`, and for a Spark Connect session, which has
+    no executors to reach.
     """
 
     def __init__(self, jobs: int = 1, spark: Any = None, progress: Progress | None = None) -> None:
@@ -134,7 +134,7 @@ class Runner:
 
 
 def _named(function: Callable[[T], R], task: T) -> R:
-    """Call the function. An error of it names the stores of the task, unless it names one of them already."""
+    """Call the function. An error names the stores of the task, unless it names one already."""
     try:
         return function(task)
     except Exception as error:
@@ -157,7 +157,7 @@ def _paths_of(task: object) -> list[str]:
 
 
 _log: SimpleQueue[logging.LogRecord] = SimpleQueue()
-"""Records that the tasks of a worker process have logged, on their way to the loggers of the first process."""
+"""Log records of the tasks of a worker process, on their way to the first process."""
 
 
 def _begin_worker() -> None:
@@ -176,7 +176,7 @@ def _with_log(work: Callable[[T], R], task: T) -> tuple[R, list[logging.LogRecor
 
 
 def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:
-    """Return the result, or an error of ours: what a task raises in Spark comes back wrapped in errors of Spark."""
+    """Return the result, or an error of ours, which Spark would wrap in its own errors if it were raised."""
     settle()
     try:
         return work(task), None

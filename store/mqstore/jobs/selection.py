@@ -30,14 +30,11 @@ __all__ = [
 ]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
-"""A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
+"""One store, store set or glob of stores, several of them, or paths by the ids that rows and reports show."""
 Bound = datetime | str | None
-"""Store time at which reading begins, or ends before: UTC, if it does not say. Text as the options have it."""
+"""Store time at which reading begins, or ends before. UTC by default. Text as the options have it."""
 
 _NAMED = 20
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
 
 
 class Shaped:
@@ -49,20 +46,17 @@ class Shaped:
         return found
 
 
-# -- which messages ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """A choice of stores and messages, made by `select`. Paths are absolute, because tasks run elsewhere."""
 
     options: SourceOptions
     given: Mapping[str, str] = field(default_factory=dict)
-    """`options` as Spark is told them."""
+    """`options` as given to Spark."""
 
     def stores(self) -> list[StoreName]:
-        """Return the stores, one at least. ConfigError, as `plan.stores_of`, and for store sets that have no member: a
-        job that looked at nothing must not say that all is well."""
+        """Return the stores, at least one. ConfigError as `plan.stores_of`, and for sets without a member.
+        A job that looked at nothing must not say that all is well."""
         found = stores_of(self.options)
         if not found:
             paths = self.options.paths
@@ -76,8 +70,7 @@ class Selection:
     def queue_tasks(
         self, *, after: Mapping[Key, int] | None = None, by_region: bool = False, slots: int = 1
     ) -> list[list[QueueSlice]]:
-        """Return the messages cut into tasks, as `plan.plan` does for a job that goes by queues, and raise as it does.
-        ConfigError for a store that lacks queues."""
+        """Return the messages cut into tasks, as `plan.plan` does with `only_queues`, and raise as it does."""
         self.stores()
         found = plan(self.options, after=after, only_queues=True, by_region=by_region, slots=slots)
         return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
@@ -92,11 +85,11 @@ def select(
     where: str | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Choose the messages of `topics` (all topics of users) in `stores`, stored from `start` up to before `stop`, whose
-    properties fulfil `where` (SQL92). `options` are further ones of the Spark source (`docs/spark-options.md`); those
-    for queue offsets are `startingOffsets` and `endingOffsets`.
+    """Choose the messages of `topics` (all topics of users) in `stores`.
 
-    A selection is returned as it is, which then has to say everything. Raises ConfigError.
+    Chosen are those stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further ones of
+    the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is returned
+    as it is. Other arguments are then refused. Raises ConfigError.
     """
     if isinstance(stores, Selection):
         if (topics, start, stop, where, options) != (None,) * 5:
@@ -134,15 +127,15 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
 
 
 def check_followed(selection: Selection, *followed: str) -> None:
-    """Raise ConfigError for options of the source that a job does not go by: what was to leave messages out must not be
-    passed over. `followed`: the fields of `SourceOptions` that it goes by."""
+    """Raise ConfigError for options that a job ignores: they were to leave messages out.
+    `followed` are the fields of `SourceOptions` that the job uses."""
     unused = [name for name, option in SOURCE_OPTIONS.options.items() if option.field not in ("paths", *followed)]
     selection.options.refuse(unused, ": this job does not go by it; leave it out")
 
 
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a misspelt
-    name must not look like one that has nothing to report."""
+    """Raise ConfigError for names of groups or topics (`what`) that no store has, with existing names.
+    A misspelt name must not look like one that has nothing to report."""
     there = sorted({*known})
     unknown = sorted({*wanted} - {*there})
     if unknown:
@@ -152,7 +145,8 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path: executors have working directories of their own. ConfigError for any other URL."""
+    """Return the absolute path, since executors have other working directories.
+    Raises ConfigError for a URL, except `file:`."""
     try:
         return os.path.abspath(checked_path(os.fspath(path)))
     except ValueError as error:

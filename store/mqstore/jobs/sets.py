@@ -1,4 +1,4 @@
-"""The manifest of a store set: which stores a folder holds (spark#options). Only those it names count.
+"""Manifest of a store set. Stores in the folder that it does not name do not count (spark#options).
 
 mqstore-set.json
 {"version": 1,
@@ -21,16 +21,15 @@ __all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
 SET_FILE = "mqstore-set.json"
 RECORDED = "recorded"
 MEMBERS: Final = "shards"
-"""Folder of a set in which the stores lie that the sink made. It never deletes any other."""
+"""Folder of a set for the stores that the sink made. It deletes no others."""
 
 
 def read_set(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the set in `root`, or None if there never was one.
-
     Members that only newer programs know are included.
 
-    ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
-    StoreIOError for no permission.
+    Raises ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost,
+    too. Raises StoreIOError without permission.
     """
     path = root / SET_FILE
     try:
@@ -54,8 +53,8 @@ def read_set(root: Path) -> dict[str, Any] | None:
 def _check(value: Mapping[str, Any]) -> None:
     """Check the shape of a manifest. Raises ValueError, and ConfigError for the shape of a newer program.
 
-    The check is strict: folders that it names are read, and deleted by an overwrite, and rows of a version that it does
-    not name are written a second time."""
+    The check is strict. Folders that the manifest names are read, and deleted by an overwrite. Rows of a version that
+    it does not name are written a second time."""
     version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
     if type(version) is int and version > 1:
         raise ConfigError(f"{SET_FILE} is of version {version}; this mqstore knows 1: upgrade it")

@@ -1,14 +1,13 @@
-"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark#stage, step 1).
+"""Shards: what a task of a write leaves for the commit, and how leftovers go (spark#stage, step 1).
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
-`root` is the store, or the set: a commit is renames within one file system. What lies in `_staging` is nobody's message
-yet. Attempts number from 0 again in each Spark application; the random part tells those of a restarted job apart.
-Of two attempts only one is named by a commit; the others go with the folder of their transaction. If two drivers are at
-one (app, version), and one is aborted, the commit of the other finds that its shards are gone, and says so.
+`root` is the store, or the set: a commit is renames within one file system. A commit names one attempt of each
+partition. Others go with the folder of their transaction. If two drivers have one (app, version) and one is aborted,
+the commit of the other finds its shards gone, and says so.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from mqstore.columnar.encode import Encoded
 from mqstore.columnar.rules import TopicRule
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
+from mqstore.log.tip import QueueRef
 from mqstore.options import Profile
 
 __all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
@@ -41,32 +41,32 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A finished shard, as a task tells the commit of it. Small and plain: it travels."""
+    """A finished shard, as a task reports it to the commit. Small and plain, since it travels."""
 
     name: str
-    """Of its folder, within that of its transaction."""
+    """Name of its folder, within that of its transaction."""
     records: int
     bytes: int
     largest: int
-    queues: dict[tuple[str, int], int]
-    """(topic, queue id) -> records."""
+    queues: dict[QueueRef, int]
+    """Number of records by queue."""
     topics: dict[str, TopicRule | None]
-    """As those of `Encoded`."""
+    """Rules of topics, as in `Encoded`."""
 
 
 def transaction_folder(root: Path, app: str, version: int) -> Path:
-    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`options.APP_NAME`)."""
+    """Return the folder in which the tasks of (app, version) stage. `app` is an `options.APP_NAME`."""
     return root / STAGING / f"{app}-{version}"
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
-    """Make `path` and what is missing above it, each durable in the one above."""
+    """Make `path` and its missing parents, each durable in the one above."""
     if not fs.make_folders(path):
         fs.sync_directory(path.parent)  # whoever made it may have been killed before it was durable
 
 
 class ShardWriter:
-    """Writer of one shard. `abandon` before `finish` deletes it. `clean` deletes what a killed process left."""
+    """Writer of one shard. `abandon` before `finish` deletes it, `clean` what a killed process left."""
 
     def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
@@ -75,20 +75,19 @@ class ShardWriter:
         self._size = 0
         self._crc = 0
         self._largest = 0
-        self._queues: Counter[tuple[str, int]] = Counter()
+        self._queues: Counter[QueueRef] = Counter()
         self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
         self._fds = [fs.open(self.folder / "records.bin", _NEW)]
 
     def abandon(self) -> None:
-        """Take the shard away unless it is finished."""
+        """Delete the shard unless it is finished."""
         if self._fds:
             self._close(sync=False)
             with suppress(OSError):
                 self._fs.remove_tree(self.folder)
 
     def write(self, piece: Encoded) -> None:
-        """Append records."""
         for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
             data = piece.data[start : start + _BUFFER_BYTES]
             self._fs.pwrite(self._fds[0], data, self._size)
@@ -100,7 +99,7 @@ class ShardWriter:
         self._topics.update(piece.topics)
 
     def finish(self, profile: Profile) -> ShardInfo:
-        """Make it durable, records before the file that says they are whole."""
+        """Make the shard durable, records before the file that says they are whole."""
         self._close(sync=True)
         content = shard_json(
             profile,
@@ -153,9 +152,6 @@ def write_shards(
             yield writer.finish(profile)
 
 
-# -- taking away -------------------------------------------------------------------------------------------------------
-
-
 def clean(
     root: Path,
     ttl_s: float,
@@ -165,11 +161,9 @@ def clean(
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
 ) -> list[Path]:
-    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
-
-    The same for `others`. Returns what was deleted, or would be with `dry_run`, newest last. For a store set use
-    `publish.clean_target`, which knows what counts.
-    """
+    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds.
+    Running jobs are not spared. `others` are further folders. Returns what was deleted, or would be with `dry_run`,
+    newest last. For a store set use `publish.clean_target`."""
     now_s = clock.now_ms() / 1000
     ages_s = {path: max(0.0, now_s - _changed_s(path)) for path in (*folders(root / STAGING, fs), *others)}
     old = sorted((path for path in ages_s if ages_s[path] >= ttl_s), key=lambda path: -ages_s[path])

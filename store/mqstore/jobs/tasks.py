@@ -1,8 +1,7 @@
-"""What a task does: reads its slices as Arrow record batches.
+"""Tasks, which read their slices as Arrow record batches.
 
-Batches and streams read by the same road. A task opens each store for itself, read-only and without a trace, and
-keeps nothing when it is done. Between plan and task retention may have deleted what is wanted: then the policy of
-`failOnDataLoss` is decided here (spark#stream).
+A task opens each store for itself, read-only and without a trace, and keeps nothing when it is done. Retention may have
+deleted wanted messages since the plan. `failOnDataLoss` is applied here (spark#stream).
 """
 
 from __future__ import annotations
@@ -44,12 +43,9 @@ def read_slices(
     *,
     policy: Policy | None = None,
 ) -> Iterator[Any]:
-    """Record batches of the slices, one behind the other. `policy`: that of the options, for who wants to know what it
-    has counted.
-
-    OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
-    `ColumnReader` has it.
-    """
+    """Yield record batches of the slices, one slice after the other.
+    Pass a `policy` to see what it has counted; default is that of the options. Raises OffsetOutOfRangeError for
+    messages that are gone, with `fail_on_data_loss`, and CorruptRecordError and others as `ColumnReader` does."""
     told = policy is None
     policy = policy or policy_of(options)
     for name, run in groupby(slices, key=lambda piece: piece.store):
@@ -63,8 +59,8 @@ def read_slices(
 def read_pieces(
     options: SourceOptions, slices: Iterable[QueueSlice], policy: Policy
 ) -> Iterator[tuple[QueueSlice, Piece]]:
-    """The records of each slice, checked and filtered, before columns are made of them: to be counted. Raises as
-    `read_slices`."""
+    """Yield the checked and filtered records of each slice, to be counted without columns.
+    Raises as `read_slices`."""
     for name, run in groupby(slices, key=lambda piece: piece.store):
         with _opened(options, TALLIED, "binary", name, policy) as (_, pieces_of):
             for each in run:
@@ -80,7 +76,7 @@ def _opened(
     name: StoreName,
     policy: Policy,
 ) -> Iterator[tuple[ColumnReader, Callable[[Slice], Iterator[Piece]]]]:
-    """A reader of an opened store, and what gives its pieces of a slice."""
+    """Give a reader of an opened store, and a function that returns its pieces of a slice."""
     with of_store(name.path), open_sliced(name) as store:
         reader = ColumnReader(
             store,
@@ -108,7 +104,7 @@ def _opened(
 
 
 def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:
-    """Log what a query has fewer rows for, as it was told to: nobody else says so."""
+    """Log the messages that a query leaves out: nothing else shows them."""
     corrupt, removed = policy.corrupt - before[0], policy.removed - before[1]
     if corrupt and options.on_corrupt == "skip":
         _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)

@@ -1,8 +1,8 @@
-"""How our code behaves in Spark's Python workers: errors in our words, warnings once, quick tasks.
+"""Behaviour in Spark's Python workers: errors in our words, warnings once, quick tasks.
 
-Spark hands on the traceback that a worker writes when it fails: the message is its last line, behind frames that tell a
-user nothing. A worker leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an
-error; so it is set on the way out, for errors of ours only: what is a bug keeps its traceback.
+Spark shows the traceback of a failed worker: the message is its last line, behind frames that tell a user nothing. A
+worker leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an error. So it is set
+on the way out, for errors of ours only: a bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HIDE = "SPARK_HIDE_TRACEBACK"
 _log = logging.getLogger("mqstore")
 _told: set[str] = set()
 _settled = 0
-"""Number of modules that were imported when `settle` last did something."""
+"""Number of imported modules when `settle` last did something."""
 _PERMISSION = "permission denied; let the user that Spark runs as read the store and all in it"
 _REMEDIES = {
     errno.EACCES: _PERMISSION,
@@ -35,8 +35,8 @@ _REMEDIES = {
 
 
 class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
-    """Around everything that Spark calls of us: errors of mqstore leave it without the way they came. Decorates
-    functions too, but not generators."""
+    """Context around everything that Spark calls of us: errors of mqstore leave without a traceback.
+    Decorates functions too, but not generators."""
 
     def __enter__(self) -> None:
         pass
@@ -56,11 +56,11 @@ def _in_a_worker() -> bool:
 
 
 def settle() -> None:
-    """To be called when a task, or a call of a data source, begins. Does nothing in a process that is no worker.
+    """Prepare a worker. Call this when a task, or a call of a data source, begins.
 
-    A worker collects garbage after each task, some 30 ms for the objects of the imported modules. Those are taken out
-    of that search, unless the environment variable `MQSTORE_GC_FREEZE` is 0; what was frozen and becomes garbage in a
-    cycle stays. Reading ahead in a second thread ends: Spark runs as many tasks as it has been given processors.
+    A worker collects garbage after each task: some 30 ms for the objects of imported modules. These are exempted,
+    unless the environment variable `MQSTORE_GC_FREEZE` is 0; frozen garbage in cycles stays. Reading ahead in a second
+    thread ends: Spark runs as many tasks as it has processors. Other processes are left alone.
     """
     global _settled
     if len(sys.modules) > _settled and _in_a_worker():
@@ -72,8 +72,8 @@ def settle() -> None:
 
 @contextmanager
 def of_store(path: str) -> Iterator[None]:
-    """Around reading one store of perhaps many: damage is told with the store that it is in, and an error of the system
-    for which `_REMEDIES` has a remedy with that."""
+    """Context around reading one store: errors name it.
+    Damage is reported with the store's path, and an error of the system with its remedy in `_REMEDIES`."""
     try:
         yield
     except CorruptStoreError as error:
@@ -90,7 +90,7 @@ def of_store(path: str) -> Iterator[None]:
 
 
 def warn_once(text: str) -> None:
-    """Log a warning, the same text only once in a process."""
+    """Log a warning. The same text is logged once in a process."""
     if text not in _told:
         _told.add(text)
         _log.warning(text)

@@ -1,8 +1,7 @@
-"""One key or unique key on its way through topics, retries, delays and dead letters of all stores, in time order.
+"""Trace of a key or unique key through topics, retries, delays and dead letters, in time order.
 
-A task looks into one store, and reads every queue, those of the engine too, with the Spark source's option `keys`:
-index files say where to look, and what they do not answer for is searched (`mqstore.jobs.keyindex`). What a
-crash left in no queue is not found; a warning says so.
+A task reads every queue of one store, those of the engine too, with the Spark source's option `keys`
+(`mqstore.jobs.keyindex`). A warning says that records which a crash left in no queue are not found.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mqstore.log.message import Message
 __all__ = ["Hop", "Trace", "trace"]
 
 _MOST: Final = 100_000
-"""Hops of a store: who asks for a key that all messages bear does not want them all."""
+"""Limit of hops in a store. A key that very many messages have is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +53,21 @@ class Hop(Shaped):
     keys: tuple[str, ...]
     tag: str | None
     size: int
-    """Of the record (bytes)."""
+    """Size of the record in bytes."""
     born_ms: int
     attempts: int
-    """How often it was delivered before."""
+    """Number of earlier deliveries."""
     group: str | None
-    """Whose retry or dead letter it is, as its topic says: `group+topic` where it is popped."""
+    """Group of a retry or dead letter, as its topic says: `group+topic` where it is popped."""
     origin_topic: str | None
-    """Where it was sent at first, or will be delivered."""
+    """Topic where it was sent at first, or will be delivered."""
     deliver_ms: int | None
-    """When a delayed one is due."""
+    """Time when a delayed message is due."""
     reason: str | None
-    """Why it was given up."""
+    """Reason of a dead letter."""
     consumed_by: tuple[str, ...]
     waiting_for: tuple[str, ...]
-    """Groups with progress in its queue that are past it, or not."""
+    """Groups with progress in its queue, which have consumed it or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,14 @@ class Trace(Shaped):
 
     key: str
     hops: tuple[Hop, ...]
-    """By time of storing."""
+    """Hops by time of storing."""
 
 
 def trace(stores: Stores | Selection, key: str, **where: Unpack[Where]) -> Trace:
     """Find every copy of the messages with this `key`: one of their keys, or their unique key.
 
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`. A trace goes everywhere. Raises ConfigError for a key that
-    cannot be one, for one that very many messages have, and for a selection that names more than stores.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that
+    very many messages have, and for a selection that names more than stores.
     """
     if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
         raise ConfigError(f"key={key!r} is no key: one word, without spaces")

@@ -1,13 +1,12 @@
-"""How many messages, how large, when.
+"""Number and sizes of messages by time.
 
-A task adds up the records of its slices as arrays (`mqstore.columnar.tally`) and gives back sums of intervals and
-histograms, so its result does not grow with what it read. The driver adds these up.
+A task adds up the records of its slices as arrays (`mqstore.columnar.tally`). The driver adds up their results.
 
-Bodies are never touched: a record's header says its size, and is compared with where it lies and what its unit says;
-checksums are not, unless `verify=true` is among the options.
+Only headers are read, and compared with their place and unit. Checksums are compared if `verify=true` is among the
+options.
 
-Times are those of storing. Sizes are those of bodies as they are stored. Without topics named, messages of users'
-topics are read, and of retry topics: what was delivered before lies there.
+Times are those of storing. Sizes are those of bodies as they are stored. Without named topics, users' topics and retry
+topics are read: messages that were delivered before lie there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["TrafficPoint", "TrafficReport", "TrafficRow", "traffic_report"]
 _BY: Final = ("store", "topic", "queue_id")
 
 Group = tuple[str | None, str | None, int | None]
-"""Store, topic and queue id; None for what is not told apart."""
+"""Store, topic and queue id, None where groups do not differ by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class TrafficRow(Shaped):
     store: str | None
     topic: str | None
     queue_id: int | None
-    """None for what is not told apart."""
+    """None where rows do not differ by it."""
     messages: int
     bytes: int
     rate: float
@@ -51,21 +50,21 @@ class TrafficRow(Shaped):
     """Messages a second in the interval that had most."""
     first_ms: int | None
     last_ms: int | None
-    """When the first interval begins, and the last one ends."""
+    """Beginning of the first interval and end of the last one."""
     size_p50: int | None
     size_p95: int | None
     size_max: int | None
     delay_p50_ms: int | None
     delay_p95_ms: int | None
     delay_max_ms: int | None
-    """From produced to stored; 0 where the producer's clock is ahead."""
+    """Time from produced to stored, 0 where the producer's clock is ahead."""
     retries: int
     """Messages that were delivered before."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficPoint(Shaped):
-    """Figures of messages of one interval that are counted together. Intervals without messages are left out."""
+    """Figures of messages of one interval. Intervals without messages are left out."""
 
     store: str | None
     topic: str | None
@@ -85,9 +84,9 @@ class TrafficReport(Shaped):
     rows: tuple[TrafficRow, ...]
     """Most messages first."""
     series: tuple[TrafficPoint, ...]
-    """By group in the order of `rows`, and by time."""
+    """Points by group in the order of `rows`, then by time."""
     damaged: int
-    """Messages left out, with `onCorrupt` other than `fail`."""
+    """Messages left out, unless `onCorrupt` is `fail`."""
 
 
 def traffic_report(
@@ -98,10 +97,9 @@ def traffic_report(
     by: Sequence[str] = ("topic",),
     **where: Unpack[Where],
 ) -> TrafficReport:
-    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and `by` (of `store`, `topic`, `queue_id`).
-
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError, and what reading raises.
-    """
+    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and by the columns in `by`.
+    `by` has some of `store`, `topic` and `queue_id`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises
+    ConfigError, and what reading raises."""
     try:
         length_ms = interval_ms(interval)
     except ValueError as error:

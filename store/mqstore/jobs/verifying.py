@@ -1,12 +1,12 @@
-"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (format#damage).
+"""Check of one store or many: `MessageStore.verify`, with the logs read by tasks (format#damage).
 
     here         lists the segments of every store, cuts them into ranges
     range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
     index task   an index file: chains, header
     store task   puts the results of a store together (`Verifier.findings`), and does what takes the order of the log
 
-What is found is what `MessageStore.verify` finds; but of a range with more than `max_errors` findings only so many are
-listed, and `unlisted` counts the others. Reads only, takes no lock, and may run beside a writer.
+Findings are those of `MessageStore.verify`, but at most `max_errors` of a range are listed, and `unlisted` counts the
+others. Reads only, takes no lock, and may run beside a writer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from mqstore.log.recovery.report import Finding, Kind
 __all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
 
 MAX_ERRORS = 100
-"""Findings of a range that are listed; of more, only how many."""
+"""Limit of findings of a range that are listed."""
 _TASK_PIECES = 16
-"""Most ranges and index files that a task reads: they are read again when one is lost."""
+"""Most ranges and index files that a task reads, since they are read again when a task is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyFinding(Shaped):
-    """One thing that is not as it should be: `length` bytes at `position` of `file`, a path below the store. Kinds are
-    those of `mqstore verify` (docs/recovery.md)."""
+    """A finding: `length` bytes at `position` of `file`, a path below the store.
+    Kinds are those of `mqstore verify` (docs/recovery.md)."""
 
     store: str
     kind: Kind
@@ -60,20 +60,20 @@ class VerifiedStore(Shaped):
     messages: int
     """Records that verified."""
     bytes: int
-    """Of them."""
+    """Bytes of these records."""
     body_checksum_only: int
-    """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
+    """Records with a checksum of their body alone: altered properties and headers are not noticed."""
     read_again: int
     """Ranges that had to be read again from another place."""
     findings: int
-    """Listed and unlisted."""
+    """Number of findings, listed and unlisted."""
     unlisted: int
     foreign: tuple[str, ...]
-    """What a Java broker keeps there that is not read (`MessageStore.foreign`)."""
+    """Files of a Java broker that are not read (`MessageStore.foreign`)."""
     front: tuple[int, int]
-    """Physical offsets where the log began at first and in the end: retention may move its front meanwhile."""
+    """Physical offsets where the log began at first and in the end, since retention may move its front."""
     error: str | None
-    """Why the store could not be opened or read; None when it could."""
+    """Reason why the store could not be opened or read, else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class VerifyReport(Shaped):
     """Result of `verify`."""
 
     ok: bool
-    """Every store could be read, and nothing was found."""
+    """True if every store could be read, and nothing was found."""
     messages: int
     bytes: int
     stores: tuple[VerifiedStore, ...]
     findings: tuple[VerifyFinding, ...]
-    """Known ones too."""
+    """Listed findings, known ones too."""
 
 
 def verify(
@@ -96,11 +96,9 @@ def verify(
     max_errors: int = MAX_ERRORS,
     **where: Unpack[Where],
 ) -> VerifyReport:
-    """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
-
-    A store that cannot be opened is named in its row, and the others are checked; with a single store the error is
-    raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError.
-    """
+    """Check every record, unit, index entry and JSON file of `stores`, checksums included.
+    Changes nothing. A store that cannot be opened is named in its row, and the others are checked. With a single store
+    the error is raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError."""
     chosen = select(stores)
     check_followed(chosen)
     if max_errors < 1:
@@ -127,7 +125,7 @@ def verify(
 
 
 def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], list[_Found]]:
-    """Return the ranges of the logs and then the index files, and where the results of each store will be."""
+    """Return the ranges of the logs, then the index files, and a place for the results of each store."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
     wholes: list[_Found] = []
@@ -164,7 +162,7 @@ class _Found:
 
     store: StoreName
     end: int | None = None
-    """End of the part of the log that is judged: a writer has put the rest since the ranges were cut."""
+    """End of the part of the log that is judged. A writer has added the rest."""
     front: int = 0
     results: list[RangeResult] = field(default_factory=list)
     of_index: list[Finding] = field(default_factory=list)
@@ -198,7 +196,7 @@ def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
 
 
 def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
-    """Return the whole store, from what is known of its pieces."""
+    """Return the results of a whole store, from those of its pieces."""
     name = whole.store
     if whole.error is None:
         try:

@@ -1,4 +1,4 @@
-"""Small tables about stores, so that metadata is SQL too. Computed in the tasks, a store each."""
+"""Small tables about stores, computed in the tasks, so that metadata is SQL too."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class ViewTable:
 
 
 VIEWS: Final[dict[str, ViewTable]] = {}
-"""The views by name: functions below."""
+"""Views by name, made by the functions below."""
 
 
 def _view(columns: str) -> Callable[[_Rows], _Rows]:
-    """Return a decorator that adds a function to `VIEWS`, with these columns, which are written as in SQL."""
+    """Return a decorator that adds a function to `VIEWS`, with these columns in SQL."""
 
     def add(rows: _Rows) -> _Rows:
         VIEWS[rows.__name__.removeprefix("_")] = ViewTable(dict(each.split() for each in columns.split(", ")), rows)
@@ -62,8 +62,8 @@ def _view(columns: str) -> Callable[[_Rows], _Rows]:
 
 
 def view_stores(options: SourceOptions) -> list[StoreName]:
-    """The stores that a view is of. TopicNotFoundError for a topic or queue that is named and that no store has, as a
-    query of messages has it; of `groups` it may have been deleted, and a group's progress be there still."""
+    """Return the stores of a view. TopicNotFoundError for a named topic or queue that no store has.
+    The view `groups` is exempt: a topic may be deleted, and a group's progress be there still."""
     names = stores_of(options)
     if options.view in _BY_QUEUE and options.fail_on_data_loss:
         wanted = Wanted(options, names)
@@ -76,8 +76,8 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
 
 
 def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
-    """The rows of one store, as a record batch with all columns of the view. None, and a warning, of one that is gone
-    where that is allowed (`failOnDataLoss=false`), else NotAStoreError."""
+    """Return the rows of one store, as a record batch with all columns of the view.
+    A store that is gone is NotAStoreError, or with `failOnDataLoss=false` a warning and None."""
     table = VIEWS[view]
     rows: list[tuple[Any, ...]] = []
     with of_store(store.path):
@@ -124,7 +124,7 @@ def _queues(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
 
 
 def _time_of(store: StoreReader, ref: QueueRef, slots: range) -> datetime | None:
-    """Store time of the first of these, up to a few, that can be read."""
+    """Return the store time of the first of some slots that can be read."""
     for slot in slots[:64]:
         found = store.get(*ref, slot, 1).messages
         if found and found[0].offset == slot:
@@ -181,7 +181,7 @@ def _groups(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
     "next_deliver_timestamp timestamp"
 )
 def _delay(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    """Levels, and a row without one: what waits for a moment of its own."""
+    """Yield a row for each level, and a row without a level for messages with other delays."""
     tables = open_tables(store)
     for level in delay_levels(tables):
         yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)

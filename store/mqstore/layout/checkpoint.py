@@ -20,8 +20,8 @@
        124    4       zero
        128            the file is a page of 4096 bytes; the rest stays zero
 
-The CRC covers the first five fields as well: once a Java broker has changed one of them, the extension no longer
-counts, because the broker may have cut the log below the watermarks.
+The CRC covers the first five fields as well. Once a Java broker has changed one of them, the extension no longer
+counts: the broker may have cut the log below the watermarks.
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ FILE_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The fields of the page. Times are milliseconds since the epoch, 0 = never; offsets are physical offsets.
-
-    `flushed`, `dispatched` and `clean_end` are the extension: all three numbers, or all three None when there is
-    none to trust. Raises ValueError when only some are None.
-    """
+    """Fields of the checkpoint page. Times are ms since the epoch, 0 = never. Offsets are physical.
+    `flushed`, `dispatched` and `clean_end` are the extension: all given, or all None if there is none to trust. Raises
+    ValueError when only some are None."""
 
     physic_msg_timestamp_ms: int = 0
     logics_msg_timestamp_ms: int = 0
@@ -75,9 +73,9 @@ class Checkpoint:
     dispatched: int | None = None
     clean_end: int | None = None
     queues: int | None = None
-    """Which queues there were at the clean close, and where they ended; None: not known."""
+    """Digest of the queues and their ends at a clean close. None if not known."""
     log_start: int | None = None
-    """Physical offset at which the log begins; None: not known."""
+    """Physical offset at which the log begins. None if not known."""
 
     def __post_init__(self) -> None:
         if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):
@@ -85,7 +83,7 @@ class Checkpoint:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """The first 128 bytes of the file. Without an extension its place is zero, which no reader takes for one."""
+    """Return the first 128 bytes of the file. A missing extension is zeros, which no reader accepts."""
     page = bytearray(ENCODED_BYTES)
     _FIELDS.pack_into(
         page,
@@ -117,7 +115,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 
 def decode(data: bytes) -> Checkpoint:
-    """Read a page back; of a short or missing (b"") one, what is not there counts as zero. Never fails."""
+    """Decode a page. Bytes missing at its end count as zero. Never fails."""
     page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
     fields: tuple[int, ...] = _FIELDS.unpack_from(page)
     magic, version, *watermarks = _EXTENSION.unpack_from(page, _EXTENSION_AT)
@@ -132,8 +130,8 @@ def decode(data: bytes) -> Checkpoint:
 
 
 def is_plausible(data: bytes) -> bool:
-    """Return True if `data` can be the beginning of a checkpoint: its fields are there, no time or offset is beyond all
-    bounds, and bytes that nobody uses are zero. A Java broker writes -1 for an offset that it does not know."""
+    """Return True if `data` can be the beginning of a checkpoint.
+    Times and offsets are within bounds, and unused bytes are zero. A Java broker writes -1 for an unknown offset."""
     if len(data) < _FIELDS.size:
         return False
     page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
@@ -148,10 +146,8 @@ def is_plausible(data: bytes) -> bool:
 
 
 def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
-    """The store time (ms) up to which a Java broker's store is surely durable: 3 s before the older mark, at least 0.
-
-    `index_safe` brings the index mark in as well, as `messageIndexSafe` does.
-    """
+    """Return the store time (ms) up to which a Java broker's store is surely durable.
+    It is 3 s before the older mark, at least 0. `index_safe` includes the index mark, as `messageIndexSafe` does."""
     marks = [checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms]
     if index_safe:
         marks.append(checkpoint.index_msg_timestamp_ms)

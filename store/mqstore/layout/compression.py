@@ -1,11 +1,9 @@
-"""Inflating the bodies that producers compressed (format#flags): sysFlag bit 0 says that one is, bits 8-10 say how.
+"""Inflate bodies that producers compressed (format#flags). sysFlag bit 0: compressed. Bits 8-10: how.
 
     bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
 
-The store keeps bodies as they come; only a reader that wants the message's own bytes comes here. zlib is in the
-standard library; the packages `lz4` and `zstandard` are imported when a body needs them.
-What a body claims is never believed: output is bounded, so a small record cannot make a reader allocate the machine's
-memory.
+The store keeps bodies as they come. The packages `lz4` and `zstandard` are imported when a body needs them. Output is
+bounded, so a small record cannot make a reader allocate the machine's memory.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ _ZSTD_SLICE_BYTES: Final = 256
 
 
 class MissingPackageError(MQStoreError, ImportError):
-    """A body is compressed in a way that needs a package which is not installed; `name` is what to install."""
+    """Error for a body whose compression needs the package `name`, which is not installed."""
 
 
 def inflate(sys_flag: int, body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
-    """The message's own bytes; `body` itself when `sys_flag` does not say that it is compressed.
+    """Return the message's own bytes: `body` itself if `sys_flag` does not say that it is compressed.
 
-    Several frames (LZ4, Zstandard) one behind the other are one body; what follows the end of a zlib stream is ignored,
-    as Java's reader does. Raises `FormatError` (field "body", position within it) for bytes of another format, a stream
-    that is cut off, and a result over `max_bytes`, with field "sys_flag" for a compression type nobody has defined;
-    `MissingPackageError` when the package for the format is not there.
+    Consecutive frames (LZ4, Zstandard) are one body. Bytes behind the end of a zlib stream are ignored, as by Java.
+    Raises `FormatError` (field "body", position within it) for another format, a stream that is cut off, and a result
+    over `max_bytes`. The field is "sys_flag" for an unknown type. Raises `MissingPackageError` if the package for the
+    format is missing.
     """
     if not sys_flag & COMPRESSED:
         return body
@@ -102,7 +100,7 @@ def _inflate_frames(
     failure: type[Exception],
     name: str,
 ) -> bytes:
-    """Frames one behind the other; `frame` inflates the first of some bytes: (output, bytes behind it, did it end)."""
+    """Inflate consecutive frames. `frame` inflates the first one: (output, bytes behind it, did it end)."""
     pieces: list[bytes] = []
     size, rest = 0, body
     while rest or not pieces:

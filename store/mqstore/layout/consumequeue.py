@@ -41,8 +41,8 @@ UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tag
 VOID_SIZE: Final = 0x7FFF_FFFF
 VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
 LAST_ADDRESS: Final = -(1 << 31) - 1
-"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`): RocketMQ writes such when it
-is told to, and nobody here reads the files. Any tag may stand behind one."""
+"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`). RocketMQ writes such if it is
+told to. Nobody here reads the files. Any tag may stand behind one."""
 
 
 def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -67,6 +67,6 @@ def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.
 
 
 def is_message(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that point at a record: offset >= 0, size > 0 (format#queue-repair), and not void."""
+    """Mask of the units that point at a record (format#queue-repair): offset >= 0, size > 0, not void."""
     mask: npt.NDArray[np.bool_] = (units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units)
     return mask

@@ -1,18 +1,16 @@
-"""What consume queues and the index need to know of many records, drawn from their bytes in array passes.
+"""Consume-queue units and index entries of many records, made from their bytes in array passes.
 
     record  ->  queue (topic, queue id), slot (queue offset), unit (physical offset, size, tags code)
             ->  the same unit in each light queue that it names: `light_queues`
             ->  index entries: hash of topic#UNIQ_KEY, then of topic#key for each word of KEYS      (format#key-hash)
 
-No unit has a record whose queue is a batch queue, another kind of file that only RocketMQ writes (`batch_topics`, and
-whatever is a whole batch itself).
+A record in a batch queue, a kind of file that only RocketMQ writes, has no unit (`batch_topics`, and whole batches).
 
-What the properties of a record ask for is found by compiled code for many records of the ordinary kind, else by
-`_code` and `_index_hashes`. Arrays have a fixed price, and it would be paid for each message that somebody waits for:
-`few` takes up to eight records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary
-record is left to arrays.
+Compiled code reads the properties of ordinary records, `_code` and `_index_hashes` those of others. Arrays have a fixed
+cost, too high for one message that somebody waits for. So `few` reads up to eight ordinary records with a struct each,
+and gives the same `Output`.
 
-Pure: fed with damaged bytes it gives useless rows, never an error or a read outside the buffer.
+Damaged bytes give useless rows, never an error or a read outside the buffer.
 """
 
 from __future__ import annotations
@@ -73,14 +71,14 @@ __all__ = [
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 LIGHT_PREFIX = "%LMQ%"
-"""Of the names of light queues, as RocketMQ's MQTT gateway makes them by the hundred thousand."""
+"""Prefix of the light queues that RocketMQ's MQTT gateway makes by the hundred thousand."""
 _NEVER_LIGHT = (SCHEDULE_TOPIC, "rmq_sys_wheel_timer")
 _RETRY_PREFIX = "%RETRY%"
 _NUMBER = re.compile("[0-9]{1,18}")
 _LIGHT = INNER_MULTI_DISPATCH.encode()
 
 FEW_RECORDS = 8
-"""Up to so many records one struct at a time is faster than arrays."""
+"""Up to this number of records, one struct at a time is faster than arrays."""
 
 _START = Struct(">ii").unpack_from  # totalSize, magic
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
@@ -96,21 +94,21 @@ _TAGS_CODE, _ROW, _SLOT, _QUEUE_TOPIC, _QUEUE_NUMBER, _QUEUE_END, _QUEUE_FOLLOWS
 
 
 class Listed(NamedTuple):
-    """The records of a stretch that one queue lists, in log order."""
+    """Records of a range of the log that one queue lists, in log order."""
 
     topic: str
     queue_id: int
     rows: _Int64s
-    """Which they are, of `Rows`."""
+    """Indices in `Rows`."""
     queue_offset: _Int64s
     units: npt.NDArray[np.void]
-    """As an array of `UNIT_DTYPE`."""
+    """Array of `UNIT_DTYPE`."""
     follow: bool
     """Their queue offsets are consecutive."""
 
 
 class Output(NamedTuple):
-    """What a stretch of log gives to write: units by queue, then index entries."""
+    """Units by queue and index entries to write for a range of the log."""
 
     queues: Sequence[tuple[str, int, Sequence[int] | _Int64s, bytes]]
     """(topic, queue id, queue offsets, the units of these slots), each in log order."""
@@ -118,19 +116,19 @@ class Output(NamedTuple):
     entry_physical_offset: Sequence[int] | _Int64s
     entry_store_timestamp_ms: Sequence[int] | _Int64s
     last_store_timestamp_ms: int | None
-    """Of the last record; None without one."""
+    """Store time of the last record. None if there is none."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Records in log order, a row each; behind them, in the same order, a row more for each light queue that lists one
-    of them. `entry_*` are index entries in the order of putting; `entry_row` says whose."""
+    """Records in log order, a row each, then a row for each light queue that lists one of them.
+    `entry_*` are index entries in the order of putting. `entry_row` is the row of each entry."""
 
     records: int
-    """Rows that are records. The others repeat theirs but for topic, queue id and queue offset."""
+    """Number of rows that are records. The others repeat one, except for topic, queue id and queue offset."""
     topics: list[str]
     topic: _Int64s
-    """Per row: which of `topics`."""
+    """Index in `topics` for each row."""
     queue_id: _Int32s
     queue_offset: _Int64s
     physical_offset: _Int64s
@@ -142,14 +140,14 @@ class Rows:
     entry_row: _Int64s
     entry_hash: _Int32s
     queues: list[Listed] | None = None
-    """What `listed` returns, if it is known."""
+    """Result of `listed`, if known."""
 
     def __len__(self) -> int:
         return self.records
 
     @property
     def record_bytes(self) -> int:
-        """Of all records."""
+        """Size of all records."""
         return int(self.size[: self.records].sum(dtype=np.int64))
 
     def units(self, rows: _Int64s | slice) -> npt.NDArray[np.void]:
@@ -162,7 +160,7 @@ class Rows:
         return units
 
     def listed(self) -> list[Listed]:
-        """What each queue has of them, in order of topic and queue id."""
+        """Return what each queue lists, in order of topic and queue id."""
         if self.queues is None:
             self.queues = [
                 Listed(topic, queue_id, chosen, slots, self.units(chosen), bool((np.diff(slots) == 1).all()))
@@ -190,13 +188,13 @@ class Rows:
         return groups
 
     def entries(self, start: int = 0) -> tuple[_Int32s, _Int64s, _Int64s]:
-        """Return (key hash, physical offset, store time) of the index entries of records from `start` on in the log."""
+        """Return (key hash, physical offset, store time) of the index entries of records from `start` on."""
         physical = self.physical_offset[self.entry_row]
         wanted = physical >= start
         return self.entry_hash[wanted], physical[wanted], self.store_timestamp_ms[self.entry_row[wanted]]
 
     def output(self) -> Output:
-        """What to write for these records."""
+        """Return what to write for these records."""
         at = self.entry_row
         return Output(
             [(each.topic, each.queue_id, each.queue_offset, each.units.tobytes()) for each in self.listed()],
@@ -214,10 +212,9 @@ def rows_of(
     delay_table_ms: Sequence[int],
     batch_topics: Collection[str] = (),
 ) -> Rows:
-    """Rows for the records of `headers`, all of which must be `ok`; `base` is the physical offset of `buf[0]`.
-
-    `delay_table_ms` holds the milliseconds of each delay level, level 1 first (format#tags-code).
-    """
+    """Return rows for the records of `headers`, which must all be `ok`.
+    `base` is the physical offset of `buf[0]`. `delay_table_ms` holds the milliseconds of each delay level, level 1
+    first (format#tags-code)."""
     view = memoryview(buf)
     topics, topic = topics_of(view, headers)
     columns = None
@@ -284,7 +281,7 @@ def _columns_of(
 
 
 def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics: list[str]) -> _Columns | None:
-    """Return the columns, made by compiled code; None if a record is not of the ordinary kind."""
+    """Return the columns, made by compiled code, or None if a record is not ordinary."""
     assert kernel is not None
     prefixes = np.array([_prefix(name) for name in topics], np.int32)
     empty = run.spares.empty
@@ -311,9 +308,10 @@ def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics:
 
 
 def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str, int, int]]:
-    """(topic, queue id, queue offset) of the queues that list a record besides its own: RocketMQ writes a unit for each
-    name in INNER_MULTI_DISPATCH, with the number that it has put into INNER_MULTI_QUEUE_OFFSET. Such a queue has no
-    records, and a broker no other trace of what is in it. Empty for what the engine's own topics hold.
+    """Return (topic, queue id, queue offset) of the light queues that list a record.
+
+    RocketMQ writes a unit for each name in INNER_MULTI_DISPATCH, with the number in INNER_MULTI_QUEUE_OFFSET. A broker
+    keeps no other trace of what is in such a queue. Empty for records of the engine's own topics.
 
     >>> light_queues("orders", 3, b"INNER_MULTI_DISPATCH\x01%LMQ%a,plain\x02INNER_MULTI_QUEUE_OFFSET\x017,0\x02")
     [('%LMQ%a', 0, 7), ('plain', 3, 0)]
@@ -336,7 +334,7 @@ def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str
 
 
 def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]) -> Rows:
-    """`rows`, and those of the light queues that the records in rows `light` may name."""
+    """Return `rows`, followed by those of the light queues that the records in rows `light` may name."""
     numbers = {name: i for i, name in enumerate(rows.topics)}
     of_row: list[int] = []
     queues: list[tuple[int, int, int]] = []
@@ -371,7 +369,7 @@ def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
 
 
 def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
-    """Distinct topics, and the index of each record's. Bytes that are not UTF-8 become surrogates: no folder's name."""
+    """Return distinct topics and each record's index. Invalid UTF-8 becomes surrogates, no folder's name."""
     known = headers.topics()
     if known is not None:
         return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1].astype(np.int64)
@@ -387,11 +385,12 @@ _LONGEST_DELAY_MS = 10 * 366 * 86_400_000
 def as_kept(
     topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void], *, has_addresses: bool
 ) -> npt.NDArray[np.void]:
-    """`wanted`, the units that the records of a queue ask for, with the tags codes that `found` has for the same
-    records where no record can tell them: an address in a file beside the queue; and a time of delivery that may come
-    from another delay table, for a message keeps the time it was given (delivery#level-crash).
+    """Return `wanted` with those tags codes of `found` that records cannot tell.
 
-    Every table has whole seconds, so a time that is whole seconds off is taken for one; no flipped bit makes such.
+    `wanted` has the units that the same records of a queue ask for. Records cannot tell an address in a file beside the
+    queue. Nor can they tell a delivery time from another delay table: a message keeps its time (delivery#level-crash).
+    Tables have whole seconds, so a difference of whole seconds is taken for another table's. No flipped bit makes such
+    a difference.
     """
     codes = found["tags_code"].astype(np.int64)
     other = (codes <= LAST_ADDRESS) & has_addresses
@@ -409,9 +408,6 @@ def as_kept(
     return kept
 
 
-# --- few ------------------------------------------------------------------------------------------------------------
-
-
 def few(
     buf: ReadableBuffer,
     start: int,
@@ -420,9 +416,8 @@ def few(
     delay_table_ms: Sequence[int],
     batch_topics: Collection[str] = (),
 ) -> Output | None:
-    """What `walk`, `gather` and `rows_of` would give for `[start, end)`, if at most `FEW_RECORDS` records fill it
-    exactly and each is `ok`; None if not, or if one is anything but ordinary. Arguments as of `rows_of`.
-    """
+    """Return the `Output` of at most `FEW_RECORDS` ordinary records that fill `[start, end)`, else None.
+    The result is that of `walk`, `gather` and `rows_of`. Arguments are those of `rows_of`."""
     view = memoryview(buf)
     starts = _chain(view, start, end)
     if starts is None:
@@ -466,7 +461,7 @@ def few(
 
 
 def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[int]) -> int:
-    """The tags code that the unit of the record at `position`, which must be `ok`, bears (format#tags-code)."""
+    """Return the tags code of the unit of the `ok` record at `position` (format#tags-code)."""
     view = memoryview(buf)
     record = _ordinary(view, position)
     if record is None:
@@ -475,7 +470,7 @@ def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[in
 
 
 def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slot: int) -> bool:
-    """Whether the record at `position`, which must be `ok`, says that it is in that slot of a light queue."""
+    """Return True if the `ok` record at `position` says that it is in this slot of a light queue."""
     record = _ordinary(memoryview(buf), position)
     assert record is not None
     own = record[5].decode("utf-8", "surrogateescape")
@@ -483,7 +478,7 @@ def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slo
 
 
 def _chain(view: memoryview, start: int, end: int) -> list[int] | None:
-    """Starts of the records that fill `[start, end)`; None when they are many, or something else lies there."""
+    """Return the starts of at most `FEW_RECORDS` records that fill `[start, end)`, else None."""
     starts: list[int] = []
     last = min(end, len(view)) - MIN_RECORD_BYTES
     while start <= last and len(starts) < FEW_RECORDS:
@@ -496,8 +491,9 @@ def _chain(view: memoryview, start: int, end: int) -> list[int] | None:
 
 
 def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes, bytes] | None:
-    """(size, queue id, queue offset, sysFlag, store time, topic, properties) of the record at `at`, None unless it is
-    what `Headers.ok` calls so. Its magic is V1 or V2, and it is as long as the smallest and within the buffer."""
+    """Return (size, queue id, queue offset, sysFlag, store time, topic, properties) of a record.
+    None unless the record at `at` is what `Headers.ok` means. The caller has checked magic, smallest size and
+    buffer."""
     size, magic = _START(view, at)
     queue_id, _, queue_offset, _, sys_flag = _QUEUE(view, at + QUEUE_ID_AT)
     body = at + body_length_at(sys_flag) + BODY_LENGTH_BYTES
@@ -529,9 +525,6 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
     )
 
 
-# --- one record -----------------------------------------------------------------------------------------------------
-
-
 def _named(properties: bytes) -> dict[bytes, bytes]:
     """Values by name, the last of each name that has one, as readers parse them (format#properties)."""
     found: dict[bytes, bytes] = {}
@@ -543,8 +536,8 @@ def _named(properties: bytes) -> dict[bytes, bytes]:
 
 
 def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Sequence[int]) -> int:
-    """The tags code of a unit: the hash of TAGS, or the time of delivery in the topic of delay levels
-    (format#tags-code). Beyond 64 bits it goes round, for a damaged time may be near the end of all."""
+    """Return a unit's tags code: the hash of TAGS, or a delay level's delivery time (format#tags-code).
+    A time wraps round beyond 64 bits, since a damaged one may be huge."""
     if topic == SCHEDULE_TOPIC:
         level = found.get(b"DELAY", b"")
         if level.isdigit() and len(level) < 10 and int(level) > 0:
@@ -555,7 +548,7 @@ def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Seq
 
 
 def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
-    """Hashes of the index entries of one record (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
+    """Hashes of one record's index entries (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
     wanted = [word for word in (found.get(b"UNIQ_KEY", b""), *found.get(b"KEYS", b"").split(b" ")) if word]
     hashes = [abs(java_hash(key.decode("utf-8", "replace"), _prefix(topic))) for key in wanted]
     return [0 if value > 0x7FFF_FFFF else value for value in hashes]

@@ -1,7 +1,7 @@
 """Many records at once: the bytes of a contiguous batch, built with numpy (format#record).
 
-One record costs a `struct` pack and a join (`record.header_struct`); a batch of a thousand costs a thousandth of a
-handful of array operations each. Both give the same bytes, which the tests hold against each other.
+One record costs a `struct` pack and a join (`record.header_struct`); a record in a batch of a thousand costs a
+thousandth of a few array operations. Both give the same bytes, which the tests hold against each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.voi
 
 
 def lengths_of(bodies: list[Any]) -> tuple[int, int] | None:
-    """The greatest length, in bytes, and the sum of all; None if not all of `bodies` are plain bytes.
+    """Return (greatest length, sum of lengths) in bytes, None if not all `bodies` are plain bytes.
 
     >>> lengths_of([b"ab", b"cde"]), lengths_of([]), lengths_of([b"ab", bytearray()])
     ((3, 5), (0, 0), None)
@@ -103,7 +103,7 @@ def _assembled(
     store_host: bytes,
     checksum: Checksum,
 ) -> npt.NDArray[np.uint8]:
-    """Headers, which lack what says where and when they are stored, bodies and tails as consecutive records."""
+    """Join headers, bodies and tails to records. Sets the fields that say where and when they are stored."""
     count = len(headers)
     starts = np.cumsum(sizes) - sizes
     headers["size"] = sizes

@@ -3,8 +3,8 @@
     IPv4   address  4 bytes | port i32      8 bytes
     IPv6   address 16 bytes | port i32     20 bytes
 
-The port is a full i32, not the two bytes of the network. Which of the two forms a record holds stands in its sysFlag,
-not here. Names are never resolved: a layout module has no network.
+The port is a full i32, not the two bytes of the network. A record's sysFlag says which form it holds. Names are never
+resolved.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOCAL_HOST = bytes((127, 0, 0, 1)) + _PORT.pack(0)
 def encode_host(text: str) -> bytes:
     """`ip:port` as 8 bytes, `[v6]:port` as 20 (format#hosts).
 
-    Raises `InvalidMessageError` (field "host") when the text is neither, names a host instead of an address, carries a
-    zone (`%eth0`, for which there is no room), or when the port is not 0..65535.
+    Raises `InvalidMessageError` (field "host") if the text is neither, or if the port is not 0..65535, also for a name
+    instead of an address, and for a zone (`%eth0`), for which there is no room.
 
     >>> encode_host("192.168.1.10:10911").hex()
     'c0a8010a00002a9f'
@@ -50,7 +50,7 @@ def encode_host(text: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def decode_host(data: bytes) -> str:
-    """The text of an encoded host; whatever the i32 port holds is printed as it is.
+    """Return the text of an encoded host. Any number in the i32 port is printed as it is.
 
     Raises `FormatError` (field "host") when `data` is neither 8 nor 20 bytes long.
 

@@ -15,9 +15,8 @@
            12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
            16  4 i32 prevEntry        the next older entry of the chain, 0 = end
 
-Entry e lies at 40 + 4 slots + 20 e; entry 0 is never used. Nothing in a file tells how many slots it has: the manifest
-does, or a guess from the length. This module knows no key and no record: it stores hashes, and what a query returns may
-belong to another key of equal hash. Hits are to be compared with the record.
+Entry e lies at 40 + 4 slots + 20 e. Nothing in a file tells how many slots it has: the manifest does, or a guess from
+the length.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of our
 
 
 class IndexHeader(NamedTuple):
-    """The first 40 bytes. Times are store times in ms; `next_entry` is at least 1 once decoded from a sane file."""
+    """The first 40 bytes of an index file. Times are store times in ms."""
 
     begin_timestamp_ms: int = 0
     end_timestamp_ms: int = 0
@@ -92,12 +91,11 @@ class IndexHeader(NamedTuple):
     next_entry: int = 1
 
     def encode(self) -> bytes:
-        """The 40 bytes."""
         return _HEADER.pack(*self)
 
     @classmethod
     def decode(cls, buf: ReadableBuffer) -> IndexHeader:
-        """Read the first 40 bytes of `buf`; an indexCount of 0 reads as 1. FormatError when `buf` is shorter."""
+        """Read the first 40 bytes of `buf`. An indexCount of 0 reads as 1. FormatError if `buf` is shorter."""
         with memoryview(buf) as view:
             if view.nbytes < HEADER_BYTES:
                 raise FormatError(f"an index file has at least {HEADER_BYTES} bytes, not {view.nbytes}", "header", 0)
@@ -107,7 +105,7 @@ class IndexHeader(NamedTuple):
 
 
 class IndexProblem(NamedTuple):
-    """Something wrong in an index file: `position` in bytes from its start, `field` that was being looked at."""
+    """A fault in an index file: `position` in bytes from its start, and the `field` that was examined."""
 
     position: int
     field: str
@@ -124,9 +122,10 @@ def file_bytes(slots: int, entries: int) -> int:
 
 
 def slots_entries_from_length(length: int) -> tuple[int, int] | None:
-    """The shape that a file of `length` bytes has if it was made with four entries a slot; None if it can't have been.
+    """Return the (slots, entries) of a file of `length` bytes, None if no shape fits.
 
-    A guess for stores without a manifest (format#sizes): other shapes may have the same length.
+    A guess for stores without a manifest (format#sizes): it assumes four entries a slot. Other shapes may have the same
+    length.
 
     >>> slots_entries_from_length(420_000_040)
     (5000000, 20000000)
@@ -152,21 +151,20 @@ def put_entries(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> int:
-    """Put entries in the order given until the file is full; returns how many went in (format#index-put).
+    """Put entries in order until the file is full, and return how many went in (format#index-put).
 
-    `buf` is the whole file, writable; the three sequences have the same length. The bytes are those of single puts one
-    after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file. Who calls leaves
-    out what is in the file already (physical offsets below endPhyOffset).
+    `buf` is the whole file, writable. The three sequences have the same length. The caller leaves out entries that the
+    file has already (physical offsets below endPhyOffset). The bytes are those of single puts, except that entry 1 gets
+    timeDiff 0 instead of one relative to another file.
 
-    Entries are stored before the header that counts them, and that before the slots, with a fence between: a reader
-    that takes slot, header and entry in this order never meets a number that is not there yet. If a signal handler
-    raises in between, header and slots are put back, so that the caller can put the same entries again. If it raises
-    behind compiled code, which cannot be interrupted, all are in: the header says so. Header and slots are assigned
-    whole: `pack_into` clears what it will write to, and a reader in another process that looked in between would find
-    no entry at all.
+    Entries are stored before the header that counts them, and the header before the slots, with a fence between. So a
+    reader that takes slot, header and entry in this order never meets a number that is not there yet. Header and slots
+    are assigned whole: `pack_into` clears its target first, and a reader in another process could find no entry at all.
+    If a signal handler raises in between, header and slots are put back, so that the caller can put the same entries
+    again. If it raises behind compiled code, which cannot be interrupted, all entries are in and the header says so.
 
-    Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
-    indexCount no file of this shape has; nothing was written then.
+    Raises ValueError for a negative hash or unequal lengths. Raises FormatError for a short buffer or an indexCount
+    that no file of this shape has. Nothing was written then.
     """
     with memoryview(buf) as view:
         _check_length(view, slots, entries)
@@ -193,7 +191,7 @@ def _put_each(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> None:
-    """As `put_entries`, of at least one entry, and no more than fit."""
+    """Put at least one entry, and no more than fit, in the manner of `put_entries`."""
     rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
     if any(not 0 <= key_hash <= _MAX_I32 for key_hash, _, _ in rows):
         raise ValueError("a key hash must be within 0..2147483647")
@@ -247,18 +245,18 @@ def _link(view: memoryview, numbers: Mapping[int, int]) -> None:
 
 
 def _wrapped(value: int) -> int:
-    """A counter that damage set next to the limit goes round as Java's does."""
+    """Wrap a counter that damage set next to the limit, as Java does."""
     return (value + 0x8000_0000) % 0x1_0000_0000 - 0x8000_0000
 
 
 def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
-    """Physical offsets of up to `limit` entries with this hash and a time in `[begin_ms, end_ms]`, newest first.
+    """Return physical offsets of entries with this hash and a time in `[begin_ms, end_ms]`, newest first.
 
-    An entry knows its time to the second only, so up to 999 ms before `begin_ms` are taken in too: compare topic,
-    key and store time with the record. Which files to ask, by begin and end of their headers, is for the caller.
+    At most `limit` entries. An entry knows its time to the second, so up to 999 ms before `begin_ms` are included.
+    Compare topic, key and store time with the record. The caller chooses files by begin and end of their headers.
 
     A chain ends at 0, at a number that was not given out, at an entry older than `begin_ms`, and where it does not lead
-    to an older entry; so it ends in any file, however damaged. FormatError if `buf` is shorter than header and slots.
+    to an older entry. So it ends in any file, however damaged. FormatError if `buf` is shorter than header and slots.
     """
     with memoryview(buf) as view:
         table = HEADER_BYTES + SLOT_BYTES * slots
@@ -292,12 +290,12 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
 
 
 def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProblem]:
-    """What is wrong in a whole index file; an empty list for one written by the rules, by Java's engine or by ours.
+    """Return the faults of a whole index file, an empty list for one that Java's engine or ours wrote.
 
-    Looked at: the length, the header against the entries it counts, and whether every slot and entry leads where it
-    should, to an older entry of the same slot. Of each kind of problem the first is reported, with how many there are.
-    Whether the records that entries point at exist, have that key and were stored at those times is for the caller to
-    find out; nor are the header's two times compared with each other, since clocks step back.
+    Checked are the length, and the header against the entries that it counts. Each slot and entry must lead to an older
+    entry of the same slot. The first fault of each kind is reported, with their number.
+
+    Not checked are the records that entries point at, and the header's two times, since clocks step back.
     """
     with memoryview(buf) as view:
         length = view.nbytes

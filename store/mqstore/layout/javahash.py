@@ -1,9 +1,9 @@
-"""Java's `String.hashCode`, the hash behind tags codes and index slots: of one string, or of many at once.
+"""Java's `String.hashCode`, the hash behind tags codes and index slots, of one string or of many.
 
     h = 0;  h = h * 31 + unit   for each UTF-16 code unit, in wrapping 32-bit arithmetic, read as signed
 
 A character outside the BMP counts as its two surrogates. The hash of `a + b` is the hash of `b` started from the hash
-of `a`, so a prefix that many strings share ("topic#") is hashed once and handed in as `initial`.
+of `a`. So a prefix that many strings share ("topic#") is hashed once and handed in as `initial`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def java_hash(text: str, initial: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def tag_hash(tags: str) -> int:
-    """`java_hash` of a TAGS string, remembered: tags are few and come back with every message (format#tags-code)."""
+    """Return `java_hash` of a TAGS string, cached: tags are few and repeat (format#tags-code)."""
     return java_hash(tags)
 
 
@@ -70,7 +70,7 @@ def java_hash_many(
     """The hashes of many UTF-8 strings, int32, in the order given.
 
     String i is the `sizes[i]` bytes from `starts[i]` of `data`; they may overlap, in any order. Each counts as the
-    string Java would make of it, that is UTF-8 decoded with replacement; those that are not plain ASCII are decoded and
+    string that Java would make of it: UTF-8 decoded with replacement. Those that are not plain ASCII are decoded and
     hashed one by one. Raises ValueError for one that does not lie inside the array.
     """
     row_starts = np.asarray(starts, dtype=np.int64)

@@ -19,7 +19,7 @@ _OFFSET = struct.Struct(">q")
 
 
 class MessageId(NamedTuple):
-    """What a message id says: `host` as `ip:port` or `[v6]:port`, and the physical offset in that host's log."""
+    """A decoded message id: `host` as `ip:port` or `[v6]:port`, and the physical offset in its log."""
 
     host: str
     physical_offset: int
@@ -46,7 +46,7 @@ def encode_message_id(store_host: bytes, physical_offset: int) -> str:
 
 
 def decode_message_id(text: str) -> MessageId:
-    """Read an id back; hex digits of either case. Raises `FormatError` for anything that is not 32 or 56 hex digits.
+    """Decode 32 or 56 hex digits of either case. Raises `FormatError` for any other text.
 
     >>> decode_message_id("c0a8010a00002a9f0000000000000400")
     MessageId(host='192.168.1.10:10911', physical_offset=1024)

@@ -1,10 +1,9 @@
-"""The `name 01 value 02` pairs of many records' properties, found together in a few array passes (format#properties).
+"""The `name 01 value 02` pairs in the properties of many records, found in a few array passes.
 
 The properties of all records are laid end to end, each closed by an 02, so that every pair of every record ends at an
-02. What is a pair and what is junk follows the parse rule of `decode_properties`; nothing here makes a Python object
-per record. Columnar readers draw their columns from it.
+02. Pairs are told from junk as `decode_properties` does (format#properties), but without a Python object per record.
 
-Pure: fed with damaged bytes it finds useless pairs, never reads outside the data.
+Damaged bytes give useless pairs, never a read outside the data.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NONE = np.zeros((4, 0), np.int64)
 
 
 def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
-    """Where pairs start, their separators, and where they end."""
+    """Return the starts, separators and ends of the pairs."""
     ends = np.flatnonzero(data == 2)
     starts = np.empty_like(ends)
     starts[:1] = 0
@@ -43,8 +42,9 @@ def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
 class Pairs:
     """Pairs of many blobs, in their order. All attributes are arrays with an element a pair.
 
-    `blob`: which blob it is in. `start`, `name_size`: of the name in `data`; `value`, `value_size`: of the value.
-    `distinct`: no blob has a name twice, and all are ASCII; False: it is not so, or nobody has looked.
+    `blob`: which blob it is in. `start` and `name_size` are those of the name in `data`, `value` and `value_size` those
+    of the value. `distinct` is True if no blob has a name twice, and all are ASCII. It is also False if nobody has
+    looked.
 
     >>> pairs = Pairs.of([b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2", b"", b"TAGS\\x01b\\x02TAGS\\x01c\\x02"])
     >>> pairs.blob.tolist(), pairs.value_size.tolist(), pairs.named(b"TAGS").tolist()
@@ -52,8 +52,9 @@ class Pairs:
     """
 
     def __init__(self, data: npt.NDArray[np.uint8], blob_ends: _Int64s) -> None:
-        """`blob_ends`: positions in `data` of the 02 that closes each blob, ascending. A blob may have one of its own
-        before that. The last of them closes `data`."""
+        """Find the pairs in `data`.
+        `blob_ends` are the ascending positions in `data` of the 02 that closes each blob. The last one closes `data`. A
+        blob may have an 02 of its own before that."""
         self.data = data
         self._blob_ends = blob_ends
         if kernel is not None:

@@ -1,12 +1,11 @@
-"""Message properties: their names (format#property-names), their bytes, and the CRC tail that may close them.
+"""Message properties: names (format#property-names), bytes, and the CRC tail that may close them.
 
     name 0x01 value 0x02   name 0x01 value 0x02   ...          UTF-8, no escaping, at most 32767 bytes together
 
     CRC tail, the last 20 bytes of such a record:
     5F 5F 43 52 43 33 32 23 "__CRC32#" | 01 | ten ASCII digits, LEAST significant first | 02
 
-The names are RocketMQ's (`MessageConst`). What they mean is the business of the rooms above; here they are spelled,
-so that nobody spells them twice.
+The names are RocketMQ's (`MessageConst`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final
 
 from mqstore.errors import FormatError, InvalidMessageError
 
-# --- names (3) ------------------------------------------------------------------------------------------------------
+# --- names (format#property-names) ------------------------------------------------------------------------------------
 
 KEYS: Final = "KEYS"
 TAGS: Final = "TAGS"
@@ -83,14 +82,14 @@ PROPERTY_FORWARD_QUEUE_ID: Final = "PROPERTY_FORWARD_QUEUE_ID"
 DLQ_REASON: Final = "dlq_reason"  # the one name that is ours: why a message was dead-lettered
 
 RESERVED: Final = frozenset(value for name, value in [*globals().items()] if name.isupper() and isinstance(value, str))
-"""All of the above."""
+"""All names above."""
 
 # Properties of this prefix ride with a request and must not be stored.
 TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a user property may not have this name: it is one of section 3 or begins with `TRANSIENT_PREFIX`."""
+    """Return True for a name that no user property may have: reserved, or with `TRANSIENT_PREFIX`."""
     return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
 
 
@@ -102,10 +101,10 @@ MAX_PROPERTIES_BYTES: Final = 32767  # propertiesLength is a signed i16
 
 
 def encode_properties(properties: Mapping[str, str | None]) -> bytes:
-    """The stored bytes, pairs in the order of the mapping, each closed by 0x02; a pair whose value is None is left out.
+    """Return the stored bytes: pairs in the order of the mapping, without those whose value is None.
 
-    Raises `InvalidMessageError` (field "properties") for an empty name or value, for 0x01 or 0x02 inside either (there
-    is no escaping: they would be lost or split on reading), for text that UTF-8 cannot hold, and beyond 32767 bytes.
+    Raises `InvalidMessageError` (field "properties") for an empty name or value, and for 0x01 or 0x02 in either, since
+    there is no escaping. It also raises it for text that UTF-8 cannot hold, and beyond 32767 bytes.
 
     >>> encode_properties({"TAGS": "a", "WAIT": None})
     b'TAGS\\x01a\\x02'
@@ -131,10 +130,10 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
 
 
 def decode_properties(data: bytes) -> dict[str, str]:
-    """Read properties as leniently as RocketMQ does (format#properties); never fails.
+    """Decode properties as leniently as RocketMQ does (format#properties). Never fails.
 
-    A piece without a name, without a value or without 0x01 is passed over, the first 0x01 of a piece is the one that
-    separates, the last of several equal names wins, bytes that are not UTF-8 become U+FFFD.
+    A piece without a name, without a value or without 0x01 is passed over. The first 0x01 of a piece separates. The
+    last of several equal names wins. Bytes that are not UTF-8 become U+FFFD.
 
     >>> decode_properties(b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2")
     {'TAGS': 'a', 'KEYS': 'k1 k2'}
@@ -180,10 +179,9 @@ def decode_crc_tail(properties: bytes) -> int | None:
 
 
 def reserve_crc_tail(properties: bytes) -> bytes:
-    """`properties` with 20 bytes of room for the tail; a `__CRC32#` that came in is removed, a missing 0x02 inserted.
-
-    Raises `InvalidMessageError` (field "properties") when tail and properties exceed 32767 bytes together.
-    """
+    """Return `properties` with 20 bytes of room for the CRC tail.
+    A `__CRC32#` that came in is removed, a missing 0x02 inserted. Raises `InvalidMessageError` (field "properties")
+    when tail and properties exceed 32767 bytes together."""
     if _TAIL_START in properties:
         kept = [piece for piece in properties.split(PAIR_END) if not piece.startswith(_TAIL_START)]
         properties = PAIR_END.join(kept)
@@ -199,5 +197,5 @@ def reserve_crc_tail(properties: bytes) -> bytes:
 
 
 def append_crc_tail(record: bytearray) -> None:
-    """Fill the reserved last 20 bytes of a finished `record`: CRC-32 of all bytes before them, sign bit cleared."""
+    """Fill the reserved last 20 bytes of `record` with the CRC-32 of all bytes before, sign bit cleared."""
     record[-CRC_TAIL_BYTES:] = encode_crc_tail(zlib.crc32(memoryview(record)[:-CRC_TAIL_BYTES]) & 0x7FFF_FFFF)

@@ -1,4 +1,4 @@
-"""The commitlog record: encode, decode, check (format#record). One at a time; many at once is `scan`.
+"""The commitlog record: encode, decode, check (format#record). Module `scan` takes many at once.
 
     #  field                      size  offset (IPv4/IPv4)
     1  totalSize                  i32     0   length of the whole record
@@ -24,7 +24,7 @@
 
 Checksum `crc32-body` (profile rocketmq): crc32(body) with the sign bit cleared, 0 for an empty body.
 Checksum `crc32c-record` (profile mqstore): crc32c over all totalSize bytes, with bytes 8..11 taken as zero.
-Which of the two a store uses stands in its manifest, never in a record; nor does a record know which segment it is in.
+The manifest says which of the two a store uses. Neither that nor the segment stands in a record.
 """
 
 from __future__ import annotations
@@ -134,28 +134,24 @@ _HEADS: Final = tuple(_head(born, store) for store in (IPV4_BYTES, IPV6_BYTES) f
 
 
 def header_struct(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
-    """Fields 1 to 15 of a record whose encoded hosts have these lengths (8 or 20 bytes): all before the body.
-
-    For callers that pack many records of one shape; `encode_record` checks its arguments, this does not.
-    """
+    """Return the struct of fields 1 to 15, all before the body, for hosts of these lengths (8 or 20).
+    For callers that pack many records of one shape. Unlike `encode_record` it checks no arguments."""
     return _HEADS[(born_host_bytes == IPV6_BYTES) + 2 * (store_host_bytes == IPV6_BYTES)]
 
 
 def store_timestamp_at(sys_flag: int) -> int:
-    """Where storeTimestamp lies, counted from the start of a record with this sysFlag."""
+    """Return the position of storeTimestamp in a record with this sysFlag."""
     return STORE_TIMESTAMP_AT_V4 + (IPV6_EXTRA if sys_flag & BORN_HOST_V6 else 0)
 
 
 def body_length_at(sys_flag: int) -> int:
-    """Where bodyLength lies, counted from the start of a record with this sysFlag; the body follows it."""
+    """Return the position of bodyLength in a record with this sysFlag. The body follows it."""
     return _HEADS[sys_flag >> 4 & 3].size - BODY_LENGTH_BYTES
 
 
 class Record(NamedTuple):
-    """The fields of one record as they are stored: `body` maybe compressed, hosts and properties still encoded.
-
-    `topic_bytes` is what the record holds; a name that is not UTF-8 can only be told by them (format#names).
-    """
+    """Fields of a record as stored: the body maybe compressed, hosts and properties encoded.
+    Names that are not UTF-8 can only be told by `topic_bytes` (format#names)."""
 
     total_size: int
     magic: int
@@ -177,12 +173,12 @@ class Record(NamedTuple):
 
     @property
     def topic(self) -> str:
-        """The topic as text; bytes that are not UTF-8 become U+FFFD."""
+        """Topic as text. Bytes that are not UTF-8 become U+FFFD."""
         return self.topic_bytes.decode("utf-8", "replace")
 
     @property
     def properties(self) -> dict[str, str]:
-        """The properties by the lenient rule of format#properties, decoded anew at each call."""
+        """Properties by the lenient rule of format#properties, decoded at each call."""
         return decode_properties(self.properties_bytes)
 
     @property
@@ -197,7 +193,7 @@ class Record(NamedTuple):
 def record_bytes(
     *, body_bytes: int, topic_bytes: int, properties_bytes: int, born_host_bytes: int = 8, store_host_bytes: int = 8
 ) -> int:
-    """The totalSize of a record of these lengths; `properties_bytes` counts the CRC tail if there will be one."""
+    """Return the totalSize of a record of these lengths. `properties_bytes` includes any CRC tail."""
     topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
     hosts_bytes = born_host_bytes + store_host_bytes
     fixed_bytes = BODY_AT_V4 - 2 * IPV4_BYTES + PROPERTIES_LENGTH_BYTES
@@ -226,12 +222,12 @@ def encode_record(
     """One record, ready to be written at `physical_offset` (format#record).
 
     `properties` and the hosts are encoded already (`encode_properties`, `encode_host`). V1 up to 127 topic bytes, V2
-    above. The two host bits of `sys_flag` are set to what the hosts are; all others are kept. `crc_tail` appends the
+    above. The two host bits of `sys_flag` are set to what the hosts are. All others are kept. `crc_tail` appends the
     `__CRC32#` property, which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
 
-    Raises `InvalidMessageError`, whose `field` is the argument at fault, for an empty topic or one over 255 bytes,
-    properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked where
-    messages come in, not here.
+    Raises `InvalidMessageError`, whose `field` is the argument at fault. Reasons are an empty topic or one over 255
+    bytes, properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked
+    where messages come in, not here.
     """
     topic_data = topic.encode("utf-8") if isinstance(topic, str) else topic
     topic_size = len(topic_data)
@@ -275,7 +271,7 @@ def encode_record(
 
 
 def encode_blank(size: int) -> bytes:
-    """The 8 defined bytes of a BLANK that fills the last `size` bytes (at least 8) of a segment (format#blank).
+    """Return the 8 defined bytes of a BLANK that fills the last `size` bytes of a segment (format#blank).
 
     >>> encode_blank(100).hex()
     '00000064cbd43194'
@@ -294,7 +290,7 @@ _HOST_BITS: Final = {
 
 
 def host_bits(born_host: bytes, store_host: bytes) -> int:
-    """The sysFlag bits that these two encoded hosts demand. InvalidMessageError for one of another length."""
+    """Return the sysFlag bits for two encoded hosts. InvalidMessageError if a length is wrong."""
     bits = _HOST_BITS.get((len(born_host), len(store_host)))
     if bits is None:
         field, host = ("born_host", born_host)
@@ -305,7 +301,7 @@ def host_bits(born_host: bytes, store_host: bytes) -> int:
 
 
 def _unfit(values: tuple[object, ...], error: struct.error) -> InvalidMessageError:
-    """Which of the head's values `struct` did not take."""
+    """Return an error that names the first value that `struct` did not take."""
     for (field, code), value in zip(HEADER_FIELDS, values, strict=True):
         if code != "s":
             try:
@@ -332,7 +328,7 @@ class _Shape(NamedTuple):
 
 
 def _measure(view: memoryview, position: int, end: int) -> _Shape:
-    """Follow the lengths inside the record at `position`, never beyond `end`; FormatError names the first wrong one."""
+    """Follow the lengths in the record at `position`, up to `end`. FormatError names the first wrong one."""
     available = end - position
     if available < MIN_RECORD_BYTES:
         raise FormatError(f"{available} bytes are left, no record is that short", "total_size", position)
@@ -394,11 +390,11 @@ def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None =
 
 
 class Check(NamedTuple):
-    """What lies at a position of the log (format#verifies).
+    """Kind and size of what lies at a position of the log (format#verifies).
 
-    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size`: bytes to
-    the next position for "ok" and "blank"; for "bad" the record's claim when it can be believed (magic and lengths
-    fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
+    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size` is the
+    number of bytes to the next position for "ok" and "blank". For "bad" it is the record's claim if it can be believed
+    (magic and lengths fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
     """
 
     status: Literal["ok", "blank", "bad"]
@@ -408,12 +404,13 @@ class Check(NamedTuple):
 
 
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
-    """Whether a record, or the BLANK that ends the segment, stands at `buf[position]`. Raises nothing.
+    """Check for a record, or the BLANK that ends the segment, at `buf[position]`. Raises nothing.
 
-    `limit` is the index in `buf` of the segment's end; when `buf` ends earlier, only what it holds is looked at.
+    `limit` is the index in `buf` of the segment's end. If `buf` ends earlier, only what it holds is looked at.
     `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
-    offset (a stale one from a recycled file must not come back), no length may be negative, the topic may not be empty,
-    the checksum is the profile's, a `__CRC32#` tail must fit when there is one, and a BLANK must end with its segment.
+    offset: a stale one from a recycled file must not come back. No length may be negative, and the topic may not be
+    empty. The checksum is the profile's. A `__CRC32#` tail must fit if there is one, and a BLANK must end with its
+    segment.
     """
     if kernel is not None and checksum == "crc32c-record":
         size = kernel.record_holds(buf, position, limit, physical_offset)
@@ -472,10 +469,8 @@ _NUMBER: Final = re.compile(r"[+-]?[0-9]+")
 
 
 def unreadable_number(topic: bytes, properties: bytes) -> str:
-    """What keeps RocketMQ from dispatching a record of these properties (format#verifies), "" if nothing does.
-
-    DELAY must be a number in the schedule topic, INNER_NUM and INNER_BASE must be numbers wherever they stand.
-    """
+    """Return why RocketMQ cannot dispatch a record of these properties, "" if it can (format#verifies).
+    DELAY must be a number in the schedule topic, INNER_NUM and INNER_BASE must be numbers wherever they stand."""
     if topic != _SCHEDULE_TOPIC and b"INNER_" not in properties:
         return ""  # all ordinary records: no need to take the properties apart
     values = decode_properties(properties)
@@ -504,7 +499,7 @@ def _record_checksum(view: memoryview, position: int, size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _checksum_start(total_size: int, magic: int) -> int:
-    """The state of crc32c behind the checksum field, taken as zero: it depends on the first two fields alone."""
+    """Return crc32c behind the checksum field, taken as zero. It depends on the first two fields alone."""
     return crc32c.crc32c(_START.pack(total_size, magic, 0))
 
 

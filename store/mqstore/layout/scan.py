@@ -1,15 +1,13 @@
 """Many records at once: walk, read and verify a stretch of commitlog with numpy (format#record).
 
-The speed centre of recovery, dispatch, verification and columnar reads. `record` knows one record in full; this module
-knows thousands of them by their fixed fields and lengths, and never makes a Python object per record where it can avoid
-it. It knows no file, segment or store: positions are relative to the buffer that was passed in, and what lies at a
-physical offset is the caller's sum. The byte table is that of `record`, and so are all constants.
+The speed centre of recovery, dispatch, verification and columnar reads: it makes no Python object per record where it
+can avoid it. Positions are relative to the buffer. The byte table and all constants are those of `record`.
 
     read_run     consecutive records that verify: the next four, in one pass where there are compiled parts
     walk         starts of consecutive records, by following totalSize
     gather       their fields as arrays, each made when first asked for
-    topic_is     whether they bear a topic
-    verify       whether their checksums hold (format#crc-tail, format#checksum)
+    topic_is     which of them have a topic
+    verify       which checksums hold (format#crc-tail, format#checksum)
     find_next    the next record that verifies, wherever it starts: resynchronisation behind damage (format#opening)
     content_end  where the zeros begin in which a file ends
 
@@ -17,7 +15,7 @@ Everything here is fed damaged bytes on purpose. Nothing reads outside the buffe
 compared with the room there is, and every loop moves forward by at least the smallest record.
 
 Strided arrays over the buffer are used freely: `ndarray((n,), dtype, buffer, position, (stride,))` reads a field of n
-records `stride` bytes apart, and with stride 1 "the value at any position", which indexing by positions then gathers.
+records `stride` bytes apart. With stride 1 it is "the value at any position", which indexing by positions then gathers.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
 _HEAD: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
-"""Of records with two IPv4 hosts, whose fields lie at fixed positions."""
+"""Header of records with two IPv4 hosts, whose fields lie at fixed positions."""
 _HEAD_BYTES: Final = _HEAD.itemsize
 _PLACES: Final = dict(_HEAD.fields or {})
 
@@ -81,8 +79,7 @@ _POSITION, _QUEUE_OFFSET, _STORE_TIMESTAMP, _PROPERTIES, _PROPERTIES_SIZE, _TOPI
 _INT_ROWS: Final = 5
 _SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
 ROW_SPACE: Final = 72
-"""Items left free behind each row of such a table: rows that begin powers of two apart would meet in one line of the
-cache."""
+"""Items left free behind each row, since rows that begin powers of two apart share a line of the cache."""
 
 
 def _bytes_of(buf: ReadableBuffer) -> memoryview:
@@ -94,9 +91,9 @@ def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = No
     """Follow the chain of records that starts at `start` and stays within `end`.
 
     Returns `(positions, stop)`: int64 starts of the records, and the position behind the last of them. A record counts
-    if its magic is V1 or V2 and its totalSize is at least the smallest possible and does not cross `end`; nothing else
+    if its magic is V1 or V2, and its totalSize is at least the smallest possible and does not cross `end`. Nothing else
     is looked at. So `stop` is where a BLANK, zeros, damage or `end` lies, or the next record when `max_records` cut the
-    walk short. Section 9.2 rows 1 to 4.
+    walk short.
 
     ValueError if the range does not lie within the buffer.
     """
@@ -134,14 +131,14 @@ def read_run(
     met: int = 0,
     spares: Spares | None = None,
 ) -> tuple[Headers, int, int]:
-    """The records that follow each other from `start` on, begin before `stop`, and verify, at most `limit`.
+    """Return the headers of consecutive records from `start` on that verify and begin before `stop`.
 
-    `base` is the physical offset of byte 0 of `buf`: where a record says it lies, there it has to lie. It is asked
-    all of format#verifies, except for the numbers in properties, and with `checksums` False except for the checksums.
-    Returns their headers; where the last one ends, which is where one that does not verify begins if they are fewer
-    than `limit`; and how far the pages of the buffer, a mapping, have been brought in, which the next call is given as
-    `met`.
-    `spares`: of who reads stretch after stretch.
+    At most `limit` records. `base` is the physical offset of byte 0 of `buf`: a record must lie where it says it lies.
+    All of format#verifies is checked except for numbers in properties, and for checksums if `checksums` is False.
+
+    Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, one that does not
+    verify, or `stop`, comes next. `met` is how far the pages of the buffer, a mapping, have been brought in: pass it to
+    the next call. `spares` is for callers that read range after range.
     """
     view = _bytes_of(buf)
     if kernel is None:
@@ -173,7 +170,7 @@ def read_run(
 def _read_run(
     view: memoryview, start: int, stop: int, base: int, checksum: Checksum, limit: int, *, checksums: bool
 ) -> tuple[Headers, int]:
-    """As `read_run`, step by step."""
+    """Read a run step by step, as `read_run` does without compiled code."""
     positions, end = walk(view, start, len(view), limit)
     if len(positions) and positions[-1] >= stop:
         inside = int(np.searchsorted(positions, stop))
@@ -192,7 +189,7 @@ def _read_run(
 
 
 def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int64s, _Int64s]:
-    """Positions in `[start, stop)`, ascending, where a magic and a possible size stand, and where these records end."""
+    """Return ascending starts in `[start, stop)` with a magic and a possible size, and the claimed ends."""
     stop = min(stop, end - MIN_RECORD_BYTES + 1)
     if stop <= start:
         return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -218,7 +215,7 @@ def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
 
 
 def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
-    """The big-endian integers at `positions`, in native order; IndexError if one lies outside the buffer."""
+    """Read the big-endian integers at `positions`, in native order. IndexError if one is outside."""
     kind = np.dtype(dtype)
     everywhere: npt.NDArray[np.signedinteger] = np.ndarray(
         (max(0, len(view) - kind.itemsize + 1),), kind, view, 0, (1,)
@@ -227,14 +224,14 @@ def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.N
 
 
 class Run(NamedTuple):
-    """What `kernel.sweep` has told of consecutive records, all of them ok: tables with a column a record, more than
-    there are records, and how many distinct topics it met."""
+    """Tables that `kernel.sweep` fills for consecutive records, all of them ok.
+    A record has a column, and there are more columns than records. `topics` is the number of distinct topics."""
 
     longs: _Int64s
     ints: _Int32s
     topics: int
     spares: Spares
-    """For what is made of them."""
+    """Memory for arrays that are made of the tables."""
 
 
 _Number = TypeVar("_Number", np.int32, np.int64)
@@ -249,12 +246,12 @@ class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
     `positions` are the record starts (int64, bytes from the start of the buffer). Columns are native-endian, int32 or
-    int64 as in the record; those of body, topic and properties, positions and sizes in bytes, are int64. Do not write
-    to them.
+    int64 as in the record. Positions and sizes of body, topic and properties are in bytes, as int64. Do not write to
+    them.
 
     `ok` says whether the magic is V1 or V2, the record lies within the buffer, its topic is not empty and its inner
-    lengths add up to its size (9.2 rows 2, 4, 5, 9). In other rows the columns behind bornTimestamp mean nothing, and
-    those of body, topic and properties are zero, so that slicing by them is harmless.
+    lengths add up to its size. In other rows the columns behind bornTimestamp mean nothing, and those of body, topic
+    and properties are zero, so that slicing by them is harmless.
 
     The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
     """
@@ -262,7 +259,7 @@ class Headers:
     def __init__(self, buf: ReadableBuffer, positions: npt.ArrayLike, run: Run | None = None) -> None:
         self._view = _bytes_of(buf)
         self.run = run
-        """What is known of them if `read_run` has found them; `positions` are then its."""
+        """Tables of these records, if `read_run` has found them at `positions`."""
         self.positions: _Int64s = np.ascontiguousarray(positions, np.int64)
         if run is not None:
             self._take_run(run, len(self.positions))
@@ -290,8 +287,7 @@ class Headers:
         return everywhere[self.positions].view(_HEAD)
 
     def head_words(self, at: int) -> npt.NDArray[np.uint64]:
-        """The eight bytes at `at` of each record, within its first 88, as a native number: for what is compared or
-        copied as it stands. Strided; do not write to it."""
+        """Return the eight bytes at `at` of each header as native numbers, strided. Do not write to them."""
         heads = self._heads
         return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
 
@@ -312,7 +308,7 @@ class Headers:
     reconsume_times = _field("reconsume_times", np.int32, moves=True)
     prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
     plain_body_size = _field("body_size", np.int32)
-    """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
+    """`body_size` of records whose hosts are both IPv4, unchecked and without a parse. Useless for others."""
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:
@@ -326,7 +322,7 @@ class Headers:
 
     @cached_property
     def _extra(self) -> _Int64s:
-        """How far the fields behind storeHost are moved: 0, 12 or 24 bytes."""
+        """Bytes by which the fields behind storeHost are moved: 0, 12 or 24."""
         flags = self.sys_flag
         born, store = (flags & _record.BORN_HOST_V6) != 0, (flags & _record.STORE_HOST_V6) != 0
         extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
@@ -360,7 +356,7 @@ class Headers:
         self.ok = np.ones(count, np.bool_)
 
     def topics(self) -> tuple[list[bytes], _Int32s] | None:
-        """Distinct topics, in order of appearance, and the index of each record's; None: nobody has looked."""
+        """Return distinct topics in order of appearance, and each record's index. None if not known."""
         run = self.run
         if run is None:
             return None
@@ -369,12 +365,12 @@ class Headers:
         return names, run.ints[_TOPIC, : len(self)]
 
     def take_parts(self, table: npt.NDArray[np.int64]) -> None:
-        """Take what somebody has found who looked: all records are ok; the columns that `_parts` has behind that."""
+        """Take the columns of `_parts` that a caller has found. All records are ok."""
         self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
     @cached_property
     def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
-        """`ok`, then position and size of body, topic and properties; each length is compared before it is used."""
+        """`ok`, then position and size of body, topic and properties. Lengths are compared before use."""
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
             kernel.measure(self._view, self.positions, good, table)
@@ -437,21 +433,19 @@ class Headers:
 
 
 def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
-    """The fields of the records that start at `positions` (bytes from the start of `buf`), as `walk` returns them.
-
-    ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok`
-    False in that row.
-    """
+    """Return the fields of the records that start at `positions`, in bytes from the start of `buf`.
+    ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok` False
+    in that row."""
     return Headers(buf, positions)
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
-    """Which records hold what their checksums say: a bool for each row of `headers`, which was gathered from `buf`.
+    """Return which records of `headers`, gathered from `buf`, hold what their checksums say.
 
-    `crc32c-record` covers the whole record with the checksum field read as zero; `crc32-body` the stored body, and is
-    not compared when that is empty. A `__CRC32#` tail is compared too where there is one. Rows
-    whose lengths do not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset
-    says (compare the column), and whether its numbers can be read (format#verifies).
+    `crc32c-record` covers the whole record with the checksum field read as zero. `crc32-body` covers the stored body,
+    and is not compared if that is empty. A `__CRC32#` tail is compared too where there is one. Rows whose lengths do
+    not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset says (compare the
+    column), and whether its numbers can be read (format#verifies).
     """
     view = _bytes_of(buf)
     result = headers.ok.copy()
@@ -483,7 +477,7 @@ def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
 
 
 def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
-    """Which records, gathered from `buf`, bear that topic, given as UTF-8."""
+    """Return which records, gathered from `buf`, have this topic, given as UTF-8."""
     view = _bytes_of(buf)
     same: _Bools = headers.topic_size == len(topic)
     rows = np.flatnonzero(same)
@@ -495,7 +489,7 @@ def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
 
 
 def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) -> bool:
-    """Whether the `__CRC32#` property that seems to close the record in `[start, end)` fits, or is none after all."""
+    """Return True if the `__CRC32#` that seems to close the record in `[start, end)` fits or is no tail."""
     try:
         # One byte more than the tail shows whether the name begins a property or lies inside a value.
         claimed = decode_crc_tail(bytes(view[end - min(CRC_TAIL_BYTES + 1, properties_size) : end]))
@@ -509,8 +503,8 @@ def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]
 
 
 def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
-    """Compare the CRC-32C of whole records. The state behind the checksum field, which counts as zero, depends on size
-    and magic alone, so it is computed once for each such pair."""
+    """Compare the CRC-32C of whole records.
+    The state behind the checksum field depends on size and magic alone, so it is computed once per pair."""
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
     states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
     begun = map(states.__getitem__, which.tolist())
@@ -520,7 +514,7 @@ def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt
 
 
 def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> int:
-    """The position behind the last byte in `[start, end)` that is not zero; `start` when there is none.
+    """Return the position behind the last non-zero byte in `[start, end)`, `start` if there is none.
 
     >>> content_end(b"ab\\0c\\0\\0"), content_end(b"ab\\0c\\0\\0", 4), content_end(b"ab\\0c", 0, 3)
     (4, 4, 2)
@@ -542,15 +536,14 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
 def find_next(
     buf: ReadableBuffer, start: int, end: int, base: int, checksum: Checksum, before: int | None = None
 ) -> int | None:
-    """The first position in `[start, end)` where a record verifies and ends by `end`; None if there is none.
+    """Return the first position in `[start, end)` where a record verifies and ends by `end`, else None.
 
-    With `before` it has to begin below that position, however far it reaches.
+    `base` is the physical offset of byte 0 of `buf`. A record counts only where its own physicalOffset says it lies, so
+    copies of records inside a body do not. With `before` it must begin below that position, and may reach beyond.
+    ValueError if the range is not within `buf`.
 
-    `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
-    copies of records inside a body do not. It must verify. ValueError if the range is not within `buf`.
-
-    Damage makes hardly a candidate; a hostile file can be made of them, each claiming all that follows. So that this
-    ends in any case, candidates of more than a page stop counting once the range has been read many times for nothing.
+    A hostile file can be full of candidates that each claim all that follows. So candidates of more than a page stop
+    counting once the range has been read many times for nothing.
     """
     view = _bytes_of(buf)
     if not 0 <= start <= end <= len(view):

@@ -1,7 +1,7 @@
-"""Arrays that are made anew for each stretch of a long log, from memory that is there already.
+"""Arrays for each range of a long log, made from memory that is there already.
 
-The pages of a fresh array cost more than what is written to them. So one that nobody refers to any more, neither itself
-nor any view of it, is handed out again.
+The pages of a fresh array cost more than what is written to them. So an array is handed out again when neither it nor a
+view of it is referred to any more.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _Cell = list[npt.NDArray[Any]]
 
 
 def _references(cell: _Cell) -> int:
-    """To the one array in a cell."""
+    """Return the number of references to the one array in a cell."""
     return sys.getrefcount(cell[0])
 
 
 _ALONE = _references([np.empty(1)])
-"""To an array that is nowhere but in its cell. Counted, for versions of Python differ in what they count of a call."""
+"""References to an array that is only in its cell. Counted, because Python versions differ."""
 
 
 class Spares:
-    """`empty` is `numpy.empty`: who asks writes before reading.
+    """Spare memory. `empty` works as `numpy.empty`: write before you read.
 
     >>> spares = Spares()
     >>> first = spares.empty((2, 1000), np.int64)
@@ -45,7 +45,7 @@ class Spares:
         self._cells: list[_Cell] = []
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array of that shape and kind, of any content."""
+        """Return an array of this shape and kind, of any content."""
         for _ in range(len(self._cells)):
             try:
                 cell = self._cells.pop(0)  # so that no other thread looks at it meanwhile

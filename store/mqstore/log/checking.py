@@ -31,7 +31,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.stretch import FEW
 from mqstore.native import kernel
 
-__all__ = ["Checked", "RecordChecker", "ordinary_bodies", "sound_records"]
+__all__ = ["Checked", "RecordChecker", "Units", "check_units"]
 
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
@@ -40,17 +40,26 @@ _I4 = Struct(">i").unpack_from
 class Checked(NamedTuple):
     """Result of checking the records of some units."""
 
-    buffer: mmap.mmap | None
-    """Mapping that holds the records, or None if there is no such file."""
     good: npt.NDArray[np.bool_]
     headers: Headers | None = None
-    """Header fields, if all records are good and the check has read them (see `Stretch`)."""
+    """Header fields, if all records are good and the check has read them."""
     body_ends: npt.NDArray[np.int64] | None = None
+    """End of each body in the buffer, or -1 for a body that is compressed or has a host that is not IPv4.
+    Only the compiled check finds them."""
+    bodies: npt.NDArray[np.uint8] | None = None
+    """All bodies one behind the other, if they were asked for, and no end is -1."""
+
+
+class Units(NamedTuple):
+    """Units of a queue, and where their records begin in a buffer. An array of each."""
+
+    starts: npt.NDArray[np.int64]
+    physical: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
 
 
 class RecordChecker:
-    """Check of the records that units lead to."""
-
     def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
         """With `passes_over_bad` a record that does not verify is damage.
         A reader beside another process checks it again, since it may be just being written."""
@@ -84,100 +93,107 @@ class RecordChecker:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-    ) -> Checked:
-        """Check the records of units. Return their mapping, and which of them verify as what the units say."""
-        stops = physical + sizes
-        there = self.segment_at(int(physical[0]), int(stops.max()))
+    ) -> tuple[mmap.mmap | None, Checked]:
+        """Check the records of units of one segment. Return its mapping, or None without the file, and the result."""
+        there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
         if there is None:
-            return Checked(None, np.zeros(len(physical), np.bool_))
+            return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
-        starts = physical - segment.start
-        if self.kernel is not None:
-            unit = queue.queue_id, queue.topic_bytes
-            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=False, checksums=True)
-            if found is not None:
-                return Checked(buffer, np.ones(len(starts), np.bool_), None, found[0])
-        if self._verify_reads and len(starts) <= FEW:
-            units = zip(*(column.tolist() for column in (starts, physical, sizes, slots)), strict=True)
-            return Checked(buffer, np.array([self._is_sound(queue, buffer, *unit) for unit in units], np.bool_))
-        checksum = self._checksum if self._verify_reads else None
-        rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, checksum)
-        good = np.zeros(len(starts), np.bool_)
-        good[rows] = True
-        return Checked(buffer, good, headers if good.all() else None)
-
-    def _is_sound(
-        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
-    ) -> bool:
-        """Return what `sound_records` does for one record, without the fixed cost of arrays."""
-        check = check_record(buffer, start, len(buffer), physical, self._checksum)
-        if check.status != "ok" or check.size != size:
-            return False
-        queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
-        if queue_id == queue.queue_id and queue_offset == slot:
-            at = start + body_length_at(sys_flag)
-            at += BODY_LENGTH_BYTES + _I4(buffer, at)[0]
-            topic = queue.topic_bytes
-            length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
-            if buffer[at : at + len(length) + len(topic)] == length + topic:
-                return True
-        return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
+        units = Units(physical - segment.start, physical, sizes, slots)
+        if self.kernel is None and self._verify_reads and len(physical) <= FEW:
+            rows = zip(*(column.tolist() for column in units), strict=True)
+            sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
+            return buffer, Checked(np.array(sound, np.bool_))
+        return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
 
 
-def ordinary_bodies(
-    buf: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
-    queue_id: int,
-    topic: bytes,
+def check_units(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    units: Units,
+    checksum: Checksum | None,
+    *,
+    copied: bool = False,
+    headers: bool = False,
+) -> Checked:
+    """Check which records verify as what the units of `queue` say (format#readers, format#verifies).
+
+    One compiled pass checks records that are all sound and ordinary, and keeps bodies (`copied`) and `headers` if they
+    are wanted. All others are checked by arrays. With `checksum` None, checksums over whole records are not compared.
+    """
+    if checksum in (None, "crc32c-record"):
+        found = _ordinary(queue, buffer, units, copied=copied, headers=headers, checksums=checksum is not None)
+        if found is not None:
+            return found
+    chosen, known = _sound(queue, buffer, units, checksum)
+    good = np.zeros(len(units.starts), np.bool_)
+    good[chosen] = True
+    return Checked(good, known if good.all() else None)
+
+
+def _is_sound(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    checksum: Checksum,
+    start: int,
+    physical: int,
+    size: int,
+    slot: int,
+) -> bool:
+    """Check one record as `_sound` does, without the fixed cost of arrays."""
+    check = check_record(buffer, start, len(buffer), physical, checksum)
+    if check.status != "ok" or check.size != size:
+        return False
+    queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
+    if queue_id == queue.queue_id and queue_offset == slot:
+        at = start + body_length_at(sys_flag)
+        at += BODY_LENGTH_BYTES + _I4(buffer, at)[0]
+        topic = queue.topic_bytes
+        length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
+        if buffer[at : at + len(length) + len(topic)] == length + topic:
+            return True
+    return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
+
+
+def _ordinary(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    units: Units,
     *,
     copied: bool,
+    headers: bool,
     checksums: bool,
-    headers: bool = False,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8] | None, Headers | None] | None:
-    """Check the records at `starts`, to which units of a queue lead, by one compiled pass.
-
-    Returns None if they are not all sound and ordinary, or without compiled parts. Then Python has to check them.
-
-    Otherwise returns a tuple. Its first item is the end of each body in `buf`, or -1 for a body that is compressed or
-    has a host that is not IPv4. With `copied` the second is all bodies together, unless there is a -1. With `headers`
-    the third is the headers, which is cheaper than gathering them again. Without `checksums`, those over whole records
-    are not compared (format#verifies).
-    """
+) -> Checked | None:
+    """Check records by one compiled pass. Return None unless all are sound and ordinary, or without compiled parts.
+    Headers of the same pass are cheaper than gathering them again."""
     if kernel is None:
         return None
-    view = memoryview(buf)
-    fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
+    starts, physical, sizes, _ = units
+    view = memoryview(buffer)
+    good, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
     # The sizes may be anything. Those of good records add up to no more than the view, unless they overlap.
     bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
     table = np.empty((6, len(starts)), np.int64) if headers else None
-    length = kernel.check_units(
-        *(view, starts, physical, sizes, slots, queue_id, topic, fine, ends, bodies, table, checksums)
-    )
-    if not fine.all():
+    length = kernel.check_units(view, *units, queue.queue_id, queue.topic_bytes, good, ends, bodies, table, checksums)
+    if not good.all():
         return None
     found = None
     if table is not None:
-        found = gather(buf, starts)
+        found = gather(buffer, starts)
         found.take_parts(table)
         if (found.physical_offset != physical).any():  # changed meanwhile, as by another process's recovery
             return None
-    return ends, None if bodies is None or length < 0 else bodies[:length], found
+    return Checked(good, found, ends, None if bodies is None or length < 0 else bodies[:length])
 
 
-def sound_records(
+def _sound(
     queue: ConsumeQueue,
     buffer: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+    units: Units,
     checksum: Checksum | None,
 ) -> tuple[npt.NDArray[np.intp], Headers]:
-    """Return the indices of units whose record at `starts` verifies as theirs, and these headers.
-    With `checksum` None, checksums are not compared (format#readers, format#verifies)."""
+    """Check records by arrays. Return the indices of the good ones, and their headers."""
+    starts, physical, sizes, slots = units
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
     headers = gather(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])

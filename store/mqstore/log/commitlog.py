@@ -2,11 +2,8 @@
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
-Records are only added by `append` and its variants. Under one lock they number the record, pack it, store it into the
-mapping and move `end`. `end` is moved last, so readers below it, without the lock, see whole records. Large batches are
-written by a system call instead, which waits for memory if the disk is far behind. Nothing here waits for a sync.
-
-This module knows segments and the record layout. Of a queue it knows only `next_offset`, which it increments.
+Records are only added by `append` and its variants, under one lock (format#append). Large batches are written by a
+system call, not through the mapping. The call waits for memory if the disk is far behind.
 """
 
 from __future__ import annotations
@@ -156,8 +153,6 @@ class CommitLog(Tip):
         self._fd = fd
         self._base = segment.start
         self._limit = segment.start + self.run.segment_bytes - BLANK_BYTES
-
-    # -- appending --------------------------------------------------------------------------------------------------
 
     def append(
         self,
@@ -374,8 +369,6 @@ class CommitLog(Tip):
             return self.run.create(start)
         finally:
             self._creating = False
-
-    # -- holding ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> int:
         """Keep every put waiting until `release`. Return the end of the log.

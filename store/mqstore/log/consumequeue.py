@@ -3,11 +3,8 @@
     consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (format#unit)
 
 A queue is a function of the commitlog: lost units are rebuilt from there. Its files are sparse, and written with
-`pwrite` through a bounded set of descriptors. So a hundred thousand small queues cost a few KiB each, and a full disk
-is an error of the write, never a SIGBUS. Files appear at full length by a rename. They are not synced before it, so
-after a power cut a new one may be short. The next opening for writing extends it.
-
-This module knows files and layout. It knows nothing of records except their units, and nothing of consumer groups.
+`pwrite` through a bounded set of descriptors (format#unit-append). Files appear at full length by a rename. They are
+not synced before it, so after a power cut a new one may be short. The next opening for writing extends it.
 """
 
 from __future__ import annotations
@@ -449,7 +446,6 @@ class QueueTable:
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
-        """Queues by topic and then queue id."""
         self._lock = threading.Lock()
         self.news_lock = threading.RLock()
         """Lock of readers for moving the end of a queue."""
@@ -524,7 +520,6 @@ class QueueTable:
         return len(self._queues)
 
     def of(self, topic: str) -> list[ConsumeQueue]:
-        """Return the queues of `topic` by queue id."""
         return sorted(self._topics.get(topic, {}).values(), key=lambda q: q.queue_id)
 
     # -- files ------------------------------------------------------------------------------------------------------
@@ -571,7 +566,6 @@ class QueueTable:
 
     @property
     def dirty_count(self) -> int:
-        """Number of files that were written since the last `sync`."""
         return len(self._dirty)
 
     def sync(self) -> None:

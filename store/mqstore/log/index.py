@@ -2,9 +2,8 @@
 
     index/<yyyyMMddHHmmssSSS, local time>       fixed size, mapped; sorted by name, newest last
 
-Entries come from the dispatcher in log order and go into the newest file. A full file is followed by a new one. Entries
-without room on the disk wait in memory, so that a slow or full disk never delays consume queues. The index only
-suggests records: its users compare topic and key on the record itself.
+Entries come from the dispatcher in log order and go into the newest file. Entries without room on the disk wait in
+memory, so that a slow or full disk never delays consume queues. The index only suggests records (format#index-query).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The shape is saved in the manifest alone. A Java broker's store has none, and a 
 But the first entry must have the header's begin offset, and the last one its end offset. The last one is also the head
 of its chain. Each shape has these three at other places, so a file with a few entries fits only one shape.
 
-This module knows no store: it finds the shape of one file. `check_index` checks the rest of the file.
+`check_index` checks the rest of the file.
 """
 
 from __future__ import annotations

@@ -41,8 +41,6 @@ _V6 = BORN_HOST_V6 | STORE_HOST_V6
 
 
 class Located:
-    """Record in a buffer, found by a unit."""
-
     # Four slots, since readers make thousands at once. Values that messages share stay in their stretch.
     __slots__ = ("_body_end", "_start", "_stretch", "offset")
 

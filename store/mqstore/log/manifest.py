@@ -1,12 +1,5 @@
 """Manifest of a store, read or derived from the directory's files (format#manifest, format#sizes).
 
-    found                                             taken as
-    nothing, or only lock, tmp/, inbox/, _staging/    no store yet: created in mode "rw"
-    mqstore.json (or its .bak) that decodes           its content
-    manifest files, none decodes                      CorruptStoreError
-    no manifest, commitlog/ there                     a Java broker's store; sizes read off its files
-    anything else                                     NotAStoreError
-
 Only `save` and `write_guard` change files. They run under the writer lock.
 """
 

@@ -93,7 +93,6 @@ class FileNews:
         self._run.limit = None if self.pending_splice is None else self.pending_splice.start
 
     def list_again(self) -> None:
-        """List the segments again."""
         with self._lock:  # an intent that one thread saw must not replace later news of another thread
             self.stop_at_splice()
             self._run.refresh()

@@ -1,7 +1,6 @@
 """Parts of an opened store: its files, and how its last writer ended.
 
-`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them. They know nothing of threads,
-puts or reads.
+`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class StoreParts:
         return self.log_files
 
     def load_checkpoint(self) -> None:
-        """Read the checkpoint."""
         self.has_checkpoint = self.checkpoint_file.load()
         self.checkpoint = self.checkpoint_file.current
 
@@ -107,12 +105,9 @@ class StoreParts:
         self.checkpoint = checkpoint
 
     def close(self) -> None:
-        """Close all files."""
         self.log_files.close()
         self.descriptors.close()
         self.index.close()
-
-    # -- the log ----------------------------------------------------------------------------------------------------
 
     def watermark(self, start: int | None = None) -> int:
         """Return the watermark: the log had been synced below this physical offset (format#watermark).
@@ -167,8 +162,6 @@ class StoreParts:
             LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
             for name, place in self.log_files.places.items()
         ]
-
-    # -- queues and index -------------------------------------------------------------------------------------------
 
     def has_no_queues(self) -> bool:
         """Return True if the log holds records and no queue exists.

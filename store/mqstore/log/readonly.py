@@ -109,15 +109,12 @@ class ReadOnlyMessageStore(StoreReader):
 
     @property
     def pending_splice(self) -> Intent | None:
-        """Bulk append that the writer, or a dead one, has under way."""
         return self.news.pending_splice
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh."""
         self.log_files.limit = end if self.log_files.limit is None else min(self.log_files.limit, end)
         self.log_files.refresh()
-
-    # -- after a crash ----------------------------------------------------------------------------------------------
 
     def place_segments(self) -> dict[str, int]:
         """Show segment files with wrong names in their right places. Return the places by file name.

@@ -4,8 +4,6 @@
 
 For the writer a record that does not verify is damage, which is passed over and counted. For another process it may be
 a record that is just being written, so reading stops before it.
-
-`tell_lost` logs the messages that any read passes over: one line for each file while the store is open.
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ class Request(NamedTuple):
 
 
 class RecordReader:
-    """Reads the records of a store that units lead to."""
-
     def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
         self.checker = checker
         self.bytes_read = 0
@@ -156,8 +152,8 @@ class RecordReader:
         bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
         for low, high in pairwise([0, *bounds, len(units)] if len(units) else []):
             here = slice(low, high)
-            checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
-            buffer, good = checked.buffer, checked.good
+            buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
+            good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention took it meanwhile
                 if stretches:  # reported when it is asked for
@@ -225,7 +221,8 @@ class RecordReader:
             segments = physical // self._run.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
-                if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
+                _, checked = self.checker.check(queue, physical[here], sizes[here], live[here] + slot)
+                if checked.good.any():
                     return True
             slot += count
         return False

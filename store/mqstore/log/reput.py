@@ -4,9 +4,8 @@
 
 It runs in passes over newly appended records: read them, write units by queue, write index entries, wake waiting
 readers. A single message takes the same steps without arrays (`dispatch.few`). A background thread may call it, or a
-reader that wants to see its own put, under one lock and in one order. A put does not wait for it. Only a `put_many` of
-several chunks dispatches the rest before it returns. If a write fails, nothing is lost: `position` stays, and the next
-pass does it again.
+reader that wants to see its own put, under one lock and in one order. If a write fails, nothing is lost: `position`
+stays, and the next pass does it again.
 """
 
 from __future__ import annotations
@@ -264,8 +263,6 @@ class Dispatcher:
             self._unsafe.add(topic)
             _log.warning("topic %r cannot be a folder name: its messages are found by physical offset only", topic)
         return False
-
-    # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _wake(self, queue: ConsumeQueue) -> None:
         if queue in self._parked:

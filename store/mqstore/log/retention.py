@@ -1,7 +1,5 @@
 """Retention: deletion of whole segments, oldest first, never the last one (format#retention).
 
-Age is the store time of a segment's last record, not the file's, since a copied directory is not young.
-
 Segments beyond the end of the log belong to a bulk append under way. They do not count: it may still be undone, and
 messages deleted to make room for it would be lost for nothing.
 """

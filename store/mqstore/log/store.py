@@ -78,7 +78,7 @@ def _close_all() -> None:
 def _disown_all() -> None:
     # In a forked child the mappings are shared with the parent, which continues to write them.
     for store in list(_open_stores):
-        store._disown()
+        store.disown()
 
 
 atexit.register(_close_all)
@@ -489,7 +489,7 @@ class MessageStore(StoreReader, Sending):
             self._released = True
             _open_stores.discard(self)
 
-    def _disown(self) -> None:
+    def disown(self) -> None:
         """Never touch the parent's files again, in a forked child."""
         self._closed = self._released = True
         self.wakeups.stopping = True

@@ -109,6 +109,5 @@ class Few:
         self._first = first
 
     def tags_code(self, slot: int) -> int:
-        """Return the tags code of the unit in `slot`."""
         code: int = UNIT.unpack_from(self._units, (slot - self._first) * UNIT_BYTES)[2]
         return code

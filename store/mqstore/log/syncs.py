@@ -24,7 +24,6 @@ class LogSyncs:
         """True if a put waits for the disk by default."""
         self.commit = GroupCommit(self._sync)
         self.latency = Histogram()
-        """Durations of syncs."""
         self._parts = parts
         self._log = log
         self._wakeups = wakeups

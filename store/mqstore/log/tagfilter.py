@@ -47,7 +47,6 @@ class TagFilter:
         return mask | addresses if addresses.any() else mask
 
     def accepts(self, message: Message) -> bool:
-        """Return True if `message` has one of the tags."""
         return message.tag in self.tags
 
 

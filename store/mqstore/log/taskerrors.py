@@ -20,14 +20,12 @@ class TaskErrors:
         self._path = path
 
     def note(self, task: str, error: BaseException) -> None:
-        """Remember that `task` has failed."""
         text = f"{type(error).__name__}: {error}"
         if self.messages.get(task) != text:
             _log.error("%s: %s: %s", self._path, task, text)
             self.messages[task] = text
 
     def clear(self, task: str) -> None:
-        """Forget the error of `task`."""
         self.messages.pop(task, None)
 
     def attempt(self, task: str, call: Callable[[], object]) -> None:

@@ -126,23 +126,23 @@ class Outlet:
         self._writer = writer
         self._queue = queue
         self._tail = tail
-        self._append = writer._log.append
-        self._max_body = writer._max_body
+        self._append = writer.log.append
+        self._max_body = writer.max_body
 
     def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
         """Append one message. Raises what `LogWriter.put` raises."""
         writer = self._writer
         if len(body) > self._max_body:
-            writer._refuse_body(len(body))
-        waits = durability != "append" and writer._waits(durability)
+            writer.refuse_body(len(body))
+        waits = durability != "append" and writer.waits(durability)
         receipt = self._append(self._queue, body, self._tail)
-        writer._after_put(receipt if waits else None)
+        writer.after_put(receipt if waits else None)
         return receipt
 
     def way(self) -> Way | None:
         """Return the state for compiled callers, which store records themselves, or None if puts need more."""
         writer = self._writer
-        return None if writer._syncs.by_default else Way(writer._log, self._queue, self._tail, self._max_body)
+        return None if writer.syncs.by_default else Way(writer.log, self._queue, self._tail, self._max_body)
 
 
 class Sending:
@@ -200,13 +200,13 @@ class LogWriter:
         self._queue_table = parts.queue_table
         self._segment_bytes = parts.log_files.segment_bytes
         self._store_host = encode_host(parts.config.store_host)
-        self._log = log
-        self._syncs = syncs
+        self.log = log
+        self.syncs = syncs
         self._flush_soon = flush_soon
         self._check_open = check_open
         self._dispatch = dispatch
         self._max_message_size = parts.config.max_message_size
-        self._max_body = min(self._max_message_size, log.max_record_bytes)
+        self.max_body = min(self._max_message_size, log.max_record_bytes)
         self._max_chunk = min(self._max_message_size + ALLOWANCE, log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
 
@@ -223,8 +223,8 @@ class LogWriter:
         queue = self.queue_to_put(topic, queue_id)
         body = self._checked_body(body)
         if not options:
-            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self._syncs.by_default)
-        waits = self._waits(options.pop("durability", None))
+            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self.syncs.by_default)
+        waits = self.waits(options.pop("durability", None))
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, PutOptions.__annotations__)
@@ -235,8 +235,8 @@ class LogWriter:
 
     def _checked_body(self, body: Body) -> bytes:
         flat = flat_body(body)
-        if len(flat) > self._max_body:
-            self._refuse_body(len(flat))
+        if len(flat) > self.max_body:
+            self.refuse_body(len(flat))
         return flat
 
     def _put_record(
@@ -244,8 +244,8 @@ class LogWriter:
     ) -> SendReceipt:
         """Append a record whose parts were checked. Wait for the disk if it `waits`."""
         begin = None if queue.next_offset & 63 else time.perf_counter_ns()
-        receipt = self._log.append(queue, body, tail, fields, key)
-        self._after_put(receipt if waits else None)
+        receipt = self.log.append(queue, body, tail, fields, key)
+        self.after_put(receipt if waits else None)
         if begin is not None:
             self._note_put(queue, time.perf_counter_ns() - begin)
         return receipt
@@ -267,14 +267,14 @@ class LogWriter:
         if kernel is None:
             return None
         return kernel.Sender(
-            tip=self._log,
+            tip=self.log,
             putters=self._putters,
             finish=self._put_encoded,
             after=self._after_stored,
             note=self._note_put,
             reserved=RESERVED,
-            max_body=self._max_body,
-            flushes=self._syncs.by_default,
+            max_body=self.max_body,
+            flushes=self.syncs.by_default,
             **more,
         )
 
@@ -319,7 +319,7 @@ class LogWriter:
         names."""
         queue = self.queue_to_put(topic, queue_id)
         flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
-        waits = self._waits(options.pop("durability", None))
+        waits = self.waits(options.pop("durability", None))
         host = options.pop("born_host", None)
         fields = Fields(**options)  # type: ignore[arg-type, misc]  # options that are no fields were popped
         if host is not None:
@@ -347,7 +347,7 @@ class LogWriter:
         They lie together and become visible together, in chunks of about `max_message_size` bytes. All are checked
         before the first is written."""
         queue = self.queue_to_put(topic, queue_id)
-        waits = self._waits(durability)
+        waits = self.waits(durability)
         items = list(bodies)  # a copy, since another thread may change the caller's
         tails: list[bytes] | bytes = queue.plain_tail
         flags: list[int] | int = 0
@@ -382,7 +382,7 @@ class LogWriter:
         what `append` raises, for the first copy. A fault of a later copy shows when that is the first.
         """
         room = self._max_chunk
-        overhead = self._log.header_bytes
+        overhead = self.log.header_bytes
         queues: list[ConsumeQueue] = []
         heads: list[bytes] = []
         bodies: list[bytes] = []
@@ -415,8 +415,8 @@ class LogWriter:
         if not heads:
             self._copy_one(copies[0])
             return 1
-        self._log.append_copies(queues, heads, bodies, tails)
-        self._after_put(None)
+        self.log.append_copies(queues, heads, bodies, tails)
+        self.after_put(None)
         return len(heads)
 
     def _copied_tail(self, queue: ConsumeQueue, properties: bytes) -> bytes:
@@ -452,9 +452,9 @@ class LogWriter:
         sizes = lengths_of(bodies)
         assert sizes is not None, "bodies are plain bytes here"
         longest = sizes[0]
-        if longest > self._max_body:
-            self._refuse_body(longest)
-        overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
+        if longest > self.max_body:
+            self.refuse_body(longest)
+        overhead = self.log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
         # Most batches fit as they are. Only count bytes one by one if the cheap bound shows that this one may not.
         cuts = [0, len(bodies)]
         if (longest + overhead) * len(bodies) > self._max_chunk:
@@ -462,7 +462,7 @@ class LogWriter:
         try:
             for start, stop in pairwise(cuts):
                 receipts.add(
-                    *self._log.append_many(
+                    *self.log.append_many(
                         queue,
                         bodies if stop - start == len(bodies) else bodies[start:stop],
                         tails if isinstance(tails, bytes) else tails[start:stop],
@@ -472,7 +472,7 @@ class LogWriter:
         except MQStoreError as error:
             error.receipts = receipts
             raise
-        self._after_put(receipts[-1] if waits else None)
+        self.after_put(receipts[-1] if waits else None)
         if len(cuts) > 2:  # otherwise the first reader of a large batch would have to do it, which takes milliseconds
             self._dispatch()
         return receipts
@@ -480,9 +480,9 @@ class LogWriter:
     def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes) -> list[int]:
         """Return indices that cut a batch into chunks of records of at most `_max_chunk` bytes each."""
         count = len(bodies)
-        sizes = np.fromiter(map(len, bodies), np.int64, count) + self._log.header_bytes
+        sizes = np.fromiter(map(len, bodies), np.int64, count) + self.log.header_bytes
         sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
-        if (largest := int(sizes.max())) > self._log.max_record_bytes:
+        if (largest := int(sizes.max())) > self.log.max_record_bytes:
             self._refuse_record(largest)
         ends = np.cumsum(sizes)
         cuts = [0]
@@ -515,7 +515,7 @@ class LogWriter:
         self._putters.setdefault(topic, {})[queue_id] = queue
         return queue
 
-    def _refuse_body(self, size: int) -> None:
+    def refuse_body(self, size: int) -> None:
         limit = self._max_message_size
         if size > limit:
             raise InvalidMessageError(f"the body has {size} bytes; max_message_size is {limit}", "body")
@@ -528,17 +528,17 @@ class LogWriter:
             "body",
         )
 
-    def _waits(self, durability: Durability | None) -> bool:
-        return waits_for_disk(durability, self._syncs.by_default)
+    def waits(self, durability: Durability | None) -> bool:
+        return waits_for_disk(durability, self.syncs.by_default)
 
-    def _after_put(self, awaited: SendReceipt | None) -> None:
+    def after_put(self, awaited: SendReceipt | None) -> None:
         """Wait until `awaited` is on disk, or wake the flusher."""
         if awaited is not None:
-            self._syncs.flush(awaited)
-        elif self._syncs.by_default:
+            self.syncs.flush(awaited)
+        elif self.syncs.by_default:
             self._flush_soon()
 
     @_counts_failures
     def _after_stored(self, awaited: SendReceipt | None) -> None:
-        """Do what `_after_put` does, for compiled parts that have stored the message."""
-        self._after_put(awaited)
+        """Do what `after_put` does, for compiled parts that have stored the message."""
+        self.after_put(awaited)

@@ -1,5 +1,6 @@
-"""The data source for PySpark: the only room that imports pyspark. What it reads and writes by is in `mqstore.jobs`
-(options, plans, tasks, commits) and `mqstore.columnar` (records as columns).
+"""The data source for PySpark, the only room that imports pyspark.
+
+Options, plans, tasks and commits are in `mqstore.jobs`, records as columns in `mqstore.columnar`.
 
     source, stream   batches and streams of messages, and the small tables
     sink             rows become messages
@@ -38,10 +39,10 @@ __getattr__ = lazy(__name__, _LAZY)
 def register(spark: SparkSession) -> None:
     """Make `spark.read.format("mqstore")` known to a session.
 
-    Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules: one
+    Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules. One
     broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
-    are sent it first (numpy, pyarrow and crc32c they need to have). No setting of the session is changed.
-    ImportError says what to install.
+    are sent it first (numpy, pyarrow and crc32c they need to have). No setting of the session is changed. ImportError
+    says what to install.
     """
     from mqstore.jobs.shipping import ship
     from mqstore.spark.source import register_source

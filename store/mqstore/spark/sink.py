@@ -1,15 +1,14 @@
-"""Writing frames: `df.write.format("mqstore").mode("append").save(path)` and `df.writeStream`. Thin: the rest is made
-elsewhere (spark#writer-calls, spark#commit).
+"""Writers of `df.write.format("mqstore")` and `df.writeStream` (spark#writer-calls, spark#commit).
 
     planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
     planner process     commit or abort           shards -> messages (`publish`), or nothing
 
-Nothing counts before `commit`, which hears only of the attempt of a task that won. Who writes is known by (app,
-version): of a job txnAppId and txnVersion, or an id that is drawn when the writer is made; of a stream the query's id
-and the batch's number. Spark makes a stream's writer again for planning, commit and abort of each batch, and does not
-tell `write` the batch: tasks take it from local properties, and their messages carry it to the commit. That is no
-documented promise: a test pins the names, and where they are missing a write fails and says what to use.
+Nothing counts before `commit`, which gets only the attempt of a task that won. A write is known by (app, version): for
+a job txnAppId and txnVersion, or a random id, for a stream the query's id and the batch's number. Spark makes a
+stream's writer again for planning, commit and abort of each batch, and does not tell `write` the batch. Tasks take it
+from local properties, and their messages carry it to the commit. Spark does not document these: a test pins the names,
+and where they are missing a write fails and says what to use.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool)
 
 
 class _Writer:
-    """A write, with what both writers do: Spark wants one class for jobs and one for streams. It is pickled into every
-    task, so it holds plain values."""
+    """Common part of both writers: Spark wants one class for jobs and one for streams.
+    It is pickled into every task, so it holds plain values."""
 
     is_stream = False
 
@@ -87,7 +86,7 @@ class _Writer:
         self.rules = plan_target(self.options)
         self.overwrite = overwrite
         self.batch = (options.txn_app_id or f"job-{uuid.uuid4().hex}", options.txn_version or 0)
-        """Who writes, for a job. Of a stream only the tasks know it."""
+        """App and version of a job. For a stream only the tasks know them."""
         if options.topic is not None:  # judged here, and not in the first row of each task
             try:
                 self.rules.topic(options.topic)
@@ -177,9 +176,9 @@ def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:
 
 
 def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
-    """`frame` with all rows of a key in one partition, and there in the order of the columns `by`.
+    """Return `frame` with all rows of a key in one partition, in the order of the columns `by`.
 
-    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block: so the
+    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block. So the
     messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
     `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
     key all meet in one partition, which may become large.

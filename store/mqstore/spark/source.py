@@ -1,16 +1,16 @@
-"""The data source for PySpark: `spark.read.format("mqstore").load(path)`. Thin: the rest is made elsewhere.
+"""The data source for PySpark: `spark.read.format("mqstore").load(path)`.
 
     driver's planner process    __init__, schema, reader, partitions
     executors' workers          read: opens the store that a slice names, yields Arrow batches
 
-Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
+Spark copies readers by pickling and starts workers by forking. So nothing here is opened before `read`, nothing is kept
 after it, and no state is shared between the two.
 
 Spark plans a frame once, when it is first used: all its queries read the messages that were there then. While
 `spark.sql.python.filterPushdown.enabled` is on, it plans it anew for each query that has a filter.
 
-Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded,
-and gives it to every other query of that frame, whose filters are others: a union of two filters of one frame would
+Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded.
+It gives this to every other query of that frame, whose filters are others. So a union of two filters of one frame would
 read one of them twice.
 """
 
@@ -72,7 +72,7 @@ class MQStoreDataSource(DataSource):
 
     @cached_property
     def _given(self) -> SourceOptions:
-        """The options, as those of a query."""
+        """Options of a query."""
         try:
             return SourceOptions.parse(self._raw)
         except ConfigError as error:
@@ -133,7 +133,7 @@ class MQStoreDataSource(DataSource):
 
 
 def _columns_of(options: SourceOptions) -> list[str]:
-    """The columns of a row, as the options have it. ConfigError."""
+    """Return the columns of a row, by the options. Raises ConfigError."""
     if options.view != "messages":
         known = VIEWS[options.view].columns
         unknown = [name for name in options.columns or () if name not in known]
@@ -148,7 +148,7 @@ def _columns_of(options: SourceOptions) -> list[str]:
 
 
 def _kinds(options: SourceOptions) -> dict[str, DataType]:
-    """Every column that rows can have, with its type."""
+    """Return every column that rows can have, with its type."""
     schema = arrow_schema(COLUMNS) if options.view == "messages" else VIEWS[options.view].schema
     kinds = {field.name: field.dataType for field in from_arrow_schema(schema)}
     return kinds | {"body": StringType()} if options.view == "messages" and options.body_as == "string" else kinds

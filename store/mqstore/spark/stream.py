@@ -1,9 +1,9 @@
-"""The stream reader for PySpark: `spark.readStream.format("mqstore").load(path)`. Thin: `progress` has what it does.
+"""The stream reader for PySpark: `spark.readStream.format("mqstore").load(path)`.
 
     one process a run    initialOffset, latestOffset, partitions, commit
     other processes      read: a copy of the reader, made anew; nothing is shared with the first
 
-What of Spark's behaviour this leans on, none of it documented, each with a test of its own (spark#stream-calls):
+It relies on this behaviour of Spark, which is not documented but tested (spark#stream-calls):
 
 - `initialOffset` is asked for twice in a new query, and again after a restart if the first batch was not done.
 - A first `latestOffset` that returns `start` makes a batch all the same, an empty one, and it is logged.
@@ -40,7 +40,7 @@ __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 
 
 class MQStoreStreamReader(DataSourceStreamReader):
-    """A run of a streaming query, and in tasks what reads for it."""
+    """A run of a streaming query, and in tasks its copy that reads."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
@@ -73,7 +73,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
 
 
 class RefusedStream(DataSourceStreamReader):
-    """A stream that cannot be: says why at whatever it is asked first."""
+    """A stream that cannot be, which raises its error at the first call."""
 
     def __init__(self, error: MQStoreError) -> None:
         self._error = error
@@ -113,7 +113,7 @@ if limits is not None:
 
 
 def stream_reader(options: SourceOptions, columns: list[str], body_as: Any) -> DataSourceStreamReader:
-    """The reader that this pyspark can use. ConfigError for a limit where it knows none."""
+    """Return the reader that this pyspark can use. ConfigError for a limit that it does not know."""
     if limits is not None:
         return LimitedStreamReader(options, columns, body_as)
     if options.max_offsets_per_trigger is not None or options.max_bytes_per_trigger is not None:

@@ -1,4 +1,4 @@
-"""`mqstore spark`: jobs over stores that Spark runs. Each sub-command is a module, imported when it is asked for."""
+"""`mqstore spark`: jobs over stores in Spark. Each sub-command is a module, imported when used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mqstore_tools.lazy import LazyGroup
 __all__ = ["COMMANDS", "spark"]
 
 COMMANDS = ("clean", "sql", "shell")
-"""Each is the click command `NAME` in module `mqstore_tools.spark.NAME`, in the order of the help."""
+"""Names of sub-commands, in the order of the help."""
 
 
 class _Commands(LazyGroup):
@@ -29,7 +29,7 @@ Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a sto
 `mqstore spark COMMAND --help` tells more, with examples.""",
 )
 def spark() -> None:
-    """Run jobs over stores in Spark, on this machine or a cluster. Needs `pip install 'mqstore[spark]'` and Java 17.
+    """Run jobs over stores in Spark, on this machine or a cluster.
 
-    STORES are directories, store sets, or globs in quotes.
+    Needs `pip install 'mqstore[spark]'` and Java 17. STORES are directories, store sets, or globs in quotes.
     """

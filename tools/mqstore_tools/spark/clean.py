@@ -34,10 +34,9 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Only show it.")
 @json_option
 def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_output: bool) -> None:
-    """Delete what jobs of Spark that crashed have left in stores and store sets: in TARGET/_staging, and in a set the
-    stores that its manifest does not name. None of it is a message. Commits delete what is older than their option
-    stagingTtl by themselves.
-    """
+    """Delete what crashed jobs of Spark have left in stores and store sets.
+    That is in TARGET/_staging, and in a set also stores that its manifest does not name. None of it is a message.
+    Commits delete what is older than their option stagingTtl by themselves."""
     with usable():
         from mqstore.jobs.publish import clean_target
     found: list[Path] = []

@@ -1,4 +1,4 @@
-"""What the commands of `mqstore spark` share: the session that they ask for, and what it says when it fails."""
+"""Common parts of the commands of `mqstore spark`: their session and its errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
 
 @contextmanager
 def spark_errors() -> Iterator[None]:
-    """Around what a query can do wrong: the first line of what Spark says of it, which is wrong usage, and no trace."""
+    """Context of a query. Its errors become wrong usage, with the first line of what Spark says."""
     try:
         yield
     except Exception as error:

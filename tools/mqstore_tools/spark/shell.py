@@ -26,10 +26,9 @@ Examples:
 @session_options
 @click.option("--json", is_flag=True, expose_value=False, help="Print an error as JSON, for programs.")
 def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
-    """Start Python with `spark`, a session, and a frame for each view of the stores in DIR: `messages`, `queues`,
-    `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow
-    `messages`.
-    """
+    """Start Python with `spark`, a session, and a frame for each view of the stores in DIR.
+    Views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by
+    these names too. Options narrow `messages`."""
     with usable():
         from mqstore.spark.queries import create_views
     chosen = messages.select()

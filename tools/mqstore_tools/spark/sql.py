@@ -55,11 +55,11 @@ def sql(
     max_rows: int,
     json_output: bool,
 ) -> None:
-    """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and
-    `verify`.
+    """Run QUERY, in Spark's SQL, over views of the stores in DIR.
 
-    Options narrow `messages`. With --json one object a line, bodies in base64. Name the columns that you want: what a
-    query does not name is not read.
+    They are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`. Options narrow `messages`.
+    With --json one object a line, bodies in base64. Name the columns that you want: what a query does not name is not
+    read.
     """
     with usable():
         from mqstore.spark.queries import sql as ask
@@ -78,7 +78,7 @@ def sql(
 
 
 def _tasks_of(spark: Any) -> Callable[[], tuple[int, int]]:
-    """How far the stages are that Spark is at now: (tasks done, tasks)."""
+    """Return a function that counts (tasks done, tasks) of the stages that Spark is at now."""
     tracker = spark.sparkContext.statusTracker()
 
     def count() -> tuple[int, int]:
@@ -101,7 +101,7 @@ def _print(names: list[str], rows: list[Any], *, json_output: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON."""
+    """Return a value for JSON."""
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, datetime):
@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """For people."""
+    """Return a value for people."""
     if isinstance(value, bytes | bytearray):
         return body_text(bytes(value), _BODY_BYTES)
     if isinstance(value, datetime):

@@ -169,9 +169,6 @@ def inspect_store(
     return found
 
 
-# -- queues and log ----------------------------------------------------------------------------------------------------
-
-
 def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
     """Return (physical offset of the first message, end of the last record), or (-1, -1) without one."""
     first = end = -1
@@ -270,9 +267,6 @@ def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
             late = rows.physical_offset[chosen] >= dispatched
             total += int(rows.size[chosen][late].sum(dtype=np.int64))
     return total
-
-
-# -- config/*.json -----------------------------------------------------------------------------------------------------
 
 
 def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:

@@ -52,7 +52,7 @@ from mqstore.layout.record import (
 )
 from mqstore.layout.scan import find_next, read_run
 from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
-from mqstore.log.bulk.shard import MAX_QUEUE_ID, QueueKey, shard_json
+from mqstore.log.bulk.shard import MAX_QUEUE_ID, shard_json
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
@@ -107,7 +107,6 @@ class Tally:
     other_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict for JSON, under the same names."""
         return {**asdict(self), "refused": dict(self.refused)}
 
 
@@ -118,8 +117,8 @@ class Restore:
     end). In a plan `offsets` is empty."""
 
     files: Sequence[Tally]
-    queues: Mapping[QueueKey, int]
-    offsets: Mapping[QueueKey, tuple[int, int]]
+    queues: Mapping[QueueRef, int]
+    offsets: Mapping[QueueRef, tuple[int, int]]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -370,7 +369,7 @@ class _Staged:
 
     def __init__(self, store: StoreReader, *, write: bool) -> None:
         self.folder: Path = store.path / "cut" / _STAGED
-        self.queues: Counter[QueueKey] = Counter()
+        self.queues: Counter[QueueRef] = Counter()
         self._store = store
         self._write = write
         self._fd = -1
@@ -378,7 +377,7 @@ class _Staged:
         self._bytes = self._crc = self._largest = 0
 
     def add(self, message: Message) -> None:
-        self.queues[message.topic, message.queue_id] += 1
+        self.queues[message.queue] += 1
         if not self._write:
             return
         record = _without_place(message)

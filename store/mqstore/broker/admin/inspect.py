@@ -7,8 +7,7 @@
     lag         offsets and pop log beside the ends of queues              delivery#statistics
     pins        all of these: the record that keeps the front of the log   delivery#retention-bound
 
-State that a running broker has not saved yet is not seen: usually the commits of the last seconds. Each number was true
-of the files at some moment. Nothing is locked, so two numbers may be of two moments.
+A running broker may not have saved the commits of the last seconds. Two numbers may be of two moments.
 
 The value behind the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
 
@@ -173,7 +172,6 @@ class TimerView:
     """Physical offset of the oldest record among them."""
 
     def add(self, count: int, due_ms: int, physical_offset: int) -> None:
-        """Add `count` messages, the first due at `due_ms`, the oldest at `physical_offset`."""
         self.waiting += count
         self.next_due_ms = due_ms if self.next_due_ms is None else min(self.next_due_ms, due_ms)
         old = self.physical_offset
@@ -295,7 +293,6 @@ class PopView:
     """Failed message that blocks a queue, in either model."""
 
     def count(self, group: str, topic: str, queue_id: int) -> int:
-        """Return the number of messages of one queue that are in flight."""
         return sum(each.messages for each in self.in_flight if each[:3] == (group, topic, queue_id))
 
 

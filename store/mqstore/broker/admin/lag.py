@@ -5,8 +5,8 @@
     read      ready: behind the last read                                 in flight: read and not committed
 
 Messages that were acknowledged behind a message in flight are no lag, although the committed offset is lower. Without a
-committed offset the lag counts as 0. Files do not show how far a group has read. So from outside, its messages in
-flight count as ready, and the sum is the same.
+committed offset the lag is 0. Files do not show how far a group has read: from outside, its messages in flight count as
+ready, and the sum is the same.
 """
 
 from __future__ import annotations

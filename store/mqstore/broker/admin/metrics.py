@@ -6,8 +6,8 @@
     lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
 
 A put pays nothing: the dispatcher reports each queue once a pass, and sizes are summed over the units afterwards,
-thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody asks.
-Queues that did not grow have no entry, so opening costs the same with one queue or a hundred thousand.
+thousands at once. `harvest` runs every ten seconds and on demand. Queues that did not grow have no entry, so opening
+costs the same with one queue or a hundred thousand.
 
 Puts are messages that came into a queue. A delayed message counts where it waited and again in its own topic. A
 redelivered copy counts in its retry topic. Gets are messages delivered to a consumer by a read or a pop. Messages that
@@ -210,8 +210,7 @@ class Metrics:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def lag(self, group: str) -> dict[tuple[str, int], int]:
-        """Return (topic, queue id) -> number of messages that the group has not consumed.
-        Messages in flight and the group's retry topics are included."""
+        """Return (topic, queue id) -> number of messages, as `Broker.lag` does."""
         return {
             queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
             for queue, offset in self._offsets.of_group(group).items()
@@ -247,7 +246,7 @@ class Metrics:
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
         """Return the samples of each series, as of now.
-        Costs a look at every queue in which a group has a committed offset, and two more if messages wait there."""
+        Looks one to three times at each queue with a committed offset."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]

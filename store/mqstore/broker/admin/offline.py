@@ -4,9 +4,8 @@
     cancel                                a record in the timer topic
     everything else                       `parts`: topics, groups, dead letters
 
-No message is delivered, redelivered, expired or dropped meanwhile, since no service runs. Each only loads its state
-when it is needed, and saves it at the end. Messages that were in flight when the broker ended stay in flight. The next
-broker decides whether to release them.
+No message is delivered, redelivered, expired or dropped meanwhile, since no service runs. Messages that were in flight
+when the broker ended stay in flight. The next broker decides whether to release them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Counters of the broker, and their rates of growth (delivery#statistics, delivery#read-status).
 
-This module has counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to
-retention, and the text that Prometheus scrapes. It knows nothing of stores. The broker passes measured values (lags,
-sizes, messages in flight) to `prometheus_text` as gauges.
+Each counter has three windows: minute, hour, day. The broker passes measured values (lags, sizes, messages in flight)
+to `prometheus_text` as gauges.
 
 ========================================================================  ==============================================
 name                                                                      key
@@ -21,11 +20,7 @@ COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
 
 `metrics.py` counts puts, gets and pops. The services count failures, and the ends of transactions and delays.
 
-A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between its oldest and newest sample, tps is
-the growth of the value in a second, and average is the growth for each addition.
-
-Only the changes between two samples are kept, so a counter that does not grow costs nothing. Otherwise a hundred
-thousand queues, a few of them busy, would fill the memory with thirty-nine copies of their counters.
+Only the changes between two samples are kept, so a counter that does not grow costs nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +84,6 @@ class StatisticsSnapshot:
     """All statistics at one moment. Immutable."""
 
     taken_ms: int
-    """Wall time of the snapshot."""
     totals: Mapping[CounterKey, Total]
     """Since the store was opened."""
     latest: Mapping[CounterKey, int]
@@ -141,7 +135,6 @@ class _Window:
         self.due_ms = now_ms + self.period_ms
 
     def span_ms(self) -> int:
-        """Return the time between the oldest and the newest sample, or 0 before there are two."""
         return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
 
     def rates(self) -> Mapping[CounterKey, Rate]:
@@ -258,8 +251,6 @@ class Statistics:
             series[name] = {_labels(labels): value for labels, value in pairs}
         return "".join(_exposed(name, series[name]) for name in sorted(series))
 
-
-# --- Prometheus ------------------------------------------------------------------------------------------------------
 
 Samples = list[tuple[dict[str, str], int]]
 """Labels and value of each sample of a series."""

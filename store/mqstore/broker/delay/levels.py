@@ -22,14 +22,9 @@ before they are due, and wait there for the rest of their time. The queue of a l
 front, and progress passes them. The timer delivers them at the same time, as the level would have. If delivery is late,
 a relocated message may come behind messages of the level that were put later.
 
-Progress is the next unit of each level to look at. It is written to `delayOffset.json` every ten seconds and at the
-end, after the log has been synced. So progress on disk rests on copies on disk. In between it is saved without a sync
-(`configfile`), 100 ms after a delivery. So `kill -9` repeats at most the deliveries of that time, and a power cut those
-of ten seconds. Neither loses a message. After opening, until nothing more is due, progress is written at the end of
-each step. So it is after messages were relocated. Then a machine that crashes again and again within ten seconds
-repeats a message once, not each time.
-
-This module knows the store's queues, the road and the progress file, but no consumers.
+Progress is the next unit of each level to look at (delivery#level-progress, delivery#level-crash). After opening, until
+nothing more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So
+a machine that crashes again and again within ten seconds repeats a message once, not each time.
 """
 
 from __future__ import annotations
@@ -148,8 +143,7 @@ class DelayService:
         self._save_due_ms: int | None = None
         self._quick_due_ms: int | None = None
         self._saves_each_step = True
-        """True until overdue messages are delivered after opening, and after messages were relocated.
-        Saving each step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated."""
         self._saved_ms = self._clock.now_ms()
         self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
         # Corrected offsets are written before the queues grow. Otherwise a queue might grow beyond the old offset
@@ -176,9 +170,7 @@ class DelayService:
                     self._kept.append(number)
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
-        """Return a level at its stored offset, or at the end of its queue if that is lower.
-        A crash may have taken the end of the queue. The next messages get the same offsets, and must not be skipped
-        (delivery#level-progress)."""
+        """Return a level at its stored offset, or its queue's end if lower (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
         if stored > high:
             self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
@@ -548,7 +540,6 @@ class DelayService:
         self._quick_due_ms = None
 
     def _moved(self) -> dict[_Level, int]:
-        """Return the progress of the levels that has changed since the last synced save."""
         return {level: level.offset for level in self._levels.values() if level.offset != level.saved}
 
     def _write(self, offsets: Mapping[_Level, int], now_ms: int, quick_log_end: int | None = None) -> None:
@@ -561,7 +552,6 @@ class DelayService:
         self._table = table
 
     def close(self) -> None:
-        """Save the progress."""
         self._store.on_growth.remove(self._on_growth)
         self.save(self._clock.now_ms())
 

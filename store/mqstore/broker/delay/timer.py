@@ -24,12 +24,11 @@ Never early. A unit is handled when the wall clock has reached its due time, and
 delivery. If the clock is set back by more than a few seconds, waiting messages are placed again, and are not late
 (`_turn_back`).
 
-Never lost. The checkpoint says which slots were read and which messages were placed. The commitlog is flushed before
-it is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again,
-in the same order. At most one second of deliveries is repeated. While catching up, progress is saved after each step:
-a process that crashes within each second repeats a message once, not each time. Missing or damaged files are rebuilt
-from the timer topic's queue. `placement` shows for each message, and each rolled copy, whether it was done by then.
-Retention keeps the oldest waiting record (`pins`).
+Never lost (delivery#timer-crash). After a crash everything since the checkpoint is done again, in the same order: at
+most one second of deliveries is repeated. While catching up, progress is saved after each step: a process that crashes
+within each second repeats a message once, not each time. Missing or damaged files are rebuilt from the timer topic's
+queue. `placement` shows for each message, and each rolled copy, whether it was done by then. Retention keeps the oldest
+waiting record (`pins`).
 
 Relocated (`roll`). Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
 So units before `TimerUnits.low` are done. A crash falls back to `low` in the checkpoint, which is written when the
@@ -43,8 +42,6 @@ returned True holds: it is refused once its message is due, and all new messages
                      slots, as after a long stop, are rolled from the last one
     late             overdue before they could be placed: such messages go to the slot that is being read, or the next
                      one, and are delivered at once, behind those already delivered from it
-
-This module knows the store, the road and its files, but no consumers.
 
 Long because placing, delivering, rolling and saving move one progress under one lock. The files have their own.
 """
@@ -140,8 +137,7 @@ class TimerService:
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
         self._flushes_each_step = True
-        """True until overdue messages are delivered after opening, and after messages were relocated.
-        Saving each step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated."""
         self._pinned: tuple[int | None, int] = (None, 0)
         self._stuck: int | None = None
         """Physical offset of a message that cannot be relocated before it is due."""
@@ -223,7 +219,6 @@ class TimerService:
             yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls)
 
     def waiting(self) -> int:
-        """Return the number of waiting messages."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
         return self._units.waiting + not_in_the_wheel_yet

@@ -1,13 +1,11 @@
 """Checkpoint of the timer: its progress that is on disk (delivery#timer-files).
 
-    config/timercheck       4096 bytes
+config/timercheck       4096 bytes
 
-             0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
-                           stateVersion, timestamp, counter                      as RocketMQ has them
-          1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
-          2048   84        the same                                              even counters
-
-This module knows bytes and files, but no units.
+         0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
+                       stateVersion, timestamp, counter                      as RocketMQ has them
+      1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
+      2048   84        the same                                              even counters
 """
 
 from __future__ import annotations
@@ -83,8 +81,6 @@ class JavaPlaces:
 
 
 class TimerCheck:
-    """The file `config/timercheck`."""
-
     def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
         self._fs = fs
@@ -111,7 +107,8 @@ class TimerCheck:
         *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
-            # In a torn page the first bytes may belong to either record.
+            # A Java broker writes only the first bytes. If they are of neither record, it has used the store since, and
+            # the records are outdated. In a torn page they may belong to either record.
             if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)

@@ -27,14 +27,11 @@
             24    4 i32   num
             28    4 i32   magic            0
 
-After a crash the checkpoint is trusted. Its two records are written in turn, each synced before the next one is
-written. So one of them is intact. A Java broker writes its 56 bytes and leaves the records. If these differ from its
-bytes, it has used the store since, and the records are outdated. The log is trusted up to the end in the checkpoint,
-since it was synced before. Later units were never promised, and are written again. The wheel is not trusted. It is
-rebuilt from the log at each opening (52 MB to read for a million messages), and never synced. RocketMQ instead searches
-the log for its end, trusts it, and repairs the wheel.
+After a crash only the checkpoint is trusted, and the log up to the end that it says (delivery#timer-files). Later units
+were never promised, and are written again. The wheel is rebuilt from the log at each opening (52 MB to read for a
+million messages), and never synced.
 
-This module knows bytes and files. `timer.py` knows the meaning of slots. Not thread-safe: its owner is.
+Not thread-safe: its owner is.
 """
 
 from __future__ import annotations
@@ -84,8 +81,6 @@ WAITS, ROLLS, CANCELS = 1, 2, 4
 class TimerFilesDamaged(Exception):  # noqa: N818  # no error: a finding, after which all is rebuilt
     """The log or the wheel is not as written. Caught in this room: both are rebuilt from the topic."""
 
-
-# --- units ----------------------------------------------------------------------------------------------------------
 
 _UNIT: Final = struct.Struct(">iqiqiqii")
 _SUM: Final = struct.Struct(">q")
@@ -149,9 +144,6 @@ def slots_of_units(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 def _sum(position: int, data: bytes | memoryview) -> int:
     return crc32c.crc32c(data[: _UNIT.size], position & 0xFFFF_FFFF)
-
-
-# --- the log --------------------------------------------------------------------------------------------------------
 
 
 class TimerLog:
@@ -226,11 +218,9 @@ class TimerLog:
 
     @property
     def pending_bytes(self) -> int:
-        """Number of bytes that `write` has to write."""
         return len(self._buffer)
 
     def append(self, unit: TimerUnit) -> int:
-        """Append a unit. Return its position."""
         size = self._run.segment_bytes
         left = size - self.end % size
         if left < UNIT_BYTES + _BLANK.size:
@@ -344,11 +334,8 @@ class TimerLog:
         self._writer.drop_before(low)
 
     def close(self) -> None:
-        """Close mappings and descriptors."""
         self._run.close()
 
-
-# --- the wheel ------------------------------------------------------------------------------------------------------
 
 WHEEL_SLOTS: Final = 2 * 7 * 86_400
 _SLOT: Final = struct.Struct(">qqqii")

@@ -1,12 +1,10 @@
 """Outcome of a message of the timer topic when its time has come, or cannot come.
 
-    delivered     to REAL_TOPIC, REAL_QID, without what delayed it
-    rolled        to the timer topic again: on its way, or early, as it is
-    left out      it was cancelled, or its topic was deleted since
-    dead letter   it can never be delivered
-    lost          its record is damaged, or retention took it: counted and logged
-
-This module knows the store and the road, but no slots.
+delivered     to REAL_TOPIC, REAL_QID, without what delayed it
+rolled        to the timer topic again: on its way, or early, as it is
+left out      it was cancelled, or its topic was deleted since
+dead letter   it can never be delivered
+lost          its record is damaged, or retention took it: counted and logged
 """
 
 from __future__ import annotations
@@ -60,8 +58,6 @@ _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
 class TimerMessages:
-    """Delivers, rolls and counts the messages of the timer's units."""
-
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._store = parts.store
@@ -112,8 +108,9 @@ class TimerMessages:
         without: frozenset[str],
         marks: Mapping[str, str],
     ) -> None:
-        """Copy a message to its next queue. A message that can never be stored there becomes a dead letter.
-        Any other error is raised, and the put is tried again (5.4 c)."""
+        """Copy a message to its next queue.
+        A message that can never be stored there becomes a dead letter. Any other error is raised, and the put is tried
+        again."""
         kept = {name: value for name, value in properties.items() if name not in without}
         copy = self._parts.road.copy
         try:

@@ -102,11 +102,9 @@ class TimerUnits:
         return self._next_ms
 
     def done(self, unit: TimerUnit) -> None:
-        """Note that a unit was handled."""
         self.waiting -= not unit.magic & CANCELS
 
     def slot_done(self) -> None:
-        """Note that a slot was read to its end."""
         self._next_ms = None
 
     def chain(self, slot_ms: int) -> Slot:
@@ -197,7 +195,6 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.
 
 
 def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Return `TimerUnit.due_ms` of each unit."""
     return slots_of_units(units) + 1 + (units["write_ms"].astype(np.int64) - 1) % PRECISION_MS
 
 

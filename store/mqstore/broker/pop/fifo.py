@@ -46,8 +46,6 @@ class FifoQueues:
         self._log = tables.log
         self._orders = tables.orders
 
-    # -- popping ----------------------------------------------------------------------------------------------------
-
     def pop(self, state: QueueState, ask: Ask, room: int, mark: int, out: list[Delivery]) -> bool:
         """Deliver the next batch, up to `room` messages, if the queue is free.
         Always returns False: the queue is then blocked or empty, so no other receiver needs to be woken."""
@@ -123,8 +121,6 @@ class FifoQueues:
             more=order_members(record),
         )
 
-    # -- settling ---------------------------------------------------------------------------------------------------
-
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
         """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
         Released messages are visible at once, and their next delivery is not a redelivery. Raises InvalidReceiptError
@@ -194,8 +190,6 @@ class FifoQueues:
         self._bury(state, record, claim.offset, reason)
         self._tables.wake_if_free(state)
 
-    # -- measurements -----------------------------------------------------------------------------------------------
-
     def standing(self, state: QueueState, record: OrderInfo, now_ms: int) -> Standing:
         """Return the standing of the group, with `record` for its last batch."""
         cursor = state.cursor
@@ -204,8 +198,6 @@ class FifoQueues:
         behind = max(cursor, record.offsets[-1] + 1) if record.offsets else cursor
         ready = again[0] if again else behind
         return Standing(left[0] if left else behind, ready, behind, len(left) - len(again), len(again))
-
-    # -- attempts that ended ----------------------------------------------------------------------------------------
 
     def visit(self, state: QueueState, now_ms: int) -> None:
         """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""
@@ -273,8 +265,6 @@ class FifoQueues:
         if claim.offset not in record.offsets:
             raise InvalidReceiptError(f"receipt {claim.text!r}: no message {claim.offset} was delivered with it")
         return True
-
-    # -- keeping the log short --------------------------------------------------------------------------------------
 
     def put_anew(self, state: QueueState) -> None:
         """Append the last batch again at the log end, so that a replay may begin behind its old record."""

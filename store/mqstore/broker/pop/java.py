@@ -98,8 +98,6 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """Contents of one checkpoint."""
-
     batch: _Batch
     broker: str
     invisible_ms: int

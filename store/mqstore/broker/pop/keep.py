@@ -33,8 +33,6 @@ _ANEW = 4_096
 
 
 class PopKeeper:
-    """Housekeeping of all states together: replay position, pins, order info file."""
-
     def __init__(
         self,
         tables: PopTables,
@@ -77,7 +75,6 @@ class PopKeeper:
             self._wake()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
-        """Save the order info within `duration_ms`."""
         due_ms = now_ms + duration_ms
         self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
 

@@ -1,19 +1,8 @@
 """The pop log: what happened to popped messages, as ordinary records of one queue (delivery#pop-log).
 
-    kind   TAGS   appended                                           body
-    POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot cm rel] [l]
-    ACK    ack    before `ack` returns, one for each batch touched   k o
-    CHANGE chg    before `change_invisible`, `renew`, `nack` return  k o pt it [n]    n = 1: by `nack`
-    REVIVE rev    after the retry copies or dead letters             k o
-    GIVE   rel    before `release` returns                           k o
-    RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
-
-delivery#pop-log explains the letters. `cm` and `rel` say what a batch with `skip_acked` knows of messages that it does
-not deliver. `k` is the queue offset of a `ck` in this log, the batch's name. All values are absolute, so records that
-are read twice have the same effect as once. `rst` is mqstore's own: without it a replay would take batches from before
-a reset for later ones. Unknown kinds and members are ignored.
-
-This module knows the form of the records, not their meaning.
+delivery#pop-log lists the kinds of records (TAGS) and their members. `k` is the queue offset of a `ck` in this log, the
+batch's name. `cm` and `rel` say what a batch with `skip_acked` knows of messages that it does not deliver. Without
+`rst` a replay would take batches from before a reset for later ones.
 """
 
 from __future__ import annotations
@@ -100,8 +89,7 @@ def order_members(record: OrderInfo) -> str:
 
 class PopLog:
     """Writer and reader of the pop log.
-    Each `put_...` returns the record's queue offset and never waits for the disk. A caller that needs the disk flushes
-    the store after it has released its locks, and shares the sync with others."""
+    Each `put_...` returns the record's queue offset and never waits for the disk."""
 
     def __init__(self, store: StoreReader) -> None:
         self._store = store
@@ -112,8 +100,6 @@ class PopLog:
         self._put = {kind: outlet.put for kind, outlet in outlets.items()}
         self.ways = {kind: outlet.way() for kind, outlet in outlets.items()}
         """Ways by kind, for compiled callers."""
-
-    # -- appending --------------------------------------------------------------------------------------------------
 
     def put_pop(
         self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
@@ -136,8 +122,6 @@ class PopLog:
     def put_reset(self, head: str, offset: int) -> int:
         """Append that the queue continues at `offset` with nothing in flight. -1: the queue is forgotten."""
         return self._put[RESET](f'{head}"o":{offset}}}'.encode(), "append")[1]
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     def bounds(self) -> tuple[int, int]:
         """Return (position of the first record kept, position of the next record)."""

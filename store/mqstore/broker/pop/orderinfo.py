@@ -13,16 +13,15 @@ A record says for each message of the batch whether it is acknowledged and, if n
                                         ▼            │
                                        unacked, visible ── next pop: a new record, redeliveries + 1
 
-The queue is *blocked* while one unacked message is invisible. Afterwards the next pop begins at the first unacked
-message and replaces the record. So the order is kept, and receipts of the old batch expire because their pop time
-differs. Redeliveries are counted from the batch before, for each message. They are forgotten for messages that a batch
-skips.
+The queue is *blocked* while one unacked message is invisible (delivery#order-rules). Afterwards the next pop begins at
+the first unacked message and replaces the record. So the order is kept, and receipts of the old batch expire because
+their pop time differs.
 
 The same file keeps the failed attempts of groups that consume orderly in the queue model (delivery#order-file):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
-Both kinds of record also say which of their messages have failed and are not settled (`Suspended`), since when, and
-why. This is for operators: nothing depends on it, and RocketMQ ignores the member `susp` of the file.
+Both kinds of record also say which of their messages have failed and are not settled (`Suspended`). This is for
+operators: nothing depends on it.
 
 Records are immutable: each change makes a new record in place of the old one. A caller that changes the record of a
 queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
@@ -128,15 +127,12 @@ class OrderInfo:
         return next((self.suspended[offset] for offset in unsettled), None)
 
     def visible_at(self, offset: int) -> int:
-        """Return the time at which a message of the batch becomes visible."""
         return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
 
     def is_visible(self, offset: int, now_ms: int) -> bool:
-        """Return True if that delivery is over."""
         return is_visible(self.pop_time_ms, self.visible_at(offset), now_ms)
 
     def unacked(self, begin: int = 0) -> list[int]:
-        """Return the offsets from `begin` on that are not acknowledged."""
         return [offset for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1]
 
     def left(self, begin: int) -> int:
@@ -148,7 +144,6 @@ class OrderInfo:
         return [offset for offset in self.unacked(begin) if not self.is_visible(offset, now_ms)]
 
     def among(self, bits: int) -> list[int]:
-        """Return the offsets whose bits are set."""
         return [offset for i, offset in enumerate(self.offsets) if bits >> i & 1]
 
     def blocks(self, attempt_id: str | None, now_ms: int) -> bool:
@@ -189,7 +184,6 @@ class OrderInfo:
         return OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, now_ms, attempt_id, counts=counts, suspended=failed)
 
     def acknowledged(self, offsets: Iterable[int]) -> OrderInfo:
-        """Return the record with these messages of the batch settled."""
         suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
         return replace(self, acked=self.acked | self._bits(offsets), suspended=suspended)
 
@@ -335,7 +329,6 @@ class OrderInfoTable:
         return record is not None and record.blocks(None, now_ms)
 
     def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
-        """Return the failed message that blocks a queue, by (topic, queue id)."""
         found = {
             (queue.topic, queue.queue_id): record.suspended_at(committed(*queue) or 0)
             for queue, record in self.records().items()

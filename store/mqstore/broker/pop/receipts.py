@@ -43,9 +43,6 @@ _HANDLE_MAX = 65_536
 """Longest handle: a unique key has at most 32767 bytes, and base64 makes four characters of three."""
 
 
-# --- receipts (delivery#receipt) --------------------------------------------------------------------------------------
-
-
 class Claim(NamedTuple):
     """Contents of a receipt, which names one delivery of one message."""
 
@@ -95,9 +92,6 @@ def expired(texts: list[str]) -> ReceiptExpiredError:
     )
     error.receipts = texts
     return error
-
-
-# --- recall handles (delivery#recall) ---------------------------------------------------------------------------------
 
 
 class RecallHandle(NamedTuple):

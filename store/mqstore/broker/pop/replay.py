@@ -8,9 +8,8 @@
     cursor     = the offset of the last reset, else of the table; then every nx seen
     committed  = the first offset that is in flight or released, else the cursor
 
-Messages held by receivers of the ended process are visible at once (`release_in_flight`): the writer lock proves that
-these receivers are gone. In a group with push consumers only messages whose handler had begun have used an attempt
-(`begun.py`). The others were only prefetched, and are released. Failed messages are redelivered at their time.
+Messages held by receivers of the ended process are visible at once (delivery#pop-replay): the writer lock proves that
+these receivers are gone. Failed messages are redelivered at their time.
 
 If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor moved on. The
 messages between count as delivered and not acknowledged, in a new batch.

@@ -356,7 +356,6 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """Extend a delivery as `change_invisible` does. The given receipt stays valid, and is returned."""
         return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def change_invisible(
@@ -479,7 +478,6 @@ class PopService:
     # -- deliveries in flight ---------------------------------------------------------------------------------------
 
     def pending(self, group: str) -> list[Pending]:
-        """Return the deliveries of a group that are in flight, by topic, queue and offset."""
         found: list[Pending] = []
         for key, state in sorted(self._tables.states.items()):
             if key.group == group:
@@ -502,7 +500,6 @@ class PopService:
         return found
 
     def in_flight(self) -> int:
-        """Return the number of messages that are popped and not settled."""
         count = 0
         for state in list(self._tables.states.values()):
             with state.lock:
@@ -542,12 +539,10 @@ class PopService:
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Return the noted failed attempts by queue offset."""
         return self._orders.attempts(group, topic, queue_id)
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
-        """Note that the message at `offset` has failed `count` times, the last time by `error`.
-        It is on disk within a second (delivery#order-file)."""
+        """Note failed attempts as `OrderInfoTable.note_attempt` does, on disk within a second."""
         self._orders.note_attempt(group, topic, queue_id, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
@@ -594,12 +589,10 @@ class PopService:
                         self._fifo.visit(state, now_ms)
 
     def close(self) -> None:
-        """Save the state and remove the listeners."""
         self._keeper.close()
         self._routes.close()
 
     def pins(self) -> Iterable[Pin]:
-        """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
         return self._keeper.pins()
 
 

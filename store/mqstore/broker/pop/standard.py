@@ -5,9 +5,8 @@
     settle, to release: rel record, then popped again first         then rev record, then settled
     change   chg record, then visible at another time
 
-Each record is appended under the queue's lock before memory changes, so a replay of the log always gives the same state
-as memory. After a crash between copy and `rev` the message is copied once more. Nothing else happens twice, and nothing
-is lost.
+Each record is appended under the queue's lock before memory changes (delivery#pop-state). After a crash between copy
+and `rev` the message is copied once more. Nothing else happens twice, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ class StandardQueues:
     def __init__(self, tables: PopTables) -> None:
         self._tables = tables
         self._log = tables.log
-
-    # -- popping ----------------------------------------------------------------------------------------------------
 
     def pop(self, state: QueueState, ask: Ask, room: int, mark: int, out: list[Delivery]) -> bool:
         """Deliver up to `room` messages. Return True if there seem to be more."""
@@ -138,8 +135,6 @@ class StandardQueues:
             self._tables.reset(state, state.cursor)
         return True
 
-    # -- settling ---------------------------------------------------------------------------------------------------
-
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
         """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
         A delivery that was settled before is no error."""
@@ -224,8 +219,6 @@ class StandardQueues:
         if batch is None:
             raise expired([claim.text])
         return batch
-
-    # -- redelivery -------------------------------------------------------------------------------------------------
 
     def visit(self, state: QueueState, now_ms: int) -> None:
         """Redeliver a chunk of the visible messages, and announce the time of the next.
@@ -328,8 +321,6 @@ class StandardQueues:
             # A later try would fail, too: the properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"
             self._tables.file_dead_letter(key.group, message, reason)
-
-    # -- keeping the log short --------------------------------------------------------------------------------------
 
     def put_anew(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin behind it."""

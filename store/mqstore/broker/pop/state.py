@@ -13,8 +13,6 @@ were pops. Visible times are kept in buckets of one millisecond. A pop adds to a
 time has come, or when most entries of all buckets are settled.
 
 FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`).
-
-This module knows no log, no clock, and only messages that were prefetched. Every call is made under `lock`.
 """
 
 from __future__ import annotations
@@ -128,8 +126,7 @@ class Batch(Lent):
 
 
 class Timeline(Timed):
-    """Visible times of deliveries, as a map from millisecond to batches.
-    An entry is a hint: only the batch knows whether one of its messages is due."""
+    """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
 
     __slots__ = ("asked",)
 
@@ -322,7 +319,6 @@ class QueueState(Lending):
         self.drop_ahead()
 
     def note_revived(self, offsets: Iterable[int]) -> None:
-        """Note that these offsets were redelivered."""
         self.revived.update(dict.fromkeys(offsets))
         if len(self.revived) > 2 * _REVIVED_KEPT:
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))

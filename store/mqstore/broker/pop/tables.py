@@ -46,8 +46,6 @@ _LOOKS = 16
 
 
 class PopTables(Desk):
-    """Queue states and shared objects of one store."""
-
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
         self.parts = parts
         self.store = parts.store

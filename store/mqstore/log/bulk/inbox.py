@@ -22,8 +22,7 @@ not wait for it. No bundle waits for an appended one that cannot be deleted.
 `highest` is the highest queue id in the records of a topic. Older programs do not write it. The topic may have lost
 queues since the bundle was staged. Then nobody would read some of its records, so the bundle is refused.
 
-This module knows folders and the splicer. The broker provides the function that creates the topics of a bundle. Without
-a broker, the splicer saves them for the next broker.
+The broker creates the topics of a bundle. Without a broker, the splicer saves them for the next one.
 """
 
 from __future__ import annotations
@@ -336,8 +335,6 @@ class Inbox:
         pause_ms = min(_PAUSE_MAX_MS, _PAUSE_MIN_MS << min(trouble.tries, 16))
         trouble.due_ms = self._clock.monotonic_ms() + pause_ms
         return False
-
-    # -- folders ----------------------------------------------------------------------------------------------------
 
     def _refuse(self, folder: Path, error: Exception) -> None:
         """Move a bundle aside, with the reason."""

@@ -11,8 +11,7 @@ Earlier versions added a member "index" and a file records.idx. Both are ignored
 raised before any record is stored. `windows` then yields the records in pieces, in bounded memory, and compares the CRC
 again. So a file that changed between check and copy is found before the bulk append counts.
 
-All that a put would refuse is refused here, since programs that read the log trust its bytes to be records. This module
-writes nothing.
+All that a put would refuse is refused here, since programs that read the log trust its bytes to be records.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, 
 from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
 from mqstore.log.ahead import Ahead
 from mqstore.log.names import check_topic
+from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 from mqstore.options import Profile
 
@@ -49,7 +49,6 @@ __all__ = [
     "WINDOW_BYTES",
     "Groups",
     "Limits",
-    "QueueKey",
     "Shard",
     "Window",
     "by_queue",
@@ -60,9 +59,6 @@ WINDOW_BYTES = 8 << 20
 MAX_QUEUE_ID = 16_383
 _INNER = re.compile(b"INNER_")
 _NUMBERS = ("records", "bytes", "crc32c", "largest")
-
-QueueKey = tuple[str, int]
-"""Topic and queue id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class Window(NamedTuple):
 class Groups(NamedTuple):
     """Queues of a window's records: record i goes to `keys[group[i]]`. `counts` are totals by key."""
 
-    keys: list[QueueKey]
+    keys: list[QueueRef]
     group: npt.NDArray[np.integer]
     counts: npt.NDArray[np.int64]
 
@@ -102,7 +98,7 @@ def by_queue(window: Window) -> Groups:
     present = np.flatnonzero(counts)
     number = np.zeros(len(counts), np.int64)
     number[present] = np.arange(len(present))
-    keys = [(topics[code // (MAX_QUEUE_ID + 1)], code % (MAX_QUEUE_ID + 1)) for code in present.tolist()]
+    keys = [QueueRef(topics[code // (MAX_QUEUE_ID + 1)], code % (MAX_QUEUE_ID + 1)) for code in present.tolist()]
     # Sorting numbers of 16 bits is a radix sort, several times faster.
     kind = np.uint16 if len(keys) < 1 << 16 else np.int64
     return Groups(keys, number[codes].astype(kind), counts[present])
@@ -117,15 +113,13 @@ class Shard:
     bytes: int
     crc32c: int
     largest: int
-    queues: Mapping[QueueKey, int]
+    queues: Mapping[QueueRef, int]
     limits: Limits
     fs: FileSystem
 
     @property
     def file(self) -> Path:
         return self.folder / "records.bin"
-
-    # -- shard.json -------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
@@ -172,15 +166,13 @@ class Shard:
             _refuse(path, f"its queues get {sum(shard.queues.values())} records, but it has {shard.records}", "queues")
         return shard
 
-    # -- records.bin ------------------------------------------------------------------------------------------------
-
     def check(self, progress: Callable[[int], None], remember: int = 0) -> list[Groups] | None:
         """Read and check every record. Calls `progress(bytes)` after each window.
 
         Returns the groups of the windows, which `windows` always cuts alike, or None for more than `remember` records.
         Raises FormatError about the first fault, and StoreIOError.
         """
-        counts: dict[QueueKey, int] = {}
+        counts: dict[QueueRef, int] = {}
         records = largest = done = 0
         remembered: list[Groups] = []
         buffers = cycle([np.empty(self.window_bytes(), np.uint8).data for _ in range(2)])
@@ -319,7 +311,7 @@ def shard_json(
     size: int,
     crc: int,
     largest: int,
-    queues: Mapping[QueueKey, int],
+    queues: Mapping[QueueRef, int],
 ) -> bytes:
     """Return the `shard.json` of `size` bytes of records whose CRC-32C is `crc`."""
     counts: dict[str, dict[str, int]] = {}
@@ -341,8 +333,8 @@ def _open(path: Path, fs: FileSystem, field: str) -> int:
         _refuse(path, str(error.strerror), field)
 
 
-def _queues(path: Path, value: Any) -> dict[QueueKey, int]:
-    queues: dict[QueueKey, int] = {}
+def _queues(path: Path, value: Any) -> dict[QueueRef, int]:
+    queues: dict[QueueRef, int] = {}
     if not isinstance(value, dict):
         _refuse(path, f"queues must be an object, not {value!r:.80}", "queues")
     for topic, counts in value.items():
@@ -357,7 +349,7 @@ def _queues(path: Path, value: Any) -> dict[QueueKey, int]:
                 _refuse(path, f"queue {text!r:.80} of {topic!r} does not lie in 0..{MAX_QUEUE_ID}", "queues")
             if type(count) is not int or count < 0:
                 _refuse(path, f"queue {text} of {topic!r} gets {count!r:.80} records", "queues")
-            queues[topic, int(text)] = count
+            queues[QueueRef(topic, int(text))] = count
     return queues
 
 

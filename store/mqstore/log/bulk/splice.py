@@ -53,13 +53,14 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
-from mqstore.log.bulk.shard import Groups, Limits, QueueKey, Shard, Window, by_queue
+from mqstore.log.bulk.shard import Groups, Limits, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, Finding
 from mqstore.log.recovery.scanner import used_end
+from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
 __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
@@ -88,7 +89,7 @@ class SpliceResult:
     first_offset: int
     end_offset: int
     records: int
-    offsets: Mapping[QueueKey, tuple[int, int]]
+    offsets: Mapping[QueueRef, tuple[int, int]]
 
 
 class Splicer:
@@ -197,7 +198,7 @@ class Splicer:
             start = self._log.hold()  # inside `try`, so that Ctrl-C right after it does not leave puts waiting
             numbers = {key: queue.next_offset for key, queue in queues.items()}
             stamp_ms = self._clock.now_ms()
-            intent = Intent(app, version, start, stamp_ms, numbers)
+            intent = Intent(app, version, start, stamp_ms)
             cleared = replace(before, intent=None)
             recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
             try:
@@ -242,7 +243,7 @@ class Splicer:
                 raise unknown from error  # `error` itself would say that nothing was done
         return False
 
-    def _publish(self, queues: Mapping[QueueKey, ConsumeQueue], stops: Mapping[QueueKey, int], end: int) -> int:
+    def _publish(self, queues: Mapping[QueueRef, ConsumeQueue], stops: Mapping[QueueRef, int], end: int) -> int:
         def move() -> None:
             for key, each in queues.items():
                 each.next_offset = stops[key]
@@ -298,8 +299,8 @@ class Splicer:
     # -- copying ----------------------------------------------------------------------------------------------------
 
     def _copy(
-        self, shards: list[Checked], start: int, numbers: Mapping[QueueKey, int], stamp_ms: int, work: _Progress
-    ) -> tuple[int, dict[QueueKey, int]]:
+        self, shards: list[Checked], start: int, numbers: Mapping[QueueRef, int], stamp_ms: int, work: _Progress
+    ) -> tuple[int, dict[QueueRef, int]]:
         """Copy the records of `shards` into the log from `start` on.
         Returns the end of the records, and the next offset of each queue."""
         stops = dict(numbers)
@@ -342,7 +343,7 @@ class _Progress:
 
 
 def _numbers_of(
-    window: Window, known: Groups | None, stops: dict[QueueKey, int], shard: Shard
+    window: Window, known: Groups | None, stops: dict[QueueRef, int], shard: Shard
 ) -> npt.NDArray[np.int64]:
     """Return the queue offset of each record, and advance `stops`.
     Raises FormatError if the records differ from those that were checked. The CRC finds changes that are not seen

@@ -4,11 +4,10 @@
     {"version": 1,
      "apps":   {APP: {"version": n, "used_ms": ms}},           the last version that was spliced for each application
      "create": {TOPIC: queues},                                topics that the next broker has to create
-     "intent": {"app", "version", "start", "stamp_ms",         only there while a bulk append is under way
-                "queues": {TOPIC: {"0": n}}}}
+     "intent": {"app", "version", "start", "stamp_ms"}}        only there while a bulk append is under way
 
-`start` is the end of the log before the bulk append, `queues` the next offset of each queue it appends to. Each of its
-records has the store time `stamp_ms`, which distinguishes them from other records.
+`start` is the end of the log before the bulk append. Each of its records has the store time `stamp_ms`, which
+distinguishes them from other records.
 
     state on disk        means                                   opening the store for writing
     no intent            all records in the log count            continues
@@ -16,21 +15,17 @@ records has the store time `stamp_ms`, which distinguishes them from other recor
                          a transaction, not yet in any queue
 
 One rename records a version and clears its intent, so there is no third state. An intent that may be outdated (`doubt`)
-is only reported and cleared. It may come from the backup of a damaged file, or the log was flushed beyond `start`
-since. Or other records lie there, as when a Java broker, which does not know this file, has used the directory. Then
-half a transaction may stay, but no stored message is lost.
+is only reported and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
 
 Beyond 10,000 applications, those that were not used for 30 days are removed. Beyond 100,000, the oldest are. A
 streaming query uses its entry with every batch, so this removes batch jobs that will hardly be run again.
-
-This module knows JSON and the log's scanner, but neither shards nor how they are appended.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -66,39 +61,24 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Bulk append under way. `start` is a physical offset, `queues` are offsets by (topic, queue id)."""
+    """Bulk append under way. `start` is a physical offset."""
 
     app: str
     version: int
     start: int
     stamp_ms: int
-    queues: Mapping[tuple[str, int], int]
 
     def as_json(self) -> dict[str, Any]:
-        queues: dict[str, dict[str, int]] = {}
-        for (topic, queue_id), offset in self.queues.items():
-            queues.setdefault(topic, {})[str(queue_id)] = offset
-        return {
-            "app": self.app,
-            "version": self.version,
-            "start": self.start,
-            "stamp_ms": self.stamp_ms,
-            "queues": queues,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Intent:
         """Return the intent in `value`. Raises ValueError for a member that is missing or of the wrong type."""
-        queues = {
-            (topic, int(queue_id)): _number(offset, "queues")
-            for topic, offsets in _object(value, "queues").items()
-            for queue_id, offset in _object({"queues": offsets}, "queues").items()
-        }
         app = value.get("app")
         if not isinstance(app, str):
             raise ValueError(f"intent.app must be a text, not {app!r:.80}")
         version, start, stamp_ms = (_number(value.get(name), name) for name in ("version", "start", "stamp_ms"))
-        return cls(app, version, start, stamp_ms, queues)
+        return cls(app, version, start, stamp_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +193,6 @@ class TxnFile:
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
-        """Return the current value of the file, as the page cache has it."""
         return read_txn(self._root, self._fs)
 
     def _make_folders(self) -> None:

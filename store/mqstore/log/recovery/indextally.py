@@ -30,14 +30,12 @@ class IndexTally:
     """Files whose begin or end is not the time of their first or last entry."""
 
     def add(self, other: IndexTally) -> None:
-        """Add the tally of other records."""
         self.missing += other.missing
         for name, count in other.wrong_times.items():
             self.wrong_times[name] = self.wrong_times.get(name, 0) + count
         self.wrong_ends |= other.wrong_ends
 
     def findings(self, index: Index) -> Iterator[Finding]:
-        """Yield a finding for each difference."""
         if self.missing:
             name = f"index/{index.files[0].name}" if index.files else "index"
             yield Finding("bad_index", name, 0, 0, f"{self.missing} keys of the log have no entry")

@@ -17,8 +17,7 @@ A result says for every queue whether its records followed each other. Such a *s
                                                 may have begun at a false start: a record image inside a body, or a
                                                 record that only a start from its front accepts
 
-Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings. This module knows
-neither Spark nor what is done with the records.
+Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from mqstore.log.recovery.indextally import IndexTally
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, OnFront, first_good_in, join_segments, scan_segment, until_torn
 from mqstore.log.recovery.slots import MAX_SLOT
+from mqstore.log.tip import QueueRef
 
 __all__ = [
     "RANGE_BYTES",
     "LogRange",
-    "QueueKey",
     "QueuePart",
     "RangeResult",
     "SegmentParts",
@@ -57,8 +56,6 @@ __all__ = [
 RANGE_BYTES = 64 << 20
 """Default size of a range."""
 
-QueueKey = tuple[str, int]
-"""Topic and queue id."""
 TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
 """Takes topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
@@ -116,7 +113,7 @@ class RangeResult:
     """Bad bytes that end the log in this range, and reading with it (`until_torn`)."""
     unlisted: int = 0
     """Number of bad ranges that were left out of `bads`."""
-    queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
+    queues: dict[QueueRef, QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
 
     @property
@@ -131,9 +128,6 @@ class RangeResult:
             self.bads.append(bad)
         else:
             self.unlisted += 1
-
-
-# -- cutting ----------------------------------------------------------------------------------------------------------
 
 
 def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
@@ -154,9 +148,6 @@ def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
     pieces = -(-length // range_bytes)
     edges = [length * i // pieces for i in range(pieces + 1)]
     return [LogRange(base, low, high) for low, high in pairwise(edges)]
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_range(
@@ -213,10 +204,11 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
     begin, last = int(chosen[0]), int(chosen[-1])
     low, high = int(offsets[0]), int(offsets[-1])
     straight = follow or bool((np.diff(offsets) == 1).all())
-    part = result.queues.get((topic, queue_id))
+    ref = QueueRef(topic, queue_id)
+    part = result.queues.get(ref)
     if part is None:
         part = QueuePart(low, low, int(rows.physical_offset[begin]), 0)
-        result.queues[topic, queue_id] = part
+        result.queues[ref] = part
     else:
         straight = straight and low == part.stop
     usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
@@ -234,9 +226,6 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
             part.unlisted += 1
 
 
-# -- putting together --------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class SegmentParts:
     """The results of a segment that fit together, and the position of its first record."""
@@ -246,9 +235,9 @@ class SegmentParts:
     """Position at which a scan of the whole log enters the segment, counted from the segment's start."""
     results: list[RangeResult] = field(default_factory=list)
 
-    def queues(self) -> dict[QueueKey, list[QueuePart]]:
+    def queues(self) -> dict[QueueRef, list[QueuePart]]:
         """Return the parts of each queue, in log order."""
-        found: dict[QueueKey, list[QueuePart]] = {}
+        found: dict[QueueRef, list[QueuePart]] = {}
         for result in self.results:
             for key, part in result.queues.items():
                 found.setdefault(key, []).append(part)

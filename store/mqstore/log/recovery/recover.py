@@ -161,8 +161,6 @@ class _Recovery:
         dispatched = parts.checkpoint.dispatched
         self.unsynced_from = 1 << 62 if parts.clean else dispatched if dispatched is not None else 0
 
-    # -- the whole --------------------------------------------------------------------------------------------------
-
     def run(self) -> Outcome:
         begin = time.monotonic()
         parts, report = self.parts, self.report
@@ -257,8 +255,6 @@ class _Recovery:
         if self.options.prefix:
             return 0
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
-
-    # -- reading and repairing --------------------------------------------------------------------------------------
 
     def _begin(self, watermark: int, start: int, index_from: int) -> None:
         """Save in the checkpoint what a kill during recovery would lose. Called before the first change.

@@ -139,8 +139,6 @@ class SlotAssigner:
                 # Records without a slot do not count. Their number is lost, so the next record's jumps by one.
                 self._last[queue] = expected, int(last["physical_offset"]) + int(last["size"])
 
-    # -- queues of a log that is read in ranges ----------------------------------------------------------------------
-
     def is_met(self, queue: ConsumeQueue) -> bool:
         """Return True if a record of the queue has been given a slot."""
         return queue in self._last
@@ -160,8 +158,6 @@ class SlotAssigner:
     def forget(self) -> None:
         """Forget all slots, since the log has lost its front."""
         self._last.clear()
-
-    # -- behind the last record ---------------------------------------------------------------------------------------
 
     def behind_last(self, queue: ConsumeQueue, start: int) -> tuple[int, int]:
         """Return the slot behind a queue's last record, and the end of that record. Reading began at `start`."""

@@ -341,7 +341,6 @@ class Verifier:
                     yield from self.units(self.rows_of(event), queues)
 
     def rows_of(self, good: Good) -> Rows:
-        """Return the rows that queues and index should have for a record batch."""
         return self._queues.rows_of(good.buffer, good.headers, good.base)
 
     def bad(self, event: Bad) -> Finding:

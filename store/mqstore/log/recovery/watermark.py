@@ -1,12 +1,6 @@
 """Watermark of a log: bytes below it were synced when a writer last had the store (format#watermark).
 
-    last writer                                    bad bytes with whole records behind them
-    closed the store                               damage below the log's end
-    was killed, and the machine ran on             damage: what was written is still in the page cache
-    ended with the machine, or this is not known   damage below the watermark; at or beyond it a torn tail
-
-Damage is reported and passed over. The log ends at a torn tail, and opening moves the bytes behind it to `cut/`.
-`mqstore recover` passes over torn tails too. `scanner.until_torn` applies this rule.
+docs/recovery.md#torn-or-damaged has the rule by which bytes are damage or a torn tail. `scanner.until_torn` applies it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@
 
 Committed offsets are as old as the log or older, as after any crash: messages may be redelivered, but none is skipped.
 A topic that a record names is in the table. A bundle is recorded as appended, or it waits.
-
-This module only reads the store.
 """
 
 from __future__ import annotations
@@ -119,8 +117,6 @@ class Original:
         self._run = SegmentRun(root / "commitlog", self.manifest.commitlog_segment_bytes, fs=QUIET)
         self._intents = IntentWatch(root, QUIET)
         self._odd_before: frozenset[tuple[str, bytes]] = frozenset()
-
-    # -- looking ----------------------------------------------------------------------------------------------------
 
     def moment(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None = None) -> Moment:
         """Examine the store until nothing that matters has changed meanwhile. Raises StoreBusyError.
@@ -270,8 +266,6 @@ class Original:
 
     def _is_empty(self, segment: Segment) -> bool:
         return not any(self._run.mapping(segment)[:8]) and not used_end(self._run, segment)
-
-    # -- files ------------------------------------------------------------------------------------------------------
 
     def bulk(self) -> Iterator[Found]:
         """Yield the files that may be copied without hurry, apart from the segments."""
