@@ -16,6 +16,7 @@ import pytest
 
 import mqstore
 from mqstore import aio
+from tests.client import support
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -56,6 +57,23 @@ async def slow_flush(store: aio.Store) -> AsyncIterator[Callable[[], Awaitable[A
             yield lambda: asyncio.to_thread(syncing.wait)
         finally:
             go_on.set()
+
+
+def on_thread(store: aio.Store, work: Callable[[], object]) -> None:
+    """Have the store's thread do `work` behind what it was given before."""
+    store._bridge.submit(work)
+
+
+def until_news(store: aio.Store) -> None:
+    """Hold up the loop until a thread has something to tell it."""
+    support.until(lambda: store._bridge.mail._news)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the other tasks of the loop, and threads, get somewhere. For at most 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def in_store(test: Callable[..., Any] | None = None, /, **options: Any) -> Any:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mqstore
-from mqstore import Message, PushConsumer, QueueRef, SimulatedClock, StoreConfig
-from mqstore.admin import Broker
-from tests.log.support import kill
+from mqstore import Message, PushConsumer, QueueRef
+from tests.client import popsupport, support
 
-__all__ = ["Bench", "Call", "fire"]
+__all__ = ["Bench", "Call"]
 
 
 @dataclass(frozen=True)
@@ -28,56 +26,29 @@ class Call:
     at_ms: int
 
 
-def fire(consumer: PushConsumer) -> None:
-    """What a consumer's timer thread does now, and its second worker if it has one, while the first is in a handler."""
-    workers = consumer._workers
-    workers._fire()
-    while workers._free and not workers._turns.empty():
-        turn = workers._turns.get()
-        assert turn is not None
-        turn()
+class Bench(popsupport.Bench):
+    """Topic t has `queues` queues. Members are run by `settle` and `advance`, in the order they joined."""
 
-
-@dataclass
-class Bench:
-    """Group g, topic t with `queues` queues. Members are run by `settle` and `advance`, in the order they joined."""
-
-    path: Path
-    queues: int = 1
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.clock = SimulatedClock()
+    def __init__(self, path: Path, queues: int = 1) -> None:
+        super().__init__(path)
         self.calls: list[Call] = []
         self.running: dict[QueueRef, str] = {}
         self.overlaps: list[str] = []
         self.errors: list[tuple[BaseException, Message | None]] = []
         self.members: list[PushConsumer] = []
-        self.open()
-        self.store.create_topic("t", queues=self.queues)
-
-    def open(self) -> None:
-        self.store = mqstore.open(self.path, config=StoreConfig(clock=self.clock, **self.config))
-
-    @property
-    def broker(self) -> Broker:
-        return self.store.broker
+        self.store.create_topic("t", queues=queues)
 
     def kill(self) -> None:
-        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
         self.members.clear()
         self.running.clear()
-        self.store._consumers.clear()
-        self.broker._closed = True
-        kill(self.store.log)
+        super().kill()
 
     def close(self) -> None:
         self.members.clear()
         self.store.close()
 
-    def put(self, *bodies: str, topic: str = "t", queue: int = 0, **options: Any) -> None:
-        for body in bodies:
-            self.store.put(topic, body.encode(), queue_id=queue, **options)
+    def put(self, *bodies: str | bytes, topic: str = "t", queue_id: int | None = 0, **options: Any) -> None:
+        super().put(*bodies, topic=topic, queue_id=queue_id, **options)
 
     # -- members --------------------------------------------------------------------------------------------------
 
@@ -128,27 +99,11 @@ class Bench:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> int:
-        """Run what is due now; when to come again (monotonic ms)."""
-        quiet = 0
-        for _ in range(1000):
-            wall_ms = self.broker.run_once()
-            ahead_ms = self.clock.now_ms() - self.clock.monotonic_ms()
-            dues = [due for each in list(self.members) if (due := each.run_once()) is not None]
-            if wall_ms is not None:
-                dues.append(wall_ms - ahead_ms)
-            due_ms = min(dues, default=self.clock.monotonic_ms() + 1_000)
-            quiet = quiet + 1 if due_ms > self.clock.monotonic_ms() else 0
-            if quiet == 2:
-                return due_ms
-        raise AssertionError("something is due again and again")
+    def settle(self) -> int | None:
+        return support.settle(self.broker, self.clock, self.members)
 
     def advance(self, duration_s: float) -> None:
-        until_ms = self.clock.monotonic_ms() + round(duration_s * 1000)
-        while (due_ms := self.settle()) <= until_ms:
-            self.clock.advance(max(0, due_ms - self.clock.monotonic_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.monotonic_ms()))
-        self.settle()
+        support.advance(self.broker, self.clock, self.members, duration_s)
 
     # -- what came of it ------------------------------------------------------------------------------------------
 
@@ -163,8 +118,8 @@ class Bench:
     def committed(self, queue: int = 0, topic: str = "t") -> int | None:
         return self.broker.committed("g", topic, queue)
 
-    def letters(self, group: str = "g") -> list[str]:
-        return [letter.text() for letter in self.broker.dead_letters(group)]
+    def dead(self) -> list[str]:
+        return [letter.text() for letter in self.store.dead_letters("g")]
 
     def told(self, kind: type[BaseException]) -> list[str]:
         return [str(error) for error, _ in self.errors if isinstance(error, kind)]

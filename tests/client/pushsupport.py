@@ -16,6 +16,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from tests.client import support
 from tests.log.support import kill, open_store
 
 __all__ = ["PushBench", "Told", "engine_of", "hook", "pulls", "unsettled"]
@@ -67,6 +68,7 @@ class PushBench:
         self.fs = fs
         self.config = {"segment_bytes": SEGMENT, **config}
         self.consumers: list[PushConsumer] = []
+        self.errors: list[BaseException] = []
         self.open()
         if self.broker.topics.get("t") is None:
             self.broker.topics.create("t", queues=queues)
@@ -105,6 +107,7 @@ class PushBench:
     ) -> PushConsumer:
         options.setdefault("workers", 2)
         options.setdefault("start", "earliest")
+        options.setdefault("on_error", lambda error, message: self.errors.append(error))
         consumer = PushConsumer(self.broker, group, **options)
         consumer.subscribe(topic, (lambda message: None) if handler is None else handler, tags=tags)
         self.consumers.append(consumer)
@@ -125,26 +128,11 @@ class PushBench:
 
     def settle(self) -> int | None:
         """Do all that is due now; when the next is (wall ms)."""
-        offset_ms = self.clock.now_ms() - self.clock.monotonic_ms()
-        for _ in range(10_000):
-            now_ms, end = self.clock.now_ms(), self.broker.store.max_offset
-            times = [self.broker.run_once()]
-            for consumer in self.consumers:
-                due_ms = consumer.run_once()
-                times.append(None if due_ms is None else due_ms + offset_ms)
-            known = [due_ms for due_ms in times if due_ms is not None]
-            idle = all(consumer._workers._turns.empty() for consumer in self.consumers)
-            if idle and self.broker.store.max_offset == end and all(due_ms > now_ms for due_ms in known):
-                return min(known, default=None)
-        raise AssertionError("something is due again and again")
+        return support.settle(self.broker, self.clock, self.consumers)
 
     def advance(self, duration_s: float) -> None:
         """Let time pass, from one due time to the next."""
-        until_ms = self.clock.now_ms() + round(duration_s * 1000)
-        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
+        support.advance(self.broker, self.clock, self.consumers, duration_s)
 
 
 def engine_of(consumer: PushConsumer) -> Assignment:
@@ -156,7 +144,7 @@ def engine_of(consumer: PushConsumer) -> Assignment:
 def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
     """Of each queue that a consumer at rest has, where its pull is (clients#invariants). Looks inside."""
     engine, workers = engine_of(consumer), consumer._workers
-    assert workers._turns.empty(), "it is not at rest"
+    assert not support.turns_left(consumer), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()
     for _, _, call in workers._heap:
         if isinstance(call, partial) and call.func in (engine._submit_pull, engine._restart):
@@ -176,8 +164,4 @@ def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
 
 def unsettled(consumer: PushConsumer) -> dict[QueueRef, int]:
     """How many messages a consumer holds of each queue."""
-    return {ref: len(queue) for ref, queue in engine_of(consumer)._queues.items()}
-
-
-def offsets(messages: list[Message]) -> list[int]:
-    return [message.offset for message in messages]
+    return {ref: queue.cached.messages for ref, queue in consumer.stats().queues.items()}

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-from tests.client.aiosupport import environment, in_store, run, slow_flush, with_store
+from tests.client.aiosupport import environment, in_store, on_thread, run, slow_flush, until, with_store
+from tests.client.support import parked
+from tests.holding import new_threads
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ async def test_arguments_count_as_they_were_when_the_call_began(store: aio.Store
             await jobs.put(body)
             await (await jobs.get()).reject()
         go_on = threading.Event()
-        store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
+        on_thread(store, lambda: go_on.wait(20))  # nothing below begins before it is changed
         bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
         letters = jobs.dead_letters.select(offsets=offsets)
         calls = [
@@ -405,8 +408,8 @@ async def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(s
     queue = await store.queue("jobs", maxsize=1)
     await queue.put(b"0")
     puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
-    while not queue._waiting:
-        await asyncio.sleep(0)
+    for _ in range(3):
+        await queue.qsize()  # behind the look of both
     await (await queue.get()).ack()
     puts.append(asyncio.create_task(queue.put(b"3")))
     values = []
@@ -466,7 +469,7 @@ def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None
 def drain(store: aio.Store) -> None:
     """Hold up the loop until the store's thread has done what it was given: answers are there, and not heard."""
     done = threading.Event()
-    store._bridge.submit(done.set)
+    on_thread(store, done.set)
     assert done.wait(20)
 
 
@@ -488,14 +491,16 @@ async def cancelled_after(
 STEPS = pytest.mark.parametrize("steps", range(8))
 
 
-DRAINED = pytest.mark.parametrize("drained", [False, True], ids=["thread behind", "thread ahead"])
+Between = Callable[[aio.Store], object]
+"""What happens between two steps."""
+DRAINED = pytest.mark.parametrize("between", [lambda store: None, drain], ids=["thread behind", "thread ahead"])
 
 
 @DRAINED
 @pytest.mark.parametrize("coming", [None, 0, 1, 2, 3], ids=lambda at: "there" if at is None else f"put at {at}")
 @in_store
 async def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
-    store: aio.Store, steps: int, drained: bool, coming: int | None
+    store: aio.Store, steps: int, between: Between, coming: int | None
 ) -> None:
     queue = await store.queue(f"jobs{steps}")
     step = 0
@@ -505,8 +510,7 @@ async def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
         if coming == step:
             queue.sync.put(b"x")
         step += 1
-        if drained:
-            drain(store)
+        between(store)
 
     if coming is None:
         await queue.put(b"x")
@@ -525,7 +529,7 @@ async def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
 @pytest.mark.parametrize("consumer", [False, True], ids=["queue", "simple consumer"])
 @in_store
 async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
-    store: aio.Store, steps: int, drained: bool, consumer: bool
+    store: aio.Store, steps: int, between: Between, consumer: bool
 ) -> None:
     queue = await store.queue(f"jobs{steps}")
     simple = await store.simple_consumer(f"g{steps}", {f"jobs{steps}": "*"})
@@ -534,13 +538,11 @@ async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
         return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
 
     first, second = asyncio.create_task(get()), asyncio.create_task(get())
-    while store.sync.broker._waiters.parked < 2:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) == 2)
     await queue.put(b"x")
     for _ in range(steps):
         await asyncio.sleep(0)
-        if drained:
-            drain(store)
+        between(store)
     first.cancel()
     [had] = await asyncio.gather(first, return_exceptions=True)
     if not isinstance(had, asyncio.CancelledError):
@@ -551,20 +553,19 @@ async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
 @DRAINED
 @in_store
 async def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
-    store: aio.Store, steps: int, drained: bool
+    store: aio.Store, steps: int, between: Between
 ) -> None:
     bodies = [b"%d" % i for i in range(5)]
     await store.put_many(f"t{steps}", bodies, queue_id=0)
-    each_step = (lambda: drain(store)) if drained else lambda: None
     simple = await store.simple_consumer(f"simple{steps}", {f"t{steps}": "*"})
-    cancelled, found = await cancelled_after(steps, simple.receive(3), each_step)
+    cancelled, found = await cancelled_after(steps, simple.receive(3), partial(between, store))
     if cancelled:
         found = await simple.receive(3)
     assert [(each.message.body, each.attempt) for each in found] == [(body, 1) for body in bodies[:3]]
 
     pull = await store.pull_consumer(f"pull{steps}")
     await pull.subscribe(f"t{steps}")
-    cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), each_step)
+    cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), partial(between, store))
     if cancelled:
         await pull.commit()  # of nothing: what was polled in vain is not done
         assert await store.committed(f"pull{steps}", mqstore.QueueRef(f"t{steps}", 0)) == 0
@@ -575,7 +576,7 @@ async def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_no
     other = await store.pull_consumer(f"other{steps}")
     await other.subscribe(f"t{steps}")
     walked = aiter(other)
-    cancelled, message = await cancelled_after(steps, anext(walked), each_step)
+    cancelled, message = await cancelled_after(steps, anext(walked), partial(between, store))
     if cancelled:
         message = await anext(walked)
     assert [message.body, (await anext(walked)).body] == bodies[:2]
@@ -585,7 +586,7 @@ async def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_no
 @pytest.mark.parametrize("follow", [False, True])
 @in_store
 async def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
-    store: aio.Store, steps: int, drained: bool, follow: bool
+    store: aio.Store, steps: int, between: Between, follow: bool
 ) -> None:
     bodies = [b"%03d" % i for i in range(70)]
     await store.put_many(f"t{steps}", bodies, queue_id=0)
@@ -595,7 +596,7 @@ async def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
         cancelled, message = await cancelled_after(
             steps if len(seen) % 64 in (0, 63) else 50,
             anext(messages),
-            (lambda: drain(store)) if drained else lambda: None,
+            partial(between, store),
         )
         seen.append((await anext(messages) if cancelled else message).body)
     assert seen == bodies
@@ -605,9 +606,8 @@ async def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
 @pytest.mark.parametrize("durability", ["append", "flush"])
 @in_store
 async def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
-    store: aio.Store, steps: int, drained: bool, durability: Any
+    store: aio.Store, steps: int, between: Between, durability: Any
 ) -> None:
-    each_step = (lambda: drain(store)) if drained else lambda: None
     large = bytearray(b"x" * 100_000)
     queue = await store.queue(f"jobs{steps}", maxsize=10)
     puts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
@@ -617,7 +617,7 @@ async def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
         lambda: queue.put(b"item"),
     ]
     for put in puts:
-        await cancelled_after(steps, put(), each_step)
+        await cancelled_after(steps, put(), partial(between, store))
     large[:] = b"y" * 100_000
     await store.put(f"t{steps}", b"last", queue_id=0)
     bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
@@ -631,9 +631,8 @@ async def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
 @pytest.mark.parametrize("durability", ["append", "flush"])
 @in_store
 async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
-    store: aio.Store, steps: int, drained: bool, durability: Any
+    store: aio.Store, steps: int, between: Between, durability: Any
 ) -> None:
-    each_step = (lambda: drain(store)) if drained else lambda: None
     async with store.producer(durability=durability, max_inflight=2) as producer:
         for coroutine in (
             producer.send(f"t{steps}", b"a", queue_id=0),
@@ -641,11 +640,10 @@ async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
             producer.submit(f"t{steps}", b"c", queue_id=0),
             producer.send_many(f"t{steps}", [b"d", b"d"], queue_id=0),
         ):
-            await cancelled_after(steps, coroutine, each_step)
+            await cancelled_after(steps, coroutine, partial(between, store))
         futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
         await producer.flush()
         offsets = [(await each).offset for each in futures]
-        assert not producer._held
     assert producer.closed
     stored = [m.body async for m in store.iter(f"t{steps}", 0)]
     assert [stored[offset] for offset in offsets] == [b"%d" % i for i in range(6)]
@@ -657,14 +655,14 @@ async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
 @DRAINED
 @in_store
 async def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(
-    store: aio.Store, steps: int, drained: bool
+    store: aio.Store, steps: int, between: Between
 ) -> None:
     async def block() -> None:
         async with store.producer() as producer, producer.transaction() as tx:
             await tx.send(f"t{steps}", b"a", queue_id=0)
             await tx.send(f"t{steps}", b"b", queue_id=0)
 
-    cancelled, _ = await cancelled_after(3 * steps, block(), (lambda: drain(store)) if drained else lambda: None)
+    cancelled, _ = await cancelled_after(3 * steps, block(), partial(between, store))
     await store.put(f"t{steps}", b"last", queue_id=0)
     bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
     assert bodies in ([b"last"], [b"a", b"b", b"last"])
@@ -696,14 +694,14 @@ def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, st
 @DRAINED
 @in_store
 async def test_a_consumer_that_is_cancelled_before_anybody_has_it_is_no_member(
-    store: aio.Store, steps: int, drained: bool
+    store: aio.Store, steps: int, between: Between
 ) -> None:
     await store.create_topic("t")
 
     async def make() -> aio.SimpleConsumer:
         return await store.simple_consumer(f"g{steps}", {"t": "*"})
 
-    cancelled, _ = await cancelled_after(steps, make(), (lambda: drain(store)) if drained else lambda: None)
+    cancelled, _ = await cancelled_after(steps, make(), partial(between, store))
     await store.topics()
     assert len(store.sync.broker.members.members(f"g{steps}")) == (0 if cancelled else 1)
 
@@ -734,8 +732,7 @@ def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int
 async def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(store: aio.Store) -> None:
     queue = await store.queue("jobs")
     gets = [asyncio.create_task(queue.get()) for _ in range(1000)]
-    while store.sync.broker._waiters.parked < 1000:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) == 1000)
     threads = set(threading.enumerate())
     for each in gets[::10]:
         each.cancel()
@@ -777,8 +774,7 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
             asyncio.create_task(each)
             for each in (queue.get(), anext(store.iter("t", follow=True)), nowhere.receive(wait=60), pull.poll(60))
         ]
-        while store.sync.broker._waiters.parked < 3:
-            await asyncio.sleep(0)
+        await until(lambda: parked(store.sync.broker) >= 3)
         await store.close()
         got, followed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
         assert isinstance(got, mqstore.errors.StoreClosedError)
@@ -825,7 +821,7 @@ def test_the_end_of_a_loop_leaves_messages_that_were_on_their_way_to_others(tmp_
         queue = await store.queue("jobs")
         await queue.put(b"x")
         hold = threading.Event()
-        store._bridge.submit(lambda: hold.wait(20))
+        on_thread(store, lambda: hold.wait(20))
         get = asyncio.create_task(queue.get())
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(hold.set)
@@ -907,24 +903,6 @@ def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "store") as store:
         assert store.recovery.clean_shutdown
         assert store.queue("jobs").get(block=False).attempt == 1  # the block's end gave it back unseen
-
-
-def test_a_bridge_undoes_what_nobody_hears_of() -> None:
-    async def main() -> None:
-        bridge = Bridge("test")
-        undone: list[int] = []
-        for steps in range(6):
-            before = len(undone)
-            cancelled, result = await cancelled_after(steps, bridge.call(lambda: 7, undone.append))
-            await bridge.call(lambda: None)
-            await bridge.call(lambda: None)
-            assert result == 7 or cancelled
-            assert len(undone) - before <= cancelled
-        bridge.close()
-        with pytest.raises(mqstore.errors.StoreClosedError):
-            await bridge.call(lambda: 1)
-
-    run(main())
 
 
 def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> None:
@@ -1016,9 +994,8 @@ def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
     async def begin() -> Bridge:
         return Bridge("test")
 
-    loop = asyncio.new_event_loop()
+    loop, before = asyncio.new_event_loop(), set(threading.enumerate())
     bridge = loop.run_until_complete(begin())
-    thread = bridge._thread
     if heard_of:
         assert bridge.tell(bridge.check)
         loop.close()
@@ -1028,8 +1005,7 @@ def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
         assert not bridge.mail.wake()
     del bridge
     gc.collect()
-    thread.join(20)
-    assert not thread.is_alive()
+    assert not new_threads(before)
 
 
 def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureFixture) -> None:

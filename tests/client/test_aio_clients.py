@@ -17,10 +17,11 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.broker.support import full
 from tests.children import speaking_child
-from tests.client.aiosupport import in_store, run, with_store
-from tests.client.popsupport import until
+from tests.client.aiosupport import in_store, run, slow_flush, until, until_news, with_store
 from tests.client.pushsupport import hook
+from tests.client.support import parked
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -51,14 +52,14 @@ async def test_nothing_overtakes_what_the_writer_has_not_stored(
     store: aio.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.create_topic("t")
+    go_on, put = threading.Event(), store.sync.broker.put
+
+    def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
+        assert len(body) == 1 or go_on.wait(20)
+        return put(topic, body, **options)
+
+    monkeypatch.setattr(store.sync.broker, "put", slow)
     async with store.producer() as producer:
-        go_on, put = threading.Event(), producer.sync._put
-
-        def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
-            assert len(body) == 1 or go_on.wait(20)
-            return put(topic, body, **options)
-
-        monkeypatch.setattr(producer.sync, "_put", slow)
         calls = [asyncio.create_task(producer.send("t", body, queue_id=0)) for body in (bytes(50_000), b"b")]
         for _ in range(20):
             await store.topics()
@@ -76,35 +77,25 @@ async def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
         with pytest.raises(mqstore.errors.InvalidMessageError):
             await producer.submit("t", b"x", queue_id=99)
         await producer.send("t", b"x")
-
-        def full(*args: Any, **options: Any) -> None:
-            raise mqstore.errors.StoreFullError(28, "no room", "commitlog", "fallocate")
-
-        monkeypatch.setattr(producer.sync, "_put", full)
+    monkeypatch.setattr(store.sync.broker, "put", full)
+    async with store.producer() as producer:
         future = await producer.submit("t", b"x")
-        with pytest.raises(mqstore.errors.StoreFullError):
-            await future
-        with pytest.raises(mqstore.errors.StoreFullError):
-            await producer.send("t", b"x")
+        for call in (future, producer.send("t", b"x")):
+            with pytest.raises(mqstore.errors.StoreFullError):
+                await call
 
 
 @in_store
-async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
-    store: aio.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(store: aio.Store) -> None:
     await store.create_topic("t")
     async with store.producer(durability="flush", max_inflight=3) as producer:
-        go_on = threading.Event()
-        sync = producer.sync._sync
-        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-        submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
-        while sum(each.done() for each in submits) < 3:
-            await asyncio.sleep(0)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert sum(each.done() for each in submits) == 3
-        assert await store.topics() == ["t"]
-        go_on.set()
+        async with slow_flush(store):
+            submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
+            await until(lambda: sum(each.done() for each in submits) >= 3)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert sum(each.done() for each in submits) == 3
+            assert await store.topics() == ["t"]
         futures = await asyncio.gather(*submits)
         assert [(await each).offset for each in futures] == list(range(10))
 
@@ -119,16 +110,13 @@ async def test_what_lingers_is_stored_when_somebody_waits_for_room_or_flushes(st
 
 
 @in_store
-async def test_a_flush_says_when_it_takes_too_long(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flush_says_when_it_takes_too_long(store: aio.Store) -> None:
     await store.create_topic("t")
     async with store.producer(durability="flush") as producer:
-        go_on = threading.Event()
-        sync = producer.sync._sync
-        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-        future = await producer.submit("t", b"x")
-        with pytest.raises(mqstore.errors.FlushTimeoutError):
-            await producer.flush(0.001)
-        go_on.set()
+        async with slow_flush(store):
+            future = await producer.submit("t", b"x")
+            with pytest.raises(mqstore.errors.FlushTimeoutError):
+                await producer.flush(0.001)
         await producer.flush()
         assert future.done()
 
@@ -203,8 +191,7 @@ async def test_closing_a_consumer_ends_its_waits_with_nothing(store: aio.Store) 
     await pull.subscribe("t")
     waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
     loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
-    while store.sync.broker._waiters.parked < 4:
-        await asyncio.sleep(0)
+    await until(lambda: parked(store.sync.broker) >= 4)
     await simple.close()
     await pull.close()
     assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
@@ -214,37 +201,34 @@ async def _all(items: Any) -> list[Any]:
     return [each async for each in items]
 
 
-def test_a_pull_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+@in_store
+async def test_a_pull_consumer_does_what_its_sync_twin_does(store: aio.Store) -> None:
     queue = QueueRef("t", 0)
-
-    async def test(store: aio.Store) -> None:
-        await store.put_many("t", [b"%d" % i for i in range(6)], queue_id=0)
-        told: list[Any] = []
-        async with store.pull_consumer("g") as consumer:
-            await consumer.subscribe("t", on_assign=told.append)
-            assert [m.body for m in await consumer.poll(max_messages=2)] == [b"0", b"1"]
-            assert queue in await consumer.assignment()
-            assert told == [await consumer.assignment()]
-            assert (await consumer.position(queue), await consumer.committed(queue)) == (2, 0)
-            await consumer.commit(durability="flush")
-            assert await consumer.committed(queue) == 2
-            await consumer.seek(queue, 4)
-            assert [m.body for m in await consumer.poll()] == [b"4", b"5"]
-            await consumer.pause(queue)
-            assert await consumer.paused() == {queue}
-            await store.put("t", b"6", queue_id=0)
-            assert await consumer.poll(0) == []
-            await consumer.resume(queue)
-            async for message in consumer:
-                assert message.body == b"6"
-                break
-        assert await store.committed("g", queue) == 7
-        async with store.pull_consumer("by-hand", auto_commit=False) as consumer:
-            await consumer.assign(queue)
-            assert len(await consumer.poll()) == 7
-        assert await store.committed("by-hand", queue) == 0
-
-    with_store(test, tmp_path)
+    await store.put_many("t", [b"%d" % i for i in range(6)], queue_id=0)
+    told: list[Any] = []
+    async with store.pull_consumer("g") as consumer:
+        await consumer.subscribe("t", on_assign=told.append)
+        assert [m.body for m in await consumer.poll(max_messages=2)] == [b"0", b"1"]
+        assert queue in await consumer.assignment()
+        assert told == [await consumer.assignment()]
+        assert (await consumer.position(queue), await consumer.committed(queue)) == (2, 0)
+        await consumer.commit(durability="flush")
+        assert await consumer.committed(queue) == 2
+        await consumer.seek(queue, 4)
+        assert [m.body for m in await consumer.poll()] == [b"4", b"5"]
+        await consumer.pause(queue)
+        assert await consumer.paused() == {queue}
+        await store.put("t", b"6", queue_id=0)
+        assert await consumer.poll(0) == []
+        await consumer.resume(queue)
+        async for message in consumer:
+            assert message.body == b"6"
+            break
+    assert await store.committed("g", queue) == 7
+    async with store.pull_consumer("by-hand", auto_commit=False) as consumer:
+        await consumer.assign(queue)
+        assert len(await consumer.poll()) == 7
+    assert await store.committed("by-hand", queue) == 0
 
 
 @in_store
@@ -264,41 +248,39 @@ async def test_what_one_task_polled_another_that_closes_does_not_declare_done(st
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+@in_store
+async def test_what_a_handler_s_end_means(
+    store: aio.Store, ordered: bool, mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "mqstore")
     seen: list[tuple[bytes, int]] = []
+    done = asyncio.Event()
 
-    async def test(store: aio.Store) -> None:
-        done = asyncio.Event()
+    async def handle(message: mqstore.Message) -> None:
+        await asyncio.sleep(0)
+        seen.append((message.body, message.attempt))
+        if message.body == b"reject":
+            raise mqstore.Reject("bad")
+        if message.body == b"end":
+            done.set()
+        elif sum(body == message.body for body, _ in seen) == 1:
+            if message.body == b"retry":
+                raise mqstore.Retry(0)
+            if message.body == b"error":
+                raise ValueError("no")
+            if message.body == b"cancel":
+                raise asyncio.CancelledError  # by itself: it did not get done
 
-        async def handle(message: mqstore.Message) -> None:
-            await asyncio.sleep(0)
-            seen.append((message.body, message.attempt))
-            if message.body == b"reject":
-                raise mqstore.Reject("bad")
-            if message.body == b"end":
-                done.set()
-            elif sum(body == message.body for body, _ in seen) == 1:
-                if message.body == b"retry":
-                    raise mqstore.Retry(0)
-                if message.body == b"error":
-                    raise ValueError("no")
-                if message.body == b"cancel":
-                    raise asyncio.CancelledError  # by itself: it did not get done
-
-        suspend = 0.01 if ordered and mode == "queue" else None
-        consumer = await store.push_consumer("g", mode=mode, ordered=ordered, suspend=suspend, retry=AGAIN)
-        assert consumer.subscribe("t", handle) is handle
-        await store.put_many("t", [b"ok", b"retry", b"error", b"cancel", b"reject"], queue_id=0)
-        async with consumer:
-            while len(seen) < 8:
-                await asyncio.sleep(0.001)
-            await store.put("t", b"end", queue_id=0)
-            await done.wait()
-        assert await store.dead_letters("g").count() == 1
-        assert sum((await store.lag("g")).values()) == 0
-
-    with caplog.at_level(logging.CRITICAL, "mqstore"):
-        with_store(test, tmp_path)
+    suspend = 0.01 if ordered and mode == "queue" else None
+    consumer = await store.push_consumer("g", mode=mode, ordered=ordered, suspend=suspend, retry=AGAIN)
+    assert consumer.subscribe("t", handle) is handle
+    await store.put_many("t", [b"ok", b"retry", b"error", b"cancel", b"reject"], queue_id=0)
+    async with consumer:
+        await until(lambda: len(seen) == 8)
+        await store.put("t", b"end", queue_id=0)
+        await done.wait()
+    assert await store.dead_letters("g").count() == 1
+    assert sum((await store.lag("g")).values()) == 0
     if ordered:
         assert [body for body, _ in seen] == [
             *[b"ok", b"retry", b"retry", b"error", b"error", b"cancel", b"cancel", b"reject", b"end"]
@@ -374,12 +356,12 @@ async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool,
         await full.wait()
         assert (await consumer.stats()).running == 100
         go_on.set()
-        while ended < 120:
-            await asyncio.sleep(0.001)
+        await until(lambda: ended == 120)
     assert threads - before <= 4 + 1  # and the one for timers
 
 
-def test_around_handlers_that_an_interceptor_wraps_there_is_a_thread_each(tmp_path: Path) -> None:
+@in_store
+async def test_around_handlers_that_an_interceptor_wraps_there_is_a_thread_each(store: aio.Store) -> None:
     """`around_consume` is a plain function: it sees the call end."""
     seen: list[str] = []
 
@@ -392,33 +374,30 @@ def test_around_handlers_that_an_interceptor_wraps_there_is_a_thread_each(tmp_pa
                 raise
             seen.append("ended")
 
-    async def test(store: aio.Store) -> None:
-        all_here = asyncio.Barrier(6)
-        done = 0
+    all_here = asyncio.Barrier(6)
+    done = 0
 
-        async def handle(message: mqstore.Message) -> None:
-            nonlocal done
-            if message.attempt == 1:
-                async with asyncio.timeout(20):
-                    await all_here.wait()
-                assert not seen
-                raise ValueError("again")
-            done += 1
+    async def handle(message: mqstore.Message) -> None:
+        nonlocal done
+        if message.attempt == 1:
+            async with asyncio.timeout(20):
+                await all_here.wait()
+            assert not seen
+            raise ValueError("again")
+        done += 1
 
-        consumer = await store.push_consumer("g", workers=6, retry=AGAIN, interceptors=[Around()])
-        consumer.subscribe("t", handle)
-        async with consumer:
-            await store.put_many("t", [b"x"] * 6)
-            while done < 6:
-                await asyncio.sleep(0.001)
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer("g", workers=6, retry=AGAIN, interceptors=[Around()])
+    consumer.subscribe("t", handle)
+    async with consumer:
+        await store.put_many("t", [b"x"] * 6)
+        await until(lambda: done == 6)
     assert sorted(seen) == ["ended"] * 6 + ["raised"] * 6
 
 
 @pytest.mark.parametrize("where", ["awaiting", "blocking"])
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: Any, where: str) -> None:
+@in_store
+async def test_who_is_told_of_a_handler_that_hangs_sees_where(store: aio.Store, mode: Any, where: str) -> None:
     stacks: list[str] = []
     told = threading.Event()
 
@@ -426,28 +405,24 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
         stacks.append(stack)
         told.set()
 
-    async def test(store: aio.Store) -> None:
-        async def hang_here() -> None:
-            if where == "blocking":
-                told.wait(20)
-            else:
-                await asyncio.Event().wait()
+    async def hang_here() -> None:
+        if where == "blocking":
+            told.wait(20)
+        else:
+            await asyncio.Event().wait()
 
-        async def handle(message: mqstore.Message) -> None:
-            await hang_here()
+    async def handle(message: mqstore.Message) -> None:
+        await hang_here()
 
-        consumer = await store.push_consumer(
-            "g", mode=mode, consume_timeout=0.1, interceptors=[hook(on_timeout=on_timeout)]
-        )
-        consumer.subscribe("t", handle)
-        async with asyncio.timeout(20):
-            await consumer.start()
-            await store.put("t", b"x")
-            while not stacks:
-                await asyncio.sleep(0.001)
-            await consumer.stop(0)
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer(
+        "g", mode=mode, consume_timeout=0.1, interceptors=[hook(on_timeout=on_timeout)]
+    )
+    consumer.subscribe("t", handle)
+    async with asyncio.timeout(20):
+        await consumer.start()
+        await store.put("t", b"x")
+        await until(lambda: stacks)
+        await consumer.stop(0)
     assert "in handle" in stacks[0]
     assert "in hang_here" in stacks[0]
     assert "in wait" in stacks[0].rpartition("in hang_here")[2]
@@ -470,57 +445,51 @@ async def test_a_plain_function_is_called_on_the_loop(store: aio.Store) -> None:
     assert threads == [threading.main_thread()]
 
 
-def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
+@in_store
+async def test_a_push_consumer_is_steered_as_its_sync_twin(store: aio.Store) -> None:
     queue = QueueRef("t", 0)
+    seen: list[bytes] = []
 
-    async def test(store: aio.Store) -> None:
-        seen: list[bytes] = []
+    async def handle(message: mqstore.Message) -> None:
+        seen.append(message.body)
 
-        async def handle(message: mqstore.Message) -> None:
-            seen.append(message.body)
-
-        async def until_seen(count: int) -> None:
-            while len(seen) < count:
-                await asyncio.sleep(0.001)
-
-        consumer = await store.push_consumer("g", workers=1)
-        with pytest.raises(mqstore.errors.ConfigError):
-            await consumer.start()  # handles nothing
-        consumer = await store.push_consumer("g", workers=1)
-        with pytest.raises(mqstore.errors.ConfigError):
-            consumer.subscribe("t", "no handler")  # type: ignore[arg-type]
-        consumer.subscribe("t", handle)
-        await store.put("t", b"0", queue_id=0)
-        async with consumer:
-            await until_seen(1)
-            assert queue in await consumer.assignment()
-            await consumer.pause(queue)
-            await consumer.resume(queue)
-            await consumer.seek(queue, 0)
-            await until_seen(2)
-            consumer.subscribe("u", handle)
-            consumer.unsubscribe("t")
-            await store.put("u", b"1")
-            await until_seen(3)
-            stats = await consumer.stats()
-            assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
-        assert seen == [b"0", b"0", b"1"]
-        with pytest.raises(mqstore.errors.StoreClosedError):
-            consumer.subscribe("v", handle)
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer("g", workers=1)
+    with pytest.raises(mqstore.errors.ConfigError):
+        await consumer.start()  # handles nothing
+    consumer = await store.push_consumer("g", workers=1)
+    with pytest.raises(mqstore.errors.ConfigError):
+        consumer.subscribe("t", "no handler")  # type: ignore[arg-type]
+    consumer.subscribe("t", handle)
+    await store.put("t", b"0", queue_id=0)
+    async with consumer:
+        await until(lambda: len(seen) == 1)
+        assert queue in await consumer.assignment()
+        await consumer.pause(queue)
+        await consumer.resume(queue)
+        await consumer.seek(queue, 0)
+        await until(lambda: len(seen) == 2)
+        consumer.subscribe("u", handle)
+        consumer.unsubscribe("t")
+        await store.put("u", b"1")
+        await until(lambda: len(seen) == 3)
+        stats = await consumer.stats()
+        assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
+    assert seen == [b"0", b"0", b"1"]
+    with pytest.raises(mqstore.errors.StoreClosedError):
+        consumer.subscribe("v", handle)
 
 
 @in_store
 async def test_stop_waits_for_handlers_and_tells_them(store: aio.Store) -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    told: list[bool] = []
+    begun, go_on, told = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def handle(message: mqstore.Message) -> None:
-        told.append(aio.cancelled())
+        assert not aio.cancelled()
         begun.set()
+        while not aio.cancelled():
+            await asyncio.sleep(0.001)
+        told.set()
         await go_on.wait()
-        told.append(aio.cancelled())
         await store.topics()  # the store's thread is there for handlers that end
 
     consumer = await store.push_consumer("g")
@@ -529,12 +498,10 @@ async def test_stop_waits_for_handlers_and_tells_them(store: aio.Store) -> None:
     receipt = await store.put("t", b"x")
     await begun.wait()
     stopping = asyncio.create_task(consumer.stop())
-    while not consumer.sync._engine._halted:  # type: ignore[attr-defined]
-        await asyncio.sleep(0.001)
+    await told.wait()
     assert not stopping.done()
     go_on.set()
     assert await stopping
-    assert told == [False, True]
     assert await store.committed("g", receipt.queue) == 1
     assert await consumer.stop()  # again
     assert not aio.cancelled()
@@ -604,8 +571,7 @@ async def test_a_handler_may_stop_its_consumer(store: aio.Store) -> None:
     consumer.subscribe("t", handle)
     await consumer.start()
     receipt = await store.put("t", b"x")
-    while not results:
-        await asyncio.sleep(0.001)
+    await until(lambda: results)
     assert await consumer.stop()
     assert results == [False]
     assert await store.committed("g", receipt.queue) == 1
@@ -664,7 +630,7 @@ def test_a_loop_that_is_closed_under_a_handler_keeps_nobody_waiting(
             await begun.wait()
         else:
             store.sync.put("t", b"a")
-            until(lambda: store._bridge.mail._news)  # a worker wants it begun; the loop stands still meanwhile
+            until_news(store)  # a worker wants it begun; the loop stands still meanwhile
         return store
 
     loop = asyncio.new_event_loop()

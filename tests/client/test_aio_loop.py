@@ -14,7 +14,8 @@ import pytest
 import mqstore
 from mqstore import aio
 from mqstore.client import delivery
-from tests.client.aiosupport import in_store, slow_flush
+from mqstore.log.commitlog import CommitLog
+from tests.client.aiosupport import in_store, on_thread, slow_flush
 from tests.without import compiled
 
 VERBS: dict[str, Callable[[aio.Task], Awaitable[object]]] = {
@@ -70,7 +71,7 @@ def busy(store: aio.Store) -> Iterator[None]:
     """Keep the store's thread busy. Calls that wait for it fail after 5 seconds."""
     done = threading.Event()
     in_time: SimpleQueue[bool] = SimpleQueue()
-    store._bridge.submit(lambda: in_time.put(done.wait(5)))
+    on_thread(store, lambda: in_time.put(done.wait(5)))
     try:
         yield
     finally:
@@ -92,8 +93,6 @@ async def lent(store: aio.Store, count: int) -> tuple[aio.Queue, list[aio.Task]]
     queue = await store.queue("jobs")
     await queue.put_many([b"%d" % i for i in range(count + 2)])
     tasks = [await queue.get() for _ in range(count)]
-    [state] = (each for each in store.sync.broker._pop._tables.states.values() if each.key.topic == "jobs")
-    assert len(state.ahead) - state.ahead_at == 2
     return queue, tasks
 
 
@@ -105,22 +104,23 @@ async def test_get_and_ack_of_items_that_were_read_ahead_need_no_thread(store: a
         async with in_block:
             await queue.ack(task)
         assert [(await queue.get()).value, (await queue.get_nowait()).value] == [b"2", b"3"]
-        assert queue.sync._broker._pop.in_flight() == 2
+        assert store.sync.broker.stats().in_flight == 2
     assert [task.settled, in_block.settled] == [True, True]
 
 
 @compiled
 @in_store
 async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store) -> None:
-    _, [task] = await lent(store, 1)
-    broker, receipts = store.sync.broker, [task.sync._delivery.receipt]
+    broker = store.sync.broker
+    await (await store.queue("jobs")).put_many([b"0", b"1", b"2"])
+    [delivery] = broker.pop("jobs", "jobs")
     assert broker.pop("jobs", "jobs", at_once=True, durability="flush") == []
     assert broker.pop("nobody", "jobs", at_once=True) == []
     assert broker.groups.get("nobody") is None
-    assert broker._pop.in_flight() == 1
+    assert broker.stats().in_flight == 1
     assert len(broker.pop("jobs", "jobs", at_once=True)) == 1
-    assert broker.ack_at_once("jobs", "jobs", receipts) is True
-    assert broker._pop.in_flight() == 1
+    assert broker.ack_at_once("jobs", "jobs", [delivery.receipt]) is True
+    assert broker.stats().in_flight == 1
 
 
 @in_store
@@ -174,17 +174,17 @@ async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(store: aio.St
 
 
 @in_store
-async def test_a_put_behind_a_full_segment_waits_on_the_thread(store: aio.Store) -> None:
+async def test_a_put_behind_a_full_segment_waits_on_the_thread(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await store.create_topic("t")
     await store.put("t", b"first", queue_id=0)
-    log = store.sync.log._log
     with busy(store):
         here = await store.put("t", b"there is room", queue_id=0)
-        limit, log._limit = log._limit, log.end
+        monkeypatch.setattr(CommitLog, "has_room", lambda log, size: False)
         waiting = asyncio.ensure_future(store.put("t", b"there is none", queue_id=0))
         await turns()
         assert not waiting.done()
-        log._limit = limit
     assert [here.offset, (await waiting).offset] == [1, 2]
 
 
@@ -231,17 +231,12 @@ def test_a_verb_that_is_cancelled_anywhere_is_done_or_not_begun(tmp_path: Any, v
         settling.cancel()
         await asyncio.wait([settling])
         await store.topics()  # behind whatever the thread was given
-        if task.settled:
-            again = "ack" if verb in ("ack", "clean end") else "nack" if verb in ("nack", "failed end") else "reject"
-            await getattr(task, again)()  # the same verb again does nothing
-        else:
-            assert steps == 0 or verb == "extend"
-            await task.ack()
-        left = await queue.get_many(
-            2, timeout=10 if verb in ("nack", "failed end") and task.sync._verb == "nack" else 0
-        )
-        assert [each.attempt for each in left] == [2] * (task.sync._verb == "nack")
-        assert await queue.dead_letters.count() == (task.sync._verb == "reject")
+        assert task.settled or steps == 0 or verb == "extend"
+        done = {"nack": "nack", "failed end": "nack", "reject": "reject"}.get(verb, "ack") if task.settled else "ack"
+        await getattr(task, done)()  # the same verb again does nothing
+        left = await queue.get_many(2, timeout=10 if done == "nack" else 0)
+        assert [each.attempt for each in left] == [2] * (done == "nack")
+        assert await queue.dead_letters.count() == (done == "reject")
 
     test(tmp_path)
 
@@ -255,8 +250,8 @@ async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(
     with held(queue_lock(store)):
         cancelled = asyncio.ensure_future(queue.get())
         await turns()  # it looks on the thread, since the lock is held
-        store._bridge.submit(taken.set)
-        store._bridge.submit(lambda: go_on.wait(5))
+        on_thread(store, taken.set)
+        on_thread(store, lambda: go_on.wait(5))
     assert taken.wait(20)  # the loop has not heard of it
     cancelled.cancel()
     await asyncio.wait([cancelled])

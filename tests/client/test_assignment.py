@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
+from mqstore.client.handling import Handling
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Retry
 from mqstore.client.pushconsumer import PushConsumer
@@ -17,8 +18,8 @@ from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutO
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Retention
-from tests.client.popsupport import on_call
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, pulls, unsettled
+from tests.client.support import failing, parked
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
 
@@ -72,7 +73,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
     bench.advance(4)
     bench.put(b"b", tag="B")
     bench.advance(2.5)
-    assert engine_of(consumer)._queues[T0].next_offset > 1
+    assert consumer.stats().queues[T0].cached.next_offset > 1
     assert bench.committed() == 0
     free()
     bench.advance(30)
@@ -127,21 +128,15 @@ def test_a_full_cache_is_not_added_to_until_there_is_room(
     for _ in range(40):
         bench.put(b"m" * 50)
         bench.settle()
-    queue = engine_of(consumer)._queues[T0]
     assert place(bench) == "full"
     if pulled is None:
         size = bench.broker.read("t", 0, 0, 1).messages[0].size
         pulled = -(-600 // size)
-    assert queue.next_offset == pulled
+    assert consumer.stats().queues[T0].cached.next_offset == pulled
     free()
     bench.advance(10)
     assert bench.committed() == 40
     assert place(bench) == "waiting"
-
-
-def limits(consumer: PushConsumer) -> dict[QueueRef, int]:
-    """How many messages it may hold of each queue."""
-    return {ref: queue.limits.messages for ref, queue in engine_of(consumer)._queues.items()}
 
 
 @pytest.mark.parametrize("unit", ["messages", "bytes"])
@@ -173,25 +168,22 @@ def test_a_total_is_divided_by_the_queues_here(tmp_path: Path, unit: str) -> Non
 
 def test_the_total_is_of_each_topic(bench: PushBench) -> None:
     bench.broker.topics.create("u", queues=2)
-    consumer = bench.consumer(prefetch_total=10, run=False)
-    consumer.subscribe("u", lambda message: None)
+    for topic, queue_id in (T0, ("u", 0), ("u", 1)):
+        bench.put(*[b"m"] * 20, topic=topic, queue_id=queue_id)
+    stick(bench)
+    consumer = bench.consumer(lambda message: 1 / 0, prefetch_total=10, run=False)
+    consumer.subscribe("u", lambda message: 1 / 0)
     consumer.start()
-    assert limits(consumer) == {T0: 10, QueueRef("u", 0): 5, QueueRef("u", 1): 5}
-    bench.broker.topics.alter("t", read_queues=3, write_queues=3)
     bench.settle()
-    assert [number for ref, number in limits(consumer).items() if ref.topic == "t"] == [3, 3, 3]
+    assert unsettled(consumer) == {T0: 10, QueueRef("u", 0): 5, QueueRef("u", 1): 5}
+    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
+    bench.put(*[b"m"] * 20, queue_id=1)
     consumer.unsubscribe("u")
     bench.settle()
-    assert len(engine_of(consumer)._queues) == 3
-
-
-def test_a_queue_that_is_begun_anew_has_its_share(bench: PushBench) -> None:
-    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
-    consumer = bench.consumer(prefetch_total=10)
-    bench.settle()
+    assert unsettled(consumer) == {T0: 10, T1: 5}
     consumer.seek(T0, "earliest")
     bench.settle()
-    assert limits(consumer) == {T0: 5, T1: 5}
+    assert unsettled(consumer) == {T0: 5, T1: 5}  # one that is begun anew has its share
 
 
 def test_a_paused_queue_is_not_pulled_and_stays(bench: PushBench) -> None:
@@ -246,22 +238,8 @@ def test_a_queue_that_is_paused_before_it_is_ours_is_paused_then(bench: PushBenc
 # --- what a pull finds ---------------------------------------------------------------------------------------------
 
 
-def test_what_expired_is_passed_over_and_told(bench: PushBench) -> None:
-    """clients#pull: requested < min. The queue's logical start stands for retention, as an expired segment would."""
-    hook, seen = Told(), Seen()
-    bench.put(b"0", b"1", b"2", b"3")
-    consumer = bench.consumer(seen, interceptors=[hook], run=False)
-    bench.broker.start_of("g", "t", 0, "earliest")
-    bench.broker.offsets._move_start("t", 0, 3)
-    consumer.start()
-    bench.settle()
-    assert seen == [b"3"]
-    assert hook.news == [("assign", T0), ("reset", T0, 0, 3)]
-    assert bench.committed() == 4
-    assert place(bench) == "waiting"
-
-
 def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(tmp_path: Path) -> None:
+    """clients#pull: requested < min."""
     retention = Retention(age=None, max_bytes=100_000, unconsumed="drop")
     bench = PushBench(tmp_path / "store", retention=retention, segment_bytes=1 << 16)
     hook, seen = Told(), Seen()
@@ -295,38 +273,29 @@ def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) ->
     assert seen == [b"2"]
 
 
-@pytest.mark.parametrize("where", ["waiting", "full", "paused", "failing"])
-def test_a_reset_finds_the_consumer_wherever_its_pull_is(bench: PushBench, where: str) -> None:
-    hook = Told()
-    if where == "full":
-        consumer = bench.consumer(lambda message: 1 / 0, prefetch=4, interceptors=[hook])
-        free = stick(bench)
-        bench.put(*[b"m"] * 12)
-        bench.settle()
-        free()
-        engine_of(consumer)._workers._heap[:] = [  # those that are tried again make room by themselves: not here
-            entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2])
-        ]
-    else:
-        consumer = bench.consumer(Seen(), interceptors=[hook])
-        bench.put(*[b"m"] * 12)
-        bench.settle()
-        if where == "paused":
-            consumer.pause(T0)
-            bench.advance(HOLD_S)
-    if where == "failing":
-        engine = engine_of(consumer)
-        waiter = engine._waits.pop(engine._queues[T0])
-        assert bench.broker.remove_waiter(waiter)
-        engine._pull_failed(engine._queues[T0], OSError("no"))
-        assert place(bench) == "timer"
-    else:
-        assert place(bench) == where
+@pytest.mark.parametrize("where", ["waiting", "full", "paused", "timer"])
+def test_a_reset_finds_the_consumer_wherever_its_pull_is(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    hook, free = Told(), stick(bench)
+    handler = (lambda message: 1 / 0) if where == "full" else Seen()
+    consumer = bench.consumer(handler, prefetch=4, interceptors=[hook])
+    bench.put(*[b"m"] * 12)
+    bench.settle()
+    if where == "paused":
+        consumer.pause(T0)
+        bench.advance(HOLD_S)
+    elif where == "timer":
+        monkeypatch.setattr(bench.broker, "read", failing(bench.broker.read, OSError("no")))
+        bench.advance(HOLD_S)
+    assert place(bench) == where
     bench.broker.reset("g", "t", 0, 10)
     if where == "paused":
         consumer.resume(T0)
     bench.advance(21)
     assert ("reset", T0, 4 if where == "full" else 12, 10) in hook.news
+    free()
+    bench.advance(21)
     assert bench.committed() == 12
     assert place(bench) == "waiting"
 
@@ -350,30 +319,23 @@ def test_a_read_that_fails_is_tried_again_in_a_second(bench: PushBench, monkeypa
     seen = Seen()
     bench.consumer(seen)
     bench.settle()
-    real, failures = bench.broker.read, [OSError("bad sector"), ValueError("a bug")]
-
-    def read(*args: Any, **kwargs: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args, **kwargs)
-
+    read = failing(bench.broker.read, OSError("bad sector"), ValueError("a bug"))
     monkeypatch.setattr(bench.broker, "read", read)
     bench.put(b"0")
     bench.settle()
-    for left in (1, 0):
-        assert (len(failures), seen, place(bench)) == (left, [], "timer")
+    for _ in range(2):
+        assert (seen, place(bench)) == ([], "timer")
         bench.advance(1)
     assert (seen, place(bench)) == ([b"0"], "waiting")
 
 
 def test_who_may_not_wait_asks_again_in_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, real = Seen(), bench.broker.add_waiter
-    monkeypatch.setattr(bench.broker, "add_waiter", lambda *a, **k: (_ for _ in ()).throw(StoreBusyError("too many")))
+    seen = Seen()
+    monkeypatch.setattr(bench.broker, "add_waiter", failing(bench.broker.add_waiter, StoreBusyError("too many")))
     bench.consumer(seen)
     bench.put(b"0")
     bench.settle()
     assert (seen, place(bench)) == ([b"0"], "timer")  # what was found is handled all the same
-    monkeypatch.setattr(bench.broker, "add_waiter", real)
     bench.advance(1)
     assert place(bench) == "waiting"
 
@@ -381,13 +343,16 @@ def test_who_may_not_wait_asks_again_in_a_second(bench: PushBench, monkeypatch: 
 # --- silence -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pull_that_was_lost_is_begun_anew_after_two_minutes(bench: PushBench) -> None:
-    seen = Seen()
-    consumer = bench.consumer(seen)
+def test_a_pull_that_was_lost_is_begun_anew_after_two_minutes(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = Seen(), bench.broker.add_waiter
+    monkeypatch.setattr(
+        bench.broker, "add_waiter", lambda *queue, **options: real(*queue[:-1], lambda worth: None, **options)
+    )
+    bench.consumer(seen)
     bench.settle()
-    engine = engine_of(consumer)
-    assert bench.broker.remove_waiter(engine._waits.pop(engine._queues[T0]))
-    assert pulls(consumer)[T0] == []
+    monkeypatch.setattr(bench.broker, "add_waiter", real)
     bench.put(b"0")
     bench.advance(119)
     assert seen == []
@@ -405,7 +370,7 @@ def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
         for _ in range(30):
             bench.clock.advance(10_000)
             bench.broker.run_once()
-            consumer._workers._fire()
+            consumer.run_once()
 
     consumer = bench.consumer(handler, workers=1)
     bench.put(b"0", b"1", b"2")
@@ -417,8 +382,7 @@ def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
 @pytest.mark.parametrize("name", ["share", "renew"])
 def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An error in one of them ended it for good: no more sweeps, or locks that ran out."""
-    errors: list[BaseException] = []
-    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer()
     bench.settle()
     membership = engine_of(consumer).membership
     real, calls = getattr(membership, name), list[int]()
@@ -431,7 +395,7 @@ def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(membership, name, fails_once)
     bench.advance(100)
-    assert [str(error) for error in errors] == ["once"]
+    assert [str(error) for error in bench.errors] == ["once"]
     assert len(calls) >= 4
     assert bench.broker.locks.owner("g", T0) == consumer.client_id
 
@@ -472,7 +436,7 @@ def test_a_queue_is_given_up_when_its_handler_has_ended(bench: PushBench, ordere
             heirs.append(bench.consumer(lambda each: seen.append(("heir", each.body)), client_id="0", ordered=ordered))
             for _ in range(100):  # ten minutes; the queue is for one that comes first by name
                 bench.clock.advance(6_000)
-                first._workers._fire()
+                first.run_once()
                 heirs[0].run_once()
             assert heirs[0].assignment() == frozenset()
 
@@ -583,31 +547,27 @@ def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given up while it hung, and refused when it came back: it went on handling what others had by then."""
-    errors = list[BaseException]()
-    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer()
     bench.settle()
     membership = engine_of(consumer).membership
-    real = membership.share
-    monkeypatch.setattr(
-        membership, "share", lambda topics: (_ for _ in ()).throw(GroupInUseError("another has its name"))
-    )
+    refused = [GroupInUseError("another has its name")] * 2  # what it lets go makes it ask once more at once
+    monkeypatch.setattr(membership, "share", failing(membership.share, *refused))
     engine_of(consumer).stir()
     bench.settle()
     assert consumer.assignment() == frozenset()
-    assert {type(error) for error in errors} == {GroupInUseError}
-    monkeypatch.setattr(membership, "share", real)
+    assert {type(error) for error in bench.errors} == {GroupInUseError}
     bench.advance(1)
     assert consumer.assignment() == {T0}
 
 
 def test_a_consumer_leaves_no_waiter_and_no_listener_behind(bench: PushBench) -> None:
     broker = bench.broker
-    before = (broker._waiters.parked, len(broker.members.on_change), len(broker.topics.on_change))
+    before = (parked(broker), len(broker.members.on_change), len(broker.topics.on_change))
     consumer = bench.consumer()
     bench.settle()
-    assert broker._waiters.parked > before[0]
+    assert parked(broker) > before[0]
     bench.leave(consumer)
-    assert (broker._waiters.parked, len(broker.members.on_change), len(broker.topics.on_change)) == before
+    assert (parked(broker), len(broker.members.on_change), len(broker.topics.on_change)) == before
     assert broker.locks.snapshot() == []
 
 
@@ -712,8 +672,8 @@ def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:
 def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
     seen = Seen()
-    consumer = bench.consumer(seen)
-    monkeypatch.setattr(consumer._handling, "call", on_call(1, MemoryError(), consumer._handling.call))
+    bench.consumer(seen)
+    monkeypatch.setattr(Handling, "call", failing(Handling.call, MemoryError()))
     bench.put(b"0", b"1")
     bench.advance(2)
     assert set(seen) == {b"0", b"1"}
@@ -741,22 +701,22 @@ def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_queue_is_begun_anew_when_its_handlers_have_ended(bench: PushBench, ordered: bool) -> None:
     """clients#broadcasting: a message is never in two handlers of one consumer."""
-    anew = list[bool]()
+    seen, meanwhile = Seen(), list[Any]()
 
     def handler(message: Message) -> None:
-        if anew:
-            return
-        before = engine_of(consumer)._queues[T0]
-        consumer.seek(T0, 0)
-        for wait_ms in (0, 500, 60_000):
-            bench.clock.advance(wait_ms)
-            consumer._workers._fire()
-            anew.append(engine_of(consumer)._queues[T0] is not before)
+        seen(message)
+        if len(seen) == 1:
+            consumer.seek(T0, 0)
+            for wait_ms in (0, 500, 60_000):
+                bench.clock.advance(wait_ms)
+                consumer.run_once()  # the timer thread, and another worker
+                meanwhile.append((len(seen), consumer.assignment()))
 
-    consumer = bench.consumer(handler, workers=1, ordered=ordered)
+    consumer = bench.consumer(handler, ordered=ordered)
     bench.put(b"0")
     bench.settle()
-    assert anew == [False, False, False]
+    assert meanwhile == [(1, {T0})] * 3
+    assert seen == [b"0", b"0"]
     assert bench.committed() == 1
 
 
@@ -890,7 +850,7 @@ def test_on_assign_cannot_stop_renewals(bench: PushBench, ordered: bool) -> None
         def on_assign(self, queues: frozenset[QueueRef]) -> None:
             for _ in range(4):
                 bench.clock.advance(20_000)
-                consumer._workers._fire()  # the timer thread, which goes on meanwhile
+                consumer.run_once()  # the timer thread, which goes on meanwhile
                 kept.extend(not lock.expired for lock in bench.broker.locks.snapshot())
 
     consumer = bench.consumer(interceptors=[Slow()], ordered=ordered)

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from mqstore.broker.groups import RetryPolicy
+from mqstore.client import chunks
 from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
 from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.overdue import TICK_MS
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from mqstore.errors import NotPermittedError, StoreFullError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
+from tests.client.support import failing, turns_left, workers_of
 from tests.faults import FaultyFileSystem
 
 T0 = QueueRef("t", 0)
@@ -108,13 +111,12 @@ def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench, mode: An
 
 def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(bench: PushBench) -> None:
     """It was tried every five seconds for ever, and the handler called each time."""
-    errors: list[BaseException] = []
     handler = Handler(bench, Retry(10 * 365 * 86_400))
-    bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    bench.consumer(handler)
     bench.put(b"m")
     bench.advance(20)
     assert handler.at_s == [0.0, 10.0]
-    assert len(errors) == 1
+    assert len(bench.errors) == 1
 
 
 # --- attempts ------------------------------------------------------------------------------------------------------
@@ -157,9 +159,8 @@ def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
 def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     bench = PushBench(tmp_path, fs=fs, segment_bytes=1 << 14)
-    errors: list[BaseException] = []
     handler = Handler(bench, ValueError("0"), None, None, ValueError("again"))
-    consumer = bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    consumer = bench.consumer(handler)
     bench.put(b"0" * 9_000, b"1", b"2")
     fs.fail("allocate", errno.ENOSPC, times=None)
     filling = [b"filling" * 100] * 100
@@ -168,7 +169,7 @@ def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path
     bench.settle()
 
     assert [body[:1] for body, _ in handler.seen] == [b"0", b"1", b"2"]
-    assert [type(error) for error in errors] == [ValueError, StoreFullError]
+    assert [type(error) for error in bench.errors] == [ValueError, StoreFullError]
     assert bench.committed() == 0
     assert unsettled(consumer)[T0] == 1
 
@@ -225,42 +226,29 @@ def test_a_batch_of_retries_is_of_one_topic(bench: PushBench) -> None:
         assert sorted(flat) == sorted(2 * [f"{topic}{i}" for i in range(6) if "tu"[i % 2] == topic])
 
 
-def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench) -> None:
-    """It was sent back, message for message, and ended among the dead letters."""
+@pytest.mark.parametrize("paused", [False, True])
+def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench, paused: bool) -> None:
+    """It was sent back, message for message, and ended among the dead letters. A paused consumer keeps its queue."""
     bench.broker.topics.create("u", queues=1)
     seen: list[bytes] = []
 
     def handler(message: Message) -> None:
         seen.append(message.body)
+        if paused:
+            consumer.pause()
         consumer.unsubscribe("t")
 
     consumer = bench.consumer(handler, run=False, workers=1)
     consumer.subscribe("u", lambda message: None)
     bench.put(*(b"%d" % i for i in range(5)))
     consumer.start()
-    consumer._workers.run_once()
     bench.advance(60)
-    assert bench.broker.topics.get(RETRIES) is None  # nothing was ever sent back
-    assert bench.committed() == len(seen) < 5 or seen == [b"%d" % i for i in range(5)]
-    assert T0 not in consumer.assignment()
+    assert (seen, bench.committed(), T0 in consumer.assignment()) == ([b"0"], 1, paused)
     handled = Handler(bench)
     consumer.subscribe("t", handled)
-    bench.settle()
-    assert seen + [body for body, _ in handled.seen] == [b"%d" % i for i in range(5)]
-
-
-def test_what_nobody_handles_for_a_moment_is_neither_lost_nor_sent_back(bench: PushBench) -> None:
-    handler = Handler(bench)
-    consumer = bench.consumer(handler)
-    handling = consumer._handling
-    known, handling.subscriptions = handling.subscriptions, {}
-    bench.put(b"0", b"1")
-    bench.settle()
-    assert (handler.seen, bench.committed()) == ([], 0)
-    handling.subscriptions = known
     bench.advance(1)
-    assert ([body for body, _ in handler.seen], bench.committed()) == ([b"0", b"1"], 2)
-    assert bench.broker.topics.get(RETRIES) is None
+    assert [body for body, _ in handled.seen] == [b"%d" % i for i in range(1, 5)]
+    assert bench.broker.topics.get(RETRIES) is None  # nothing was ever sent back
 
 
 # --- what takes long -----------------------------------------------------------------------------------------------
@@ -270,9 +258,9 @@ def hang(bench: PushBench, consumer: PushConsumer, seconds: float) -> None:
     """As if the handler that calls this took so long: time passes, and the timer thread does its work."""
     for _ in range(2):  # a call is noticed at one tick and given up at another
         bench.clock.advance(50)
-        consumer._workers._fire()
+        consumer.run_once()
     bench.clock.advance(round(seconds * 1000))
-    consumer._workers._fire()
+    consumer.run_once()
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "rejects"])
@@ -367,29 +355,21 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
 ) -> None:
     """Its end is void already: were it only noted that this failed, and the handler back by then, nobody would ever
     settle the message, and its queue would stand still."""
-    real, failures = bench.broker.send_back, [NotPermittedError("no"), NotPermittedError("no")]
-
-    def send_back(*args: Any, **kwargs: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args, **kwargs)
-
+    send_back = failing(bench.broker.send_back, NotPermittedError("no"), NotPermittedError("no"))
     monkeypatch.setattr(bench.broker, "send_back", send_back)
-    hook, errors, attempts = Told(), list[BaseException](), list[int]()
+    hook, attempts = Told(), list[int]()
 
     def handler(message: Message) -> None:
         attempts.append(message.attempt)
         if message.attempt == 1:
             hang(bench, consumer, 30)
 
-    consumer = bench.consumer(
-        handler, consume_timeout=20, interceptors=[hook], on_error=lambda error, message: errors.append(error)
-    )
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook])
     bench.put(b"m")
     bench.settle()
-    assert (bench.committed(), len(errors)) == (0, 1)
+    assert (bench.committed(), len(bench.errors)) == (0, 1)
     bench.advance(5)
-    assert (bench.committed(), len(errors)) == (0, 2)
+    assert (bench.committed(), len(bench.errors)) == (0, 2)
     bench.advance(5)
     assert bench.committed() == 1
     bench.advance(30)
@@ -405,18 +385,19 @@ def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(b
 
     def handler(message: Message) -> None:
         if message.attempt == 1:
-            consumer._workers.on_exit = lambda error: lapses.append(message.offset)
+            workers_of(consumer).on_exit = lambda error: lapses.append(message.offset)
             hang(bench, consumer, 30)
 
     consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook(on_timeout=fails)], workers=1)
-    service = engine_of(consumer)._service
     bench.put(b"0")
     bench.settle()
     bench.put(b"1")
     bench.settle()
     assert lapses == [0, 1]
     bench.advance(60)
-    assert not service._runner._overdue._ticking  # type: ignore[attr-defined]
+    due_ms = consumer.run_once()
+    assert due_ms is not None
+    assert due_ms - bench.clock.monotonic_ms() > TICK_MS
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
@@ -429,8 +410,8 @@ def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBen
         nonlocal most
         for _ in range(200):
             bench.clock.advance(50)
-            consumer._workers._fire()
-        most = max(most, consumer._workers._turns.qsize())
+            consumer.run_once()
+        most = max(most, turns_left(consumer))
 
     consumer = bench.consumer(handler, workers=4, run=False, mode=mode)
     bench.put(*[b"m"] * 40)
@@ -440,28 +421,33 @@ def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBen
     assert sum(bench.broker.lag("g").values()) == 0
 
 
-@pytest.mark.parametrize(("overtaken", "moment_s", "handled"), [(False, 1e9, 1), (True, 1e9, 4), (True, 0.0, 1)])
+@pytest.mark.parametrize(
+    ("overtaken", "moment_s", "handled"), [(False, 1e9, b"0"), (True, 1e9, b"04123"), (True, 0.0, b"04")]
+)
 def test_of_a_queue_that_is_to_go_only_what_was_overtaken_is_begun_and_for_a_moment(
-    bench: PushBench, monkeypatch: pytest.MonkeyPatch, overtaken: bool, moment_s: float, handled: int
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch, overtaken: bool, moment_s: float, handled: bytes
 ) -> None:
     """What stands before a later pull that was begun is done for an exact hand-over; but where handlers take seconds,
     `stop` would have waited for hundreds of them."""
     monkeypatch.setattr("mqstore.client.concurrent._HAND_OVER_S", moment_s)
-    handler = Handler(bench)
+    seen: list[bytes] = []
 
     def halts(message: Message) -> None:
-        handler(message)
+        seen.append(message.body)
         if message.offset == 0:
-            queue = engine_of(consumer)._queues[T0]
-            queue.begun = 1_000 if overtaken else queue.begun
+            if overtaken:
+                bench.put(b"4")
+                bench.broker.run_once()
+                consumer.run_once()  # the second worker, at what was pulled later
             engine_of(consumer).halt()
 
-    consumer = bench.consumer(halts, workers=1, run=False)
+    consumer = bench.consumer(halts, run=False)
+    monkeypatch.setattr(chunks, "WORTH_MS", 1e9)  # nobody helps with the first pull
     bench.put(b"0", b"1", b"2", b"3")
     consumer.start()
     bench.settle()
-    assert len(handler.seen) == handled
-    assert bench.committed() == handled
+    assert b"".join(seen) == handled
+    assert bench.committed() == (5 if len(handled) == 5 else 1)
 
 
 # --- broadcasting --------------------------------------------------------------------------------------------------

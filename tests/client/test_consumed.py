@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
 from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
-from tests.client.aiosupport import with_store
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench, hook
 
 MODES: list[dict[str, Any]] = [
@@ -93,19 +92,20 @@ def test_a_batch_is_one_call(bench: PushBench) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[str, Any]) -> None:
-    """Its end is told only where it counts: in order."""
+    """Its end is told only where it counts: in order. Elsewhere the message comes again."""
 
     def handler(message: Message) -> None:
         for _ in range(6 if message.attempt == 1 else 0):
             bench.clock.advance(10_000)
-            consumer._workers._fire()  # the timer thread, which goes on meanwhile
+            consumer.run_once()  # the timer thread, which goes on meanwhile
 
     notes = Notes()
     consumer = bench.consumer(handler, interceptors=[notes], consume_timeout=20, workers=1, **mode)
     bench.put(b"m")
-    bench.settle()
-    expected = ["timeout", "success"] if mode.get("ordered") else ["timeout"]
-    assert [each.outcome for each in notes.calls if each.messages[0].attempt == 1] == expected
+    bench.advance(100)
+    expected = ["timeout", "success"] if mode.get("ordered") or "model" not in mode else ["timeout"]
+    assert [each.outcome for each in notes.calls] == expected
+    assert {each.messages[0].attempt for each in notes.calls[1:]} <= {1 if mode.get("ordered") else 2}
     assert notes.calls[0].seconds == 20
 
 
@@ -122,25 +122,22 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
     assert "after_consume failed" in caplog.text
 
 
-def test_handlers_of_aio_are_told_of_alike(tmp_path: Path) -> None:
+@in_store
+async def test_handlers_of_aio_are_told_of_alike(store: aio.Store) -> None:
     notes = Notes()
+    done = asyncio.Event()
 
-    async def test(store: aio.Store) -> None:
-        done = asyncio.Event()
+    async def handler(message: mqstore.Message) -> None:
+        await asyncio.sleep(0)
+        if message.body == b"bad":
+            raise ValueError
+        done.set()
 
-        async def handler(message: mqstore.Message) -> None:
-            await asyncio.sleep(0)
-            if message.body == b"bad":
-                raise ValueError
-            done.set()
-
-        await store.create_topic("t", queues=1)
-        consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
-        consumer.subscribe("t", handler)
-        async with consumer:
-            await store.put("t", b"bad")
-            await store.put("t", b"good")
-            await done.wait()
-
-    with_store(test, tmp_path)
+    await store.create_topic("t", queues=1)
+    consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
+    consumer.subscribe("t", handler)
+    async with consumer:
+        await store.put("t", b"bad")
+        await store.put("t", b"good")
+        await done.wait()
     assert notes.told() == [("g", "t", [b"bad"], "exception"), ("g", "t", [b"good"], "success")]

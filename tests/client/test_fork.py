@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore.aio
 from mqstore.errors import StoreClosedError
 from tests.children import in_child
+from tests.client.support import ended, every_lock_held, in_thread, subscribed, until
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -19,47 +21,71 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
-def test_forked_child_does_not_wait_for_messages_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_messages_of_its_parent(store: mqstore.Store) -> None:
     """It was told that there is nothing, and waited for ever: what would come is its parent's."""
+    queue = store.queue("jobs")
+    queue.put(b"x")
+    store.put("orders", b"x")
+    consumer = store.simple_consumer("g", {"orders": "*"})
+    for task in queue:
+        task.ack()
+    for delivery in consumer.receive(wait=0):
+        delivery.ack()
+    assert consumer.receive(wait=0) == []
+
+    assert in_child(partial(refused, lambda: consumer.receive(wait=0)), 20) == 0
+    assert in_child(partial(refused, lambda: next(iter(consumer))), 20) == 0
+    assert in_child(partial(refused, lambda: store.broker.pop("g", "orders")), 20) == 0
+    assert in_child(partial(refused, lambda: list(queue)), 20) == 0
+    assert in_child(partial(refused, lambda: queue.get()), 20) == 0
+
+
+def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(store: mqstore.Store) -> None:
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.log._dispatcher._lock:  # type: ignore[union-attr]
+            held.set()
+            let_go.wait(60)
+
+    store.queue("jobs").put(b"x")
+    holder = in_thread(hold)
+    assert held.wait(20)
+    store.log.append("jobs", 0, b"not dispatched")  # type: ignore[union-attr]
+    try:
+        for call in (lambda: store.lag("jobs"), lambda: store.log.offsets_or_none("jobs", 0)):
+            assert in_child(partial(refused, call), 20) == 0
+    finally:
+        let_go.set()
+        ended(*holder)
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_forked_child_closes_nothing_and_hangs_at_no_lock_of_another_thread(tmp_path: Path, mode: Any) -> None:
+    """A child that left the parent's `with` block, by `sys.exit` say, waited for locks that threads held which it does
+    not have."""
+    seen: list[bytes] = []
     with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
+        queue, producer = store.queue("jobs"), store.producer(linger=0.5, checker=lambda message: None)
         queue.put(b"x")
-        store.put("orders", b"x")
-        consumer = store.simple_consumer("g", {"orders": "*"})
-        for task in queue:
-            task.ack()
-        for delivery in consumer.receive(wait=0):
-            delivery.ack()
-        assert consumer.receive(wait=0) == []
-
-        assert in_child(partial(refused, lambda: consumer.receive(wait=0)), 20) == 0
-        assert in_child(partial(refused, lambda: next(iter(consumer))), 20) == 0
-        assert in_child(partial(refused, lambda: store.broker.pop("g", "orders")), 20) == 0
-        assert in_child(partial(refused, lambda: list(queue)), 20) == 0
-        assert in_child(partial(refused, lambda: queue.get()), 20) == 0
-
-
-def test_forked_child_hangs_at_no_lock_of_another_thread(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        queue.put(b"x")
-        consumer = store.push_consumer("g")
-        held, let_go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with store.log._dispatcher._lock, queue._waits.lock, queue._changed, consumer._lock:
-                held.set()
-                let_go.wait(60)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        assert held.wait(20)
-        store.log.append("jobs", 0, b"not dispatched")
-        try:
-            assert in_child(queue.shutdown, 20) == 0
-            assert in_child(partial(refused, lambda: store.lag("jobs")), 20) == 0
-            assert in_child(partial(refused, lambda: consumer.subscribe("other", print)), 20) == 0
-            assert in_child(partial(refused, lambda: store.log.offsets_or_none("jobs", 0)), 20) == 0
-        finally:
-            let_go.set()
-            holder.join()
+        submitted = producer.submit("orders", b"parent")
+        consumer = subscribed(store, lambda message: seen.append(message.body), mode=mode, workers=1).start()
+        calls: list[Callable[[], object]] = [
+            *(queue.shutdown, consumer.stop, store.close),
+            partial(refused, lambda: store.lag("jobs")),
+            partial(refused, lambda: consumer.subscribe("other", print)),
+            *(partial(refused, partial(send, "orders", b"x")) for send in (producer.send, producer.submit)),
+            partial(refused, lambda: producer.send_oneway("orders", b"x")),
+            partial(refused, lambda: producer.send_many("orders", [b"x"])),
+            *(partial(refused, producer.flush), partial(refused, producer.transaction)),
+        ]
+        with every_lock_held(store, queue, consumer, producer):
+            for call in calls:
+                assert in_child(call, 20) == 0
+        assert in_child(producer.close, 20) == 0
+        store.put("t", b"0")
+        until(lambda: seen)
+        producer.close()
+        assert submitted.result(0).topic == "orders"
+        assert [message.body for message in store.iter("orders")] == [b"parent"]
+    assert seen == [b"0"]

@@ -20,6 +20,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.client.allocation import avg
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench
 from tests.faults import FaultyFileSystem
 
@@ -129,14 +130,11 @@ def test_a_group_that_came_in_order_meanwhile_is_refused_at_start(bench: PushBen
 THREE, FOUR = RetryPolicy(3), RetryPolicy(4)
 
 
-def joined(bench: PushBench, mode: str, **options: Any) -> Any:
+def joined(bench: PushBench, mode: str, group: str = "g", topic: str = "t", **options: Any) -> Any:
     """A member of the group, that consumes so."""
     if mode == "simple":
-        consumer = mqstore.SimpleConsumer(bench.broker, "g", **options)
-        consumer.subscribe("t")
-        consumer.receive(wait=0)
-        return consumer
-    return bench.consumer(mode=mode, **options)
+        return mqstore.SimpleConsumer(bench.broker, group, {topic: "*"}, **options)
+    return bench.consumer(group=group, topic=topic, mode=mode, **options)
 
 
 MODES = pytest.mark.parametrize("mode", ["queue", "pop", "simple"])
@@ -203,13 +201,6 @@ def test_a_consumer_that_is_refused_changes_nothing(
     assert bench.broker.members.members("g") == ["c1"]
 
 
-def member(bench: PushBench, group: str, topic: str, mode: str, **options: Any) -> Any:
-    """A consumer that joins at once."""
-    if mode == "simple":
-        return mqstore.SimpleConsumer(bench.broker, group, {topic: "*"}, **options)
-    return bench.consumer(group=group, topic=topic, mode=mode, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "settings", "forbidden"),
     [
@@ -237,7 +228,7 @@ def test_a_consumer_that_is_not_permitted_changes_nothing(
     before = listeners(bench.broker)
     for _ in range(2):
         with pytest.raises(mqstore.errors.NotPermittedError):
-            member(bench, "g", "t", retry=THREE, **options)
+            joined(bench, retry=THREE, **options)
     assert bench.broker.groups.need("g").retry_policy == FOUR
     assert (bench.broker.members.members("g"), told, listeners(bench.broker)) == ([], [], before)
 
@@ -248,7 +239,7 @@ def test_a_consumer_that_does_not_agree_begins_in_no_queue(bench: PushBench, mod
     bench.broker.topics.create("other")
     joined(bench, mode)
     with pytest.raises(SubscriptionConflictError):
-        member(bench, "g", "other", mode)
+        joined(bench, mode, topic="other")
     assert bench.committed(topic="other") is None
 
 
@@ -260,7 +251,7 @@ def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mod
     """It replaced the policy that they retry by."""
     bench.broker.topics.create("one", queues=1)
     bench.broker.groups.create("one", retry_policy=FOUR)
-    live = member(bench, "one", "one", mode)
+    live = joined(bench, mode, "one", "one")
     with pytest.raises(GroupInUseError) as caught:
         mqstore.Queue(bench.broker, "one", retry=THREE)
     assert "max_attempts=3" in str(caught.value)
@@ -452,32 +443,29 @@ def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:
     assert bench.broker.members.members("g") == []
 
 
-def test_an_async_consumer_takes_from_its_group_and_starts_again_too(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with mqstore.aio.open(tmp_path) as store:
-            groups = store.sync.broker.groups
-            groups.create("g", orderly=True, start="latest")
-            await store.put("t", b"old")
-            consumer = await store.push_consumer("g", workers=1)
-            seen, done = [], asyncio.Event()
+@in_store
+async def test_an_async_consumer_takes_from_its_group_and_starts_again_too(store: mqstore.aio.Store) -> None:
+    groups = store.sync.broker.groups
+    groups.create("g", orderly=True, start="latest")
+    await store.put("t", b"old")
+    consumer = await store.push_consumer("g", workers=1)
+    seen, done = [], asyncio.Event()
 
-            @consumer.subscribe("t")
-            async def handle(message: mqstore.Message) -> None:
-                seen.append(message.body)
-                done.set()
+    @consumer.subscribe("t")
+    async def handle(message: mqstore.Message) -> None:
+        seen.append(message.body)
+        done.set()
 
-            in_the_way = store.sync.push_consumer("g", mode="pop")
-            in_the_way.subscribe("t", print)
-            in_the_way.start()
-            for enter in (consumer.start, consumer.__aenter__, consumer.run):
-                with pytest.raises(GroupInUseError):
-                    await enter()
-            in_the_way.stop()
-            async with consumer:
-                await store.put("t", b"new")
-                await asyncio.wait_for(done.wait(), 20)
-            assert seen == [b"new"]
-            async with store.simple_consumer("g") as simple:
-                assert simple.ordered
-
-    asyncio.run(main())
+    in_the_way = store.sync.push_consumer("g", mode="pop")
+    in_the_way.subscribe("t", print)
+    in_the_way.start()
+    for enter in (consumer.start, consumer.__aenter__, consumer.run):
+        with pytest.raises(GroupInUseError):
+            await enter()
+    in_the_way.stop()
+    async with consumer:
+        await store.put("t", b"new")
+        await asyncio.wait_for(done.wait(), 20)
+    assert seen == [b"new"]
+    async with store.simple_consumer("g") as simple:
+        assert simple.ordered

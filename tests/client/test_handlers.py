@@ -18,7 +18,7 @@ from mqstore import Interceptor, aio
 from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.errors import ConfigError
-from tests.client.aiosupport import with_store
+from tests.client.aiosupport import in_store, with_store
 from tests.client.pushsupport import PushBench
 
 AGAIN = mqstore.RetryPolicy(2, [0])
@@ -119,7 +119,8 @@ def test_what_can_be_seen_not_to_run_is_refused(bench: PushBench) -> None:
         consumer.subscribe("t", handler)
 
 
-def test_of_those_aio_refuses_what_it_cannot_await_or_call(tmp_path: Path) -> None:
+@in_store
+async def test_of_those_aio_refuses_what_it_cannot_await_or_call(store: aio.Store) -> None:
     for handler in (*COROUTINES, *PLAIN):
         check_handler(handler, coroutines=True)
 
@@ -127,18 +128,15 @@ def test_of_those_aio_refuses_what_it_cannot_await_or_call(tmp_path: Path) -> No
 
     async def two(message: object, more: object) -> None: ...
 
-    async def test(store: aio.Store) -> None:
-        consumer = await store.push_consumer("g")
-        for handler in GENERATORS:
-            with pytest.raises(ConfigError, match="yield"):
-                consumer.subscribe("t", handler)
-        for handler in (none, two, no_arguments):
-            with pytest.raises(ConfigError, match="one argument"):
-                consumer.subscribe("t", handler)
-        for handler in COROUTINES:
+    consumer = await store.push_consumer("g")
+    for handler in GENERATORS:
+        with pytest.raises(ConfigError, match="yield"):
             consumer.subscribe("t", handler)
-
-    with_store(test, tmp_path)
+    for handler in (none, two, no_arguments):
+        with pytest.raises(ConfigError, match="one argument"):
+            consumer.subscribe("t", handler)
+    for handler in COROUTINES:
+        consumer.subscribe("t", handler)
 
 
 # --- what is not -----------------------------------------------------------------------------------------------------

@@ -112,6 +112,3 @@ def test_whatever_a_hook_does_the_handler_is_called_once_and_its_error_passes(
             chain.consuming(handler, [])
         assert caught.value is error
     assert calls == [1]
-
-
-# --- telling -------------------------------------------------------------------------------------------------------

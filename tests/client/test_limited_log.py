@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import mqstore
 from mqstore import Interceptor, SimulatedClock
-from mqstore.client.limitedlog import _KINDS_MAX, EVERY_MS, LimitedLog
+from mqstore.client.limitedlog import EVERY_MS, LimitedLog
 from tests.client.pushsupport import PushBench, hook
 
 NUMBER = 200
@@ -79,11 +80,16 @@ def test_what_is_told_once_is_not_told_again(caplog: pytest.LogCaptureFixture) -
     assert lines(caplog) == ["once", "2 more were held back like this: once"]
 
 
+class Kind:
+    """It makes lines alike."""
+
+
 def test_kinds_without_end_take_no_memory_without_end() -> None:
-    log = LimitedLog("", SimulatedClock())
-    for i in range(3 * _KINDS_MAX):
-        log.say(logging.DEBUG, f"kind {i}")
-    assert len(log._kinds) <= _KINDS_MAX
+    log, kinds = LimitedLog("", SimulatedClock()), weakref.WeakSet[Kind]()
+    for i in range(10_000):
+        kinds.add(kind := Kind())
+        log.say(logging.DEBUG, f"kind {i}", like=kind)
+    assert len(kinds) < 5_000
 
 
 # --- consumers -------------------------------------------------------------------------------------------------------
@@ -221,12 +227,11 @@ def test_harmless_failures_do_not_hide_a_serious_one(bench: PushBench, caplog: p
 def test_oneway_messages_that_are_not_stored_are_counted_not_listed(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    producer = mqstore.Producer(bench.broker, "p")
-
     def busy(*args: object, **kwargs: object) -> None:
         raise mqstore.errors.StoreBusyError("busy")
 
-    monkeypatch.setattr(producer, "_append", busy)
+    monkeypatch.setattr(bench.broker, "put", busy)
+    producer = mqstore.Producer(bench.broker, "p")
     for _ in range(NUMBER):
         producer.send_oneway("t", b"x")
     producer.close()

@@ -11,8 +11,11 @@ import pytest
 
 from mqstore import QueueRef, Retention
 from mqstore.broker.names import QueueKey
+from mqstore.broker.reading import Reads
+from tests.broker.support import new_parts
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told
+from tests.log.support import flip
 
 Q = QueueRef("t", 0)
 POLICY: dict[str, Any] = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
@@ -96,17 +99,14 @@ def test_each_loss_is_told_by_itself(bench: Bench) -> None:
     consumer.close()
 
 
-def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(bench: Bench) -> None:
     """Retention keeps what is in flight; damage may take it all the same, and one who waits for messages is woken."""
     witness = Told()
     consumer = bench.consumer(interceptors=[witness], visibility=1)
-    bench.put(*[b"x"] * 5)
+    receipts = bench.store.put_many("t", [b"x"] * 5)
     assert len(consumer.receive(5, wait=0)) == 5
-    tables = bench.broker._pop._tables
-    monkeypatch.setattr(tables, "message", lambda key, offset: None)
-    monkeypatch.setattr(bench.broker._pop._standard, "_messages", lambda key, offsets: [None] * len(offsets))
+    for receipt in receipts:
+        flip(bench.path / "commitlog" / f"{0:020}", receipt.physical_offset + receipt.size - 1)
     called: list[bool] = []
     consumer.when_ready(lambda: called.append(True))
     bench.advance(2)
@@ -142,9 +142,12 @@ def test_who_pops_without_a_consumer_asks(bench: Bench) -> None:
     assert bench.broker.take_losses("reads") == ()
 
 
-def test_what_nobody_asks_for_does_not_pile_up(bench: Bench) -> None:
+def test_what_nobody_asks_for_does_not_pile_up(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "other")
+    reads = Reads(parts)
     for i in range(0, 6000, 2):
-        bench.broker._reads.note_loss(QueueKey("g", "t", 0), i, i + 1)
-    found = bench.broker.take_losses("g")
+        reads.note_loss(QueueKey("g", "t", 0), i, i + 1)
+    found = reads.take_losses("g")
     assert len(found) == 1024
     assert (found[-1].old, found[-1].new) == (5998, 5999)
+    parts.store.close()

@@ -18,7 +18,7 @@ from mqstore.broker.begun import Address
 from mqstore.client import chunks, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
-from tests.client.orderlysupport import Bench, fire
+from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -34,11 +34,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def wide(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "mq", queues=2)
-    yield bench
-    bench.close()
-    assert bench.overlaps == []
+def wide(bench: Bench) -> Bench:
+    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
+    return bench
 
 
 def fails(*bodies: str, times: int = 1_000_000, error: Callable[[], Exception] = lambda: ValueError("no")) -> Any:
@@ -78,7 +76,7 @@ def test_a_position_is_committed_every_ten_milliseconds_and_at_the_end(
 def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
     sizes = []
     wide.put(*"01234")
-    wide.put(*"ab", queue=1)
+    wide.put(*"ab", queue_id=1)
     wide.join(handler=lambda messages: sizes.append([each.text() for each in messages]), batch_size=2)
     wide.settle()
 
@@ -89,7 +87,7 @@ def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
 @MODES
 def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench, mode: Any) -> None:
     wide.put("0", "1")
-    wide.put("a", "b", queue=1)
+    wide.put("a", "b", queue_id=1)
     wide.join(handler=fails("0", times=2), mode=mode)
     wide.settle()
 
@@ -107,7 +105,7 @@ def test_every_message_is_counted_once_its_queue_rests(
     """Those that were handled well are counted together, up to a failure or the end."""
     monkeypatch.setattr(chunks, "SETTLE_S", together_s)
     wide.put(*"01234")
-    wide.put(*"ab", queue=1)
+    wide.put(*"ab", queue_id=1)
     consumer = wide.join(handler=fails("3", times=2), batch_size=2)
     wide.settle()
     counted = consumer.stats().topics["t"]
@@ -127,7 +125,7 @@ def test_a_queue_lets_another_have_the_thread_after_its_slice(
     monkeypatch.setattr(orderly, "SLICE_MS", slice_ms)
     monkeypatch.setattr(chunks, "SETTLE_S", 0)
     wide.put(*"0123")
-    wide.put(*"abcd", queue=1)
+    wide.put(*"abcd", queue_id=1)
     wide.join(handler=lambda message: wide.clock.advance(3_000))
     wide.settle()
 
@@ -167,17 +165,11 @@ def test_a_queue_is_suspended_as_asked_for_within_10_ms_to_60_s(
     assert [later - earlier for earlier, later in pairwise(times)] == pauses_ms
 
 
-@pytest.mark.parametrize("suspend", [0, 0.009, 60.001, -1, float("nan"), float("inf")])
-def test_a_suspension_out_of_bounds_is_refused(bench: Bench, suspend: float) -> None:
-    with pytest.raises(ConfigError, match="suspend"):
-        bench.store.push_consumer("g", ordered=True, suspend=suspend)
-
-
 def test_what_no_handler_did_stops_a_task_for_5_s_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0", times=1))
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
+        patch.setattr(bench.broker, "note_attempt", lambda *arguments, **options: 1 / 0)
         bench.settle()
     bench.advance(4.9)
     assert bench.bodies == ["0"]
@@ -206,16 +198,28 @@ def test_a_group_that_has_gone_stops_its_queues_until_it_is_there_again(bench: B
 # --- attempts and dead letters (delivery#order-file) ------------------------------------------------------------------
 
 
-def test_a_message_that_always_fails_has_its_attempts_and_is_a_dead_letter_once(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("attempts", "last", "reason"),
+    [
+        (3, ValueError("no"), "attempt 3 failed: ValueError: no"),
+        (1, Reject("no such customer"), "no such customer"),
+        (3, Reject("no such customer"), "no such customer"),
+    ],
+)
+def test_a_message_that_is_given_up_is_a_dead_letter_once(
+    bench: Bench, attempts: int, last: Exception, reason: str
+) -> None:
+    def handle(message: Message) -> None:
+        if message.text() == "0":
+            raise last if message.attempt == attempts else ValueError("not yet")
+
     bench.put("0", "1")
-    bench.join(handler=fails("0"), retry=RetryPolicy(3, [1]))
+    bench.join(handler=handle, retry=RetryPolicy(3, [1]))
     bench.advance(60)
 
-    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert bench.attempts == [*[("0", attempt + 1) for attempt in range(attempts)], ("1", 1)]
     [letter] = bench.broker.dead_letters("g")
-    assert letter.body == b"0"
-    assert letter.properties["dlq_reason"] == "attempt 3 failed: ValueError: no"
-    assert letter.reconsume_times == 3
+    assert (letter.body, letter.properties["dlq_reason"], letter.reconsume_times) == (b"0", reason, attempts)
     assert bench.broker.attempts("g", "t", 0) in ({}, {0: 2})  # forgotten when the file is next written
     assert bench.committed() == 2
 
@@ -260,30 +264,7 @@ def test_a_message_has_as_many_attempts_as_its_group_says(
 
     ends = attempts <= 17
     assert bench.bodies == ["0"] * attempts + ["1"] * ends
-    assert bench.letters() == ["0"] * ends
-
-
-def test_what_is_rejected_is_a_dead_letter_at_once(bench: Bench) -> None:
-    bench.put("0", "1")
-    bench.join(handler=fails("0", error=lambda: Reject("no such customer")))
-    bench.settle()
-
-    assert bench.bodies == ["0", "1"]
-    [letter] = bench.broker.dead_letters("g")
-    assert letter.properties["dlq_reason"] == "no such customer"
-    assert letter.reconsume_times == 1
-
-
-def test_a_message_rejected_at_its_third_attempt_has_had_three(bench: Bench) -> None:
-    def handle(message: Message) -> None:
-        raise Reject("no such customer") if message.attempt == 3 else ValueError("not yet")
-
-    bench.put("0")
-    bench.join(handler=handle, retry=RetryPolicy(9, [1]))
-    bench.advance(10)
-
-    [letter] = bench.broker.dead_letters("g")
-    assert letter.reconsume_times == 3
+    assert bench.dead() == ["0"] * ends
 
 
 def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
@@ -306,7 +287,7 @@ def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
     bench.join(handler=fails("0"))
     bench.advance(2)
 
-    assert bench.letters() == ["0", "0"]
+    assert bench.dead() == ["0", "0"]
     assert bench.committed() == 2
 
 
@@ -328,7 +309,7 @@ def test_what_cannot_become_a_dead_letter_stays(bench: Bench, monkeypatch: pytes
     bench.advance(5)
 
     assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
 
 
 def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
@@ -389,7 +370,7 @@ def test_of_a_mixed_batch_each_message_is_a_dead_letter_once_and_by_its_own_coun
     for call in bench.calls:
         counts[call.body].append(call.attempt)
     assert counts == {"0": [1], "1": [1], **{body: [1, 2, 3] for body in "23456"}}
-    assert bench.letters() == list("23456")
+    assert bench.dead() == list("23456")
 
 
 @MODES
@@ -428,38 +409,28 @@ def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
     bench.join(handler=fails("1", error=lambda: Reject("odd")), batch_size=3)
     bench.settle()
 
-    assert bench.letters() == ["0", "1", "2"]
+    assert bench.dead() == ["0", "1", "2"]
     assert bench.committed() == 4
 
 
 # --- members that come, go, hang and die (clients#orderly, delivery#locks) --------------------------------------------
 
 
-def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun(wide: Bench) -> None:
-    def handle(message: Message) -> None:
-        if len(wide.calls) == 1:
-            wide.join("b")
-            fire(first)
-
-    wide.put("0", "1", "2", queue=1)
-    first = wide.join("a", handle)
-    wide.settle()
-
-    assert [(call.member, call.body) for call in wide.calls] == [("a", "0"), ("b", "1"), ("b", "2")]
-
-
-def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_a_queue_that_is_given_up_no_other_message_is_begun_and_a_failure_counts(wide: Bench, fails: bool) -> None:
     def handle(message: Message) -> None:
         wide.join("b")
-        fire(first)
-        raise ValueError
+        first.run_once()
+        if fails:
+            raise ValueError
 
-    wide.put("0", queue=1)
+    wide.put("0", "1", "2", queue_id=1)
     first = wide.join("a", handle)
     wide.settle()
     wide.advance(2)
 
-    assert [(call.member, call.attempt) for call in wide.calls] == [("a", 1), ("b", 2)]
+    calls = [(call.member, call.body, call.attempt) for call in wide.calls]
+    assert calls == [("a", "0", 1), *[("b", "0", 2)] * fails, ("b", "1", 1), ("b", "2", 1)]
 
 
 def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -472,7 +443,7 @@ def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplo
         seen.append(cancelled())
         for _ in range(3600):
             bench.clock.advance(1_000)
-            fire(first)
+            first.run_once()
             other.run_once()
         seen.append(cancelled())
 
@@ -507,7 +478,7 @@ def test_messages_of_a_topic_that_was_just_unsubscribed_have_not_failed(bench: B
     consumer = bench.join(handler=handle, topics=("t", "u"), retry=RetryPolicy(1, [1]))
     bench.advance(5)
     assert bench.bodies == ["0"]
-    assert bench.letters() == []
+    assert bench.dead() == []
 
     bench.leave(consumer)
     bench.join("b", topics=("t", "u"))
@@ -554,7 +525,7 @@ def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) ->
     bench.advance(5)
 
     assert bench.attempts == [("0", 2), ("0", 3)]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
     [letter] = bench.broker.dead_letters("g")
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
 
@@ -568,7 +539,7 @@ def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told
     bench.advance(10)
 
     assert bench.bodies == ["1"]
-    assert bench.letters() == ["0"]
+    assert bench.dead() == ["0"]
     assert "'u'" in bench.told(ConfigError)[0]
 
 
@@ -605,7 +576,7 @@ def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_o
         ("1", 1),
     ]
     assert [call.body for call in bench.calls if call.member == "b"] == ["0", "1"]
-    assert bench.letters() == []
+    assert bench.dead() == []
     assert bench.broker.attempts("g", "t", 0) == {}
     assert "t/0, offset 0: it is passed over: attempt 3 failed: ValueError: no" in caplog.text
 
@@ -616,7 +587,7 @@ def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench)
     bench.settle()
 
     assert bench.bodies == ["0", "1"]
-    assert bench.letters() == []
+    assert bench.dead() == []
 
 
 # --- message groups, end to end ------------------------------------------------------------------------------------

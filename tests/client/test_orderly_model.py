@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore import Message, Reject, Retry, RetryPolicy
-from tests.client.orderlysupport import Bench, fire
+from tests.client.orderlysupport import Bench
 
 QUEUES = 3
 MAX_ATTEMPTS = 3
@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(count):
             offset = len(self.fates[queue])
             self.fates[queue].append(Fate(fails, inside))
-            self.bench.put(f"{queue} {offset}", queue=queue)
+            self.bench.put(f"{queue} {offset}", queue_id=queue)
 
     @precondition(lambda self: len(self.bench.members) < 4)
     @rule()
@@ -171,7 +171,7 @@ class Machine(RuleBasedStateMachine):
                 self.bench.clock.advance(15_000)
             for member in list(self.bench.members):
                 if member.client_id in self.stack:
-                    fire(member)
+                    member.run_once()
                 else:
                     member.run_once()
         self.stack.pop()
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
                 if sum(self.bench.broker.lag("g").values()) == 0:
                     break
             self.nothing_was_wrong()
-            letters = Counter(self.bench.letters())
+            letters = Counter(self.bench.dead())
             for queue, fates in self.fates.items():
                 assert (self.bench.committed(queue) or 0) == len(fates)
                 for offset, fate in enumerate(fates):

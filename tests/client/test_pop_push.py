@@ -3,7 +3,6 @@ thread, but in the last part."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +16,10 @@ from mqstore import Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
-from mqstore.client.workers import cancelled
-from tests.client.popsupport import BOTH, Bench, Push, ended, full, in_thread, on_call, until
+from tests.broker.support import full
+from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook
+from tests.client.support import failing, parked, subscribed, turns_left, until, waits_of, workers_of
 
 
 @pytest.fixture
@@ -29,14 +29,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         bench.store.create_topic(topic, queues=2)
     yield bench
     bench.store.close()
-
-
-def lag(bench: Bench, group: str = "g") -> int:
-    return sum(bench.store.lag(group).values())
-
-
-def letters(bench: Bench) -> list[tuple[bytes, str]]:
-    return [(letter.body, letter.properties["dlq_reason"]) for letter in bench.store.dead_letters("g")]
 
 
 def fails(*bodies: bytes) -> Callable[[Message], None]:
@@ -58,9 +50,8 @@ def test_everything_is_handled_and_done(bench: Bench, ordered: bool) -> None:
     bench.put(*[b"u%d" % i for i in range(5)], topic="u")
     push.go()
     assert Counter(push.seen) == Counter([(b"%02d" % i, 1) for i in range(70)] + [(b"u%d" % i, 1) for i in range(5)])
-    assert lag(bench) == 0
-    assert not push.engine._renewer
-    assert push.engine._size == 0
+    assert bench.lag() == 0
+    assert push.held() == 0
     stats = push.consumer.stats().topics
     assert (stats["t"].ok, stats["t"].pulled, stats["u"].ok, stats["t"].failed) == (70, 70, 5, 0)
 
@@ -76,9 +67,9 @@ def test_what_always_fails_is_handled_so_often_and_is_a_dead_letter_once(bench: 
         push.advance(5)
     assert [attempt for body, attempt in push.seen if body == b"1"] == [1, 2, 3, 4]
     assert times == [0, 10, 30, 50]
-    assert letters(bench) == [(b"1", "RuntimeError: mine")]
+    assert bench.letters() == [(b"1", "RuntimeError: mine")]
     assert Counter(push.bodies()) == {b"0": 1, b"1": 4, b"2": 1}
-    assert lag(bench) == 0
+    assert bench.lag() == 0
     assert push.consumer.stats().topics["t"].failed == 4
     if ordered:
         assert push.bodies() == [b"0", b"1", b"1", b"1", b"1", b"2"]
@@ -101,8 +92,8 @@ def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) 
     assert push.seen.count((b"later", 2)) == 0
     push.advance(0.1)
     assert push.seen.count((b"later", 2)) == 1
-    assert letters(bench) == [(b"never", "no such customer")]
-    assert lag(bench) == 0
+    assert bench.letters() == [(b"never", "no such customer")]
+    assert bench.lag() == 0
     assert Counter(recorder.settled) == Counter([(b"later", "retry"), (b"never", "dlq"), (b"later", "ack")])
 
 
@@ -158,7 +149,7 @@ def test_stop_releases_what_was_not_begun(bench: Bench, ordered: bool) -> None:
     other = Push(bench, ordered=ordered)
     other.go()
     assert other.seen == [(b"%d" % i, 1) for i in range(1, 5)]
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 @BOTH
@@ -167,46 +158,26 @@ def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, or
         if message.body == b"0":
             for _ in range(50):
                 bench.advance(10)
-                push.consumer._workers._fire()  # the timer thread
+                push.consumer.run_once()  # the timer thread
 
     bench.put(b"0", b"1", b"2", queue_id=0)
     push = Push(bench, act, ordered=ordered, workers=1)
     push.go()
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"1", 1), (b"2", 1)]
-    assert lag(bench) == 0
-
-
-def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench) -> None:
-    recorder = Told()
-
-    def act(message: Message) -> None:
-        if message.body == b"0":
-            for _ in range(30):
-                bench.advance(10)
-                push.consumer._workers._fire()
-                assert bench.broker.pop("g", "t", order=True) == []
-
-    bench.put(b"0", queue_id=0)
-    push = Push(bench, act, workers=1, ordered=True, consume_timeout=20, interceptors=[recorder])
-    push.go()
-    bench.put(b"1", queue_id=0)
-    push.advance(100)
-    assert push.seen == [(b"0", 1), (b"1", 1)]
-    assert [body for body, _ in recorder.timeouts] == [b"0"]
-    assert recorder.settled == [(b"0", "ack"), (b"1", "ack")]
+    assert bench.lag() == 0
 
 
 @BOTH
 def test_a_settlement_that_fails_is_tried_again(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[BaseException] = []
-    push = Push(bench, fails(b"bad"), ordered=ordered, on_error=lambda error, message: errors.append(error))
+    """And the message is kept meanwhile, for longer than its handler may take: that one has ended."""
+    push = Push(bench, fails(b"bad"), ordered=ordered, consume_timeout=5)
     bench.put(b"good", b"bad", queue_id=0)
     with monkeypatch.context() as disk:
         for verb in ("ack", "nack"):
             disk.setattr(bench.broker, verb, full)
-        push.advance(20)
-        assert [type(error).__name__ for error in errors].count("StoreFullError") > 15
+        push.advance(100)
+        assert [type(error).__name__ for error in push.errors].count("StoreFullError") > 90
         assert push.seen == ([(b"good", 1)] if ordered else [(b"good", 1), (b"bad", 1)])
     push.advance(1)
     if ordered:
@@ -214,21 +185,6 @@ def test_a_settlement_that_fails_is_tried_again(bench: Bench, ordered: bool, mon
     push.advance(1)
     assert Counter(push.seen) >= Counter([(b"good", 1), (b"bad", 1), (b"bad", 2)])
     assert push.bodies().count(b"good") == 1
-
-
-@BOTH
-def test_what_waits_to_be_settled_is_kept_meanwhile(
-    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For longer than its handler may take: that one has ended."""
-    push = Push(bench, ordered=ordered, consume_timeout=5)
-    bench.put(b"a")
-    with monkeypatch.context() as disk:
-        disk.setattr(bench.broker, "ack", full)
-        push.advance(100)
-    push.advance(100)
-    assert push.seen == [(b"a", 1)]
-    assert lag(bench) == 0
 
 
 @BOTH
@@ -240,7 +196,7 @@ def test_the_last_chance_to_settle_is_the_end(bench: Bench, ordered: bool, monke
         push.go()
         assert len(push.seen) == 1
     assert push.consumer.stop()
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 @BOTH
@@ -279,8 +235,8 @@ def test_who_is_too_late_is_told_of_and_done_with(
     push.advance(10)
     assert push.seen == [(b"0", 1), (b"1", 1)]
     assert recorder.settled == [(b"0", "ack")] * ordered + [(b"1", "ack")]  # in order, what is done is done
-    assert lag(bench) == 0
-    assert not push.engine._renewer
+    assert bench.lag() == 0
+    assert push.held() == 0
 
 
 @BOTH
@@ -291,8 +247,8 @@ def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered:
     bench.put(b"0", queue_id=1)
     push.advance(200)
     assert push.bodies() == [b"1", b"3"]
-    assert lag(bench) == 0
-    assert not push.engine._renewer
+    assert bench.lag() == 0
+    assert push.held() == 0
     assert recorder.settled == [(b"1", "ack"), (b"3", "ack")]
 
 
@@ -339,7 +295,7 @@ def test_who_does_not_look_takes_no_turn(bench: Bench, ordered: bool, how: str, 
     stop = push.consumer.pause if how == "pause" else push.engine.halt
     if when == "before":
         stop()
-        assert not push.engine._source.waits.open
+        assert parked(bench.broker) == 1
     bench.store.put("t", b"a")
     bench.settle()
     assert called == ["another"] * (when == "before")
@@ -354,7 +310,7 @@ def test_a_turn_that_comes_with_the_end_is_passed_on(bench: Bench, how: str, mon
     """It was chosen before, and called after."""
     push = Push(bench)
     push.go()
-    monkeypatch.setattr(push.engine._source.waits, "ring", lambda: None)
+    monkeypatch.setattr(waits_of(push.consumer), "ring", lambda: None)
     called: list[str] = []
     bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
     (push.consumer.pause if how == "pause" else push.engine.halt)()
@@ -388,7 +344,7 @@ def test_what_is_here_of_a_topic_unsubscribed_from_is_released(bench: Bench, ord
     push.go()
     assert push.seen == [(b"0", 1)]
     assert bench.broker.pending("g") == []
-    assert not push.engine._renewer
+    assert push.held() == 0
     push.consumer.stop()
     other = Push(bench, ordered=ordered)
     other.go()
@@ -403,7 +359,7 @@ def test_no_more_is_held_than_prefetch_allows(
     """Beyond `prefetch_bytes` lies what one pop brings."""
     held: list[int] = []
     bench.put(*[b"%03d" % i + b"." * 997 for i in range(100)])
-    push = Push(bench, lambda _: held.append(len(push.engine._renewer)), ordered=ordered, **bound)
+    push = Push(bench, lambda _: held.append(push.held()), ordered=ordered, **bound)
     push.go()
     assert len(push.seen) == 100
     assert 2 <= max(held) <= most_held
@@ -412,13 +368,12 @@ def test_no_more_is_held_than_prefetch_allows(
 @BOTH
 def test_one_fetches_at_a_time(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
-    turns = push.consumer._workers._turns
     for _ in range(3):
-        push.engine._rouse()
-    assert turns.qsize() == 1
+        push.consumer.resume()
+    assert turns_left(push.consumer) == 1
     push.go()
-    push.engine._rouse()
-    assert turns.qsize() == 1
+    push.consumer.resume()
+    assert turns_left(push.consumer) == 1
 
 
 @BOTH
@@ -427,22 +382,14 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
     """Who fetched lets another fetch on, and others take of what it found. In order that is one line for each queue,
     whatever the pace: lines do not wait for each other."""
     waiting: list[int] = []
-    push = Push(bench, lambda _: waiting.append(push.consumer._workers._turns.qsize()), ordered=ordered, start=False)
-    push.engine._runner.pace_ms = pace_ms
+    push = Push(bench, lambda _: waiting.append(turns_left(push.consumer)), ordered=ordered, start=False)
+    push.pace(pace_ms)
     for queue_id in (0, 1):
         bench.put(b"0", b"1", queue_id=queue_id)
     push.consumer.start()
     push.go()
     assert waiting[0] == ordered + (pace_ms > 0) + (pace_ms > 0 and not ordered)
-
-
-def test_a_fetch_that_was_handed_over_looks_no_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Push(bench)
-    push.go()
-    looks: list[Any] = []
-    monkeypatch.setattr(push.engine._source, "look", lambda *rest: looks.append(rest) or [])
-    push.engine._fetch(object(), push.consumer._workers.all[0])
-    assert looks == []
+    assert parked(bench.broker) == 1  # who has handed the fetch over looks no more
 
 
 @BOTH
@@ -451,46 +398,47 @@ def test_what_is_found_after_the_end_is_given_back(
 ) -> None:
     """The worker that fetches does not end in time."""
     push = Push(bench, ordered=ordered, start=False)
-    look = push.engine._source.look
+    pop = bench.broker.pop
 
-    def late(*rest: Any) -> Any:
-        found = look(*rest)
+    def late(*rest: Any, **options: Any) -> Any:
+        found = pop(*rest, **options)
         push.engine.halt()
         push.engine.close()
         return found
 
-    monkeypatch.setattr(push.engine._source, "look", late)
     bench.put(b"a")
-    push.consumer.start()
-    push.go()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "pop", late)
+        push.consumer.start()
+        push.go()
     assert push.seen == []
     assert bench.broker.pending("g") == []
-    assert not push.engine._renewer
+    assert push.held() == 0
     [delivery] = bench.broker.pop("g", "t", order=ordered)
     assert delivery.attempt == 1
 
 
 @BOTH
-def test_slow_handlers_have_little_fetched_for_them(bench: Bench, ordered: bool) -> None:
-    push = Push(bench, ordered=ordered, workers=2, start=False)
-    push.engine._runner.pace_ms = 60_000
-    assert push.engine._room() == 4
-    push.engine._runner.pace_ms = 1_000
-    assert push.engine._room() == 40
-    push.engine._runner.pace_ms = 0.0
-    assert push.engine._room() == 1000
+@pytest.mark.parametrize(("pace_ms", "fetched"), [(60_000, 4), (5_000, 8), (2_000, 20), (0, 32)])
+def test_slow_handlers_have_little_fetched_for_them(bench: Bench, ordered: bool, pace_ms: int, fetched: int) -> None:
+    held: list[int] = []
+    bench.put(*[b"a"] * 100, queue_id=0)
+    push = Push(bench, lambda _: held.append(push.held()), ordered=ordered, start=False)
+    push.pace(pace_ms)
+    push.consumer.start()
+    push.go()
+    assert held[0] == fetched
 
 
 @BOTH
 def test_a_fetch_that_fails_is_made_again(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[BaseException] = []
     bench.put(b"a")
-    push = Push(bench, ordered=ordered, on_error=lambda error, message: errors.append(error), start=False)
+    push = Push(bench, ordered=ordered, start=False)
     with monkeypatch.context() as disk:
         disk.setattr(bench.broker, "pop", full)
         push.consumer.start()
         push.advance(3.5)
-        assert [type(error) for error in errors] == [mqstore.errors.StoreFullError] * 4
+        assert [type(error) for error in push.errors] == [mqstore.errors.StoreFullError] * 4
     push.advance(1)
     assert push.seen == [(b"a", 1)]
 
@@ -503,7 +451,7 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
     bench.put(*[b"u"] * 4, topic="u", queue_id=0)
     push.go()
     assert sorted(batches) == [["t"], ["t"] * 3, ["u"], ["u"] * 3]
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 # -- in order ---------------------------------------------------------------------------------------------------------
@@ -513,12 +461,12 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poppush, "Held", on_call(1, MemoryError(), poppush.Held))
+    monkeypatch.setattr(poppush, "Held", failing(poppush.Held, MemoryError()))
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)
     assert push.bodies() == [b"0"]
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) -> None:
@@ -540,7 +488,7 @@ def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) ->
     bench.broker.ack("g", "t", [each.receipt for each in others])
     push.advance(1)
     assert push.bodies() == [b"0", b"1", b"4"]
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 @BOTH
@@ -557,80 +505,39 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
                 monkeypatch.setattr(bench.broker, verb, gone)
             bench.kill()
             push.engine.halt()  # it is dead: it begins nothing more, and notes nothing
-            for worker in push.consumer._workers.all:
+            for worker in workers_of(push.consumer).all:
                 worker.cells = UNREAD
             raise Retry(0)
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)
     push = Push(bench, act, ordered=ordered, workers=1, start=False)
-    push.engine._runner.pace_ms = 0.0
+    push.pace(0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "SETTLE_S", 0)  # settled one by one
         push.consumer.start()
-        push.consumer._workers.run_once()
+        push.consumer.run_once()
     bench.clock.advance(later_s * 1000)
     bench.open()
     again = Push(bench, ordered=ordered)
     again.advance(5)
     assert sorted(again.seen) == [(b"2", 2), (b"3", 1), (b"4", 1)]
-    assert lag(bench) == 0
+    assert bench.lag() == 0
 
 
 # -- with threads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "store") as store:
-        for topic in ("t", "u"):
-            store.create_topic(topic, queues=4)
-        yield store
-
-
 @BOTH
 def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> None:
+    store.create_topic("t")
     seen: list[bytes] = []
-    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=2)
-    consumer.subscribe("t", lambda message: seen.append(message.body))
+    consumer = subscribed(store, lambda message: seen.append(message.body), mode="pop", ordered=ordered, workers=2)
     with consumer:
         for i in range(50):
-            until(lambda: store.broker._waiters.parked)
+            until(lambda: parked(store.broker))
             store.put("t", b"%d" % i)
             until(lambda i=i: len(seen) == i + 1)
     assert seen == [b"%d" % i for i in range(50)]
-
-
-@BOTH
-def test_stop_waits_for_handlers_and_what_hangs_counts_for_nothing(store: Store, ordered: bool) -> None:
-    go, begun = threading.Event(), threading.Event()
-    was_cancelled: list[bool] = []
-
-    def handle(message: Message) -> None:
-        begun.set()
-        go.wait(20)
-        was_cancelled.append(cancelled())
-
-    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=1)
-    consumer.subscribe("t", handle)
-    store.put_many("t", [b"0", b"1"], queue_id=0)
-    consumer.start()
-    assert begun.wait(20)
-    assert consumer.stop(0.05) is False
-    assert [each.offset for each in store.broker.pending("g")] == [0]  # the other one was released
-    assert len(consumer._engine._renewer) == 0  # type: ignore[attr-defined]  # and this one comes again
-    thread = in_thread(go.set)
-    ended(*thread)
-    until(lambda: was_cancelled)
-    assert was_cancelled == [True]
-    time.sleep(0.01)
-    assert [each.offset for each in store.broker.pending("g")] == [0]
-
-
-def of_one_queue(store: Store, *bodies: bytes) -> None:
-    store.create_topic("one", queues=1)
-    for body in bodies:
-        group = chr(body[0])
-        store.put("one", body, message_group=None if group == "-" else group)
 
 
 def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
@@ -643,33 +550,10 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
         seen.append(message.body)
         running.remove(message.body)
 
-    bodies = [b"%c%02d" % (b"abcd-"[i % 5], i) for i in range(60)]
-    of_one_queue(store, *bodies)
-    consumer = store.push_consumer("g", mode="pop", ordered=True, workers=4)
-    consumer.subscribe("one", handle)
+    bodies = [b"%d" % i for i in range(60)]
+    store.put_many("t", bodies, queue_id=0)
+    consumer = subscribed(store, handle, mode="pop", ordered=True, workers=4)
     with consumer:
         until(lambda: len(seen) == 60)
     assert overlaps == []
     assert seen == bodies
-
-
-def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
-    """Its message is handled by another worker, and it is told where it hung."""
-    recorder, go = Told(), threading.Event()
-
-    def hang_once(message: Message) -> None:
-        if message.attempt == 1:
-            go.wait(20)
-        go.set()
-
-    consumer = store.push_consumer(
-        "g", mode="pop", workers=2, consume_timeout=0.1, retry=RetryPolicy(5, [0]), interceptors=[recorder]
-    )
-    consumer.subscribe("t", hang_once)
-    with consumer:
-        store.put("t", b"0")
-        assert go.wait(20)
-        until(lambda: len(recorder.settled) == 2)
-    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "hang_once" in recorder.timeouts[0][1]
-    assert sum(store.lag("g").values()) == 0

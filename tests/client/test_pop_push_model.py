@@ -118,7 +118,7 @@ class Standard(RuleBasedStateMachine):
             case "time":
                 self.bench.clock.advance(25_000)
                 for push in self.living:
-                    push.consumer._workers.run_once()  # timers have a thread of their own: loans are renewed
+                    push.consumer.run_once()  # timers have a thread of their own: loans are renewed
                 self.others_run()
 
     def others_run(self) -> None:
@@ -165,7 +165,7 @@ class Standard(RuleBasedStateMachine):
         self.living.remove(push)
         if not push.consumer.stop():
             self.wrong.append("a stop did not end")
-        if push.engine._renewer:
+        if push.held():
             self.wrong.append("what was lent is kept by who has stopped")
         # A failed message is pending, too, for the pause before its next attempt.
         leases = [each for each in self.bench.broker.pending("g") if each.visible_at_ms - each.pop_time_ms > PAUSE_MS]

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import random
 import sys
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +41,8 @@ from mqstore.errors import (
 )
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker import support
-from tests.children import in_child
-from tests.client.popsupport import ended, in_thread, until
 from tests.client.pushsupport import hook
+from tests.client.support import ended, failing, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -77,13 +74,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 class Gate:
-    """Stands for `Broker.put`, and lets nothing through until it is opened."""
+    """Stands for `Broker.put`, for producers that are made afterwards, and lets nothing through until it is opened."""
 
-    def __init__(self, producer: Producer) -> None:
+    def __init__(self, broker: Broker) -> None:
         self.opened = threading.Event()
         self.arrived = threading.Event()
-        self._put = producer._put
-        producer._put = self
+        self._put = broker.put
+        broker.put = self  # type: ignore[method-assign]
 
     def __call__(self, *arguments: Any, **options: Any) -> SendReceipt:
         self.arrived.set()
@@ -92,13 +89,14 @@ class Gate:
 
 
 class Failing:
-    """Stands for `Broker.put`: raises each of `errors`, one a call, and notes the calls; None: puts."""
+    """Stands for `Broker.put`, for producers that are made afterwards: raises each of `errors`, one a call, and notes
+    the calls; None: puts."""
 
-    def __init__(self, producer: Producer, *errors: Exception | None) -> None:
+    def __init__(self, broker: Broker, *errors: Exception | None) -> None:
         self.errors = deque(errors)
         self.calls: list[dict[str, Any]] = []
-        self._put = producer._put
-        producer._put = self
+        self._put = broker.put
+        broker.put = self  # type: ignore[method-assign]
 
     def __call__(self, topic: str, body: bytes, **options: Any) -> SendReceipt:
         self.calls.append(options)
@@ -110,6 +108,14 @@ class Failing:
 
 def busy() -> StoreBusyError:
     return StoreBusyError("busy")
+
+
+def no_room() -> StoreFullError:
+    return StoreFullError(errno.ENOSPC, "full", "file", "append")
+
+
+def late() -> None:
+    raise FlushTimeoutError("late")
 
 
 # -- rules (clients#message-rules) -------------------------------------------------------------------------------------
@@ -420,10 +426,11 @@ def test_a_busy_store_is_asked_again_where_the_queue_is_free(
         made["selector"] = lambda queues, group: queues[2]
     if "retries" in options:
         made["retries"] = options.pop("retries")
+    put = Failing(bench.broker)
     producer = bench.producer(**made)
 
     for failures in range(5):
-        put = Failing(producer, *(busy() for _ in range(failures)))
+        put.errors, put.calls = deque(busy() for _ in range(failures)), []
         if way == "submit":
             future = producer.submit("orders", b"x", **options)
             producer.flush()
@@ -441,6 +448,7 @@ def test_a_busy_store_is_asked_again_where_the_queue_is_free(
 
 
 def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
+    Failing(bench.broker, *(busy() for _ in range(100)))
     producer = bench.producer(retries=100, timeout=3)
     pauses: list[float] = []
 
@@ -449,7 +457,6 @@ def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
         bench.clock.advance(round(duration_s * 1000))
 
     producer._pause = pause
-    Failing(producer, *(busy() for _ in range(100)))
 
     with pytest.raises(StoreBusyError):
         producer.send("orders", b"x")
@@ -463,15 +470,15 @@ def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
     [
         FlushTimeoutError("late"),
         FlushFailedError("failed"),
-        StoreFullError(errno.ENOSPC, "full", "file", "append"),
+        no_room(),
         InvalidMessageError("bad", "body"),
         StoreClosedError("closed"),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) -> None:
+    put = Failing(bench.broker, error)
     producer = bench.producer()
-    put = Failing(producer, error)
 
     with pytest.raises(type(error)):
         producer.send("orders", b"x")
@@ -481,8 +488,8 @@ def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) 
 
 
 def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    put = Failing(bench.broker, busy(), no_room(), None, None)
     producer = bench.producer(durability="flush")
-    put = Failing(producer, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
 
     for _ in range(3):
         producer.send_oneway("orders", b"x")
@@ -695,10 +702,9 @@ def test_what_a_hook_makes_of_a_message_is_checked_and_honoured(bench: Bench) ->
 
 def test_after_send_hears_of_what_failed_and_of_what_is_stored_all_the_same(bench: Bench) -> None:
     seen = Recorder()
-    producer = bench.producer(interceptors=[seen])
     receipt = bench.broker.put("others", b"x")
-    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    Failing(producer, full, FlushTimeoutError("late", receipt), full)
+    Failing(bench.broker, no_room(), FlushTimeoutError("late", receipt), no_room())
+    producer = bench.producer(interceptors=[seen])
 
     for _ in range(2):
         with pytest.raises(mqstore.errors.SendError):
@@ -799,8 +805,8 @@ def test_options_of_the_call_hold_where_a_message_has_none_of_its_own(bench: Ben
 
 def test_what_is_stored_of_many_before_a_failure_is_told(bench: Bench) -> None:
     seen = Recorder()
+    Failing(bench.broker, no_room())
     producer = bench.producer(interceptors=[seen])
-    Failing(producer, StoreFullError(errno.ENOSPC, "full", "file", "append"))
     items: list[bytes | OutgoingMessage] = [b"0", b"1", OutgoingMessage(b"2", message_group="g"), b"3"]
 
     with pytest.raises(StoreFullError) as caught:
@@ -837,23 +843,39 @@ def test_many_that_met_a_busy_store_half_way_are_not_stored_twice(
     assert left == []
 
 
-def test_many_share_one_sync_whatever_they_are(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
+class Syncs(FaultyFileSystem):
+    """Counts the syncs of the log since `made` was called last."""
+
+    seen = 0
+
+    def made(self) -> int:
+        before, self.seen = self.seen, sum(c.operation == "fdatasync" and "commitlog" in c.path for c in self.calls)
+        return self.seen - before
+
+
+@pytest.fixture
+def syncs() -> Syncs:
+    return Syncs()
+
+
+@pytest.fixture
+def flushing(tmp_path: Path, syncs: Syncs) -> Iterator[Producer]:
+    """A producer that waits for the disk, behind the first message of a segment."""
+    with Broker(open_store(tmp_path / "s", fs=syncs, segment_bytes=1 << 20)) as broker:
         producer = Producer(broker, durability="flush")
         producer.send("orders", b"first of its segment")
-        before = syncs(fs)
-        producer.send_many("orders", [b"x", OutgoingMessage(b"y", message_group="g"), b"z"])
-        assert syncs(fs) == before + 1
-        producer.send_many("orders", [b"x", b"y"], durability="append")
-        assert syncs(fs) == before + 1
-        for _ in range(3):
-            producer.send("orders", b"x")
-        assert syncs(fs) == before + 4
+        syncs.made()
+        yield producer
 
 
-def syncs(fs: FaultyFileSystem) -> int:
-    return sum(call.operation == "fdatasync" and "commitlog" in call.path for call in fs.calls)
+def test_many_share_one_sync_whatever_they_are(flushing: Producer, syncs: Syncs) -> None:
+    flushing.send_many("orders", [b"x", OutgoingMessage(b"y", message_group="g"), b"z"])
+    assert syncs.made() == 1
+    flushing.send_many("orders", [b"x", b"y"], durability="append")
+    assert syncs.made() == 0
+    for _ in range(3):
+        flushing.send("orders", b"x")
+    assert syncs.made() == 3
 
 
 # -- later (clients#submit) --------------------------------------------------------------------------------------------
@@ -891,8 +913,8 @@ def test_each_thread_s_submits_keep_their_order(broker: Broker) -> None:
 
 @pytest.mark.parametrize("bound", [{"max_inflight": 3}, {"max_inflight_bytes": 30}], ids=str)
 def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, bound: dict[str, Any]) -> None:
+    gate = Gate(broker)
     producer = Producer(broker, **bound)
-    gate = Gate(producer)
     for _ in range(3):
         producer.submit("orders", bytes(10))
     assert gate.arrived.wait(WAIT_S)
@@ -909,8 +931,8 @@ def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, 
 
 
 def test_close_while_others_submit_and_wait_for_room(broker: Broker) -> None:
+    gate = Gate(broker)
     producer = Producer(broker, max_inflight=4)
-    gate = Gate(producer)
     accepted: list[Future[SendReceipt]] = []
 
     def work() -> None:
@@ -934,8 +956,8 @@ def test_what_cannot_be_stored_before_close_gives_up_fails_and_hangs_nobody(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = Recorder()
+    gate = Gate(broker)
     producer = Producer(broker, interceptors=[seen])
-    gate = Gate(producer)
     first = producer.submit("orders", b"stuck")
     assert gate.arrived.wait(WAIT_S)
     others = [producer.submit("orders", b"%d" % i) for i in range(3)]
@@ -970,9 +992,8 @@ def test_a_future_that_was_cancelled_in_time_is_not_stored(bench: Bench) -> None
 
 
 def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    put = Failing(bench.broker, None, no_room(), None)
     producer = bench.producer()
-    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
-    Failing(producer, None, full, None)
 
     futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
     producer.flush()
@@ -981,7 +1002,7 @@ def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplo
     assert [type(future.exception()) for future in futures] == [type(None), StoreFullError, type(None)]
     assert "1 submitted messages failed" in caplog.text
     caplog.clear()
-    Failing(producer, full, full)
+    put.errors += [no_room(), no_room()]
     for wait_ms, told in ((9_999, False), (1, True)):
         bench.clock.advance(wait_ms)
         producer.submit("orders", b"x")
@@ -1010,22 +1031,17 @@ def test_an_after_send_that_calls_exit_leaves_no_future_unanswered(broker: Broke
         assert [future.result(20).topic for future in futures] == ["orders"] * 2
 
 
-def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    broker = Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20))
-    producer = Producer(broker, durability="flush")
-    producer.send("orders", b"first of its segment")
-    before = syncs(fs)
-    futures = [producer.submit("orders", b"x") for _ in range(5)]
+def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(flushing: Producer, syncs: Syncs) -> None:
+    futures = [flushing.submit("orders", b"x") for _ in range(5)]
     assert not any(future.done() for future in futures)
-    producer.flush()
-    assert syncs(fs) == before + 1
+    flushing.flush()
+    assert syncs.made() == 1
     assert all(future.result().offset >= 0 for future in futures)
 
-    fs.fail("fdatasync", errno.EIO, path_part="commitlog")
-    seen = [producer.submit("orders", b"x") for _ in range(3)]
-    hasty = producer.submit("orders", b"x", durability="append")
-    producer.flush()
+    syncs.fail("fdatasync", errno.EIO, path_part="commitlog")
+    seen = [flushing.submit("orders", b"x") for _ in range(3)]
+    hasty = flushing.submit("orders", b"x", durability="append")
+    flushing.flush()
 
     errors = [future.exception() for future in seen]
     assert [type(error) for error in errors] == [FlushFailedError] * 3
@@ -1033,15 +1049,10 @@ def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp
     assert len({id(error.__cause__) for error in errors if error}) == 1
     assert hasty.result(0)  # it was promised no more than the page cache
     with pytest.raises(mqstore.MQStoreError):
-        producer.send("orders", b"x")
-    producer.close()
-    broker.close()
+        flushing.send("orders", b"x")
 
 
 def test_a_late_sync_tells_each_waiter_where_its_message_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late() -> None:
-        raise FlushTimeoutError("late")
-
     producer = bench.producer(durability="flush")
     monkeypatch.setattr(bench.broker.store, "flush", late)
     futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
@@ -1064,9 +1075,6 @@ def test_a_late_sync_tells_each_waiter_where_its_message_is(bench: Bench, monkey
 def test_the_durability_is_the_producer_s_else_the_store_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_store: Any, of_producer: Any, waits: bool
 ) -> None:
-    def late() -> None:
-        raise FlushTimeoutError("late")
-
     with Broker(open_store(tmp_path / "s", durability=of_store, segment_bytes=1 << 20)) as broker:
         producer = Producer(broker, durability=of_producer)
         with monkeypatch.context() as patch:
@@ -1122,8 +1130,8 @@ def test_linger_ends_in_real_time_without_anybody_s_help(broker: Broker) -> None
 
 
 def test_a_flush_that_takes_too_long_says_so_and_nothing_is_lost(broker: Broker) -> None:
+    gate = Gate(broker)
     producer = Producer(broker)
-    gate = Gate(producer)
     future = producer.submit("orders", b"x")
 
     with pytest.raises(FlushTimeoutError):
@@ -1163,7 +1171,7 @@ def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pyt
         for thread in threading.enumerate():
             if thread.name.startswith("mqstore-submit"):
                 thread.join(WAIT_S)
-        assert producer._submitter._thread is None
+                assert not thread.is_alive()
         producer.submit("orders", b"x").result(WAIT_S)
 
 
@@ -1178,50 +1186,9 @@ def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -
     assert isinstance(future.exception(0), StoreClosedError)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 50), max_size=30),
-    max_loads=st.integers(1, 8),
-    max_bytes=st.integers(1, 100),
-    linger_ms=st.integers(0, 20),
-    linger_bytes=st.integers(1, 60),
-    waits=st.lists(st.integers(0, 15), min_size=30, max_size=30),
-)
-def test_the_line_keeps_order_and_bounds(
-    sizes: list[int], max_loads: int, max_bytes: int, linger_ms: int, linger_bytes: int, waits: list[int]
-) -> None:
-    clock = SimulatedClock()
-    came: dict[int, int] = {}
-    written: list[int] = []
-
-    def write(batch: list[int]) -> None:
-        assert batch
-        assert len(batch) <= max_loads
-        assert len(batch) == 1 or sum(sizes[i] for i in batch) <= max_bytes
-        written.extend(batch)
-
-    line = Submitter(
-        write,
-        clock,
-        name="test",
-        threaded=False,
-        alive=lambda: None,
-        max_loads=max_loads,
-        max_bytes=max_bytes,
-        linger_ms=linger_ms,
-        linger_bytes=linger_bytes,
-    )
-    for i, (size, wait_ms) in enumerate(zip(sizes, waits, strict=False)):
-        line.put(i, size)
-        came[i] = clock.now_ms()
-        due_ms = line.run_once()
-        left = list(range(len(written), i + 1))
-        assert (due_ms is None) == (not left)
-        if left:
-            assert due_ms == came[left[0]] + linger_ms - clock.now_ms() > 0
-            assert sum(sizes[j] for j in left) < linger_bytes
-        clock.advance(wait_ms)
-    assert line.flush(None)
-    assert written == list(range(len(sizes)))
+def test_a_line_that_was_closed_takes_nothing_any_more() -> None:
+    """A submit that had found the producer open would never be answered."""
+    line = Submitter[int](lambda batch: None, SimulatedClock(), name="test", threaded=False, alive=lambda: None)
     assert line.close(0) == []
     with pytest.raises(StoreClosedError):
         line.put(0, 0)
@@ -1376,12 +1343,9 @@ def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
     producer = bench.producer(checker=lambda message: True)
     end = bench.broker.transactions.end
 
-    def failing(*arguments: Any, **options: Any) -> Any:
-        raise StoreFullError(errno.ENOSPC, "full", "file", "append")
-
     with pytest.raises(ValueError, match="mine"), producer.transaction() as tx:  # noqa: PT012
         tx.send("orders", b"x")
-        monkeypatch.setattr(bench.broker.transactions, "end", failing)
+        monkeypatch.setattr(bench.broker.transactions, "end", support.full)
         raise ValueError("mine")
     assert "could not be rolled back yet" in caplog.text
     monkeypatch.setattr(bench.broker.transactions, "end", end)
@@ -1392,16 +1356,11 @@ def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
 
 def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     producer = bench.producer(checker=lambda message: False)
-    end = bench.broker.transactions.end
-
-    def interrupted(handle: Any, *arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(bench.broker.transactions, "end", end)
-        raise KeyboardInterrupt
-
+    end = failing(bench.broker.transactions.end, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt), producer.transaction() as tx:  # noqa: PT012
         tx.send("orders", b"1")
         tx.send("orders", b"2")
-        monkeypatch.setattr(bench.broker.transactions, "end", interrupted)
+        monkeypatch.setattr(bench.broker.transactions, "end", end)
     bench.advance(CHECK_MS + AGAIN_MS)
 
     assert sorted(bench.sent()) == [b"1", b"2"]
@@ -1410,16 +1369,8 @@ def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkey
 def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Recorder()
     producer = bench.producer(interceptors=[seen])
-    prepare = bench.broker.transactions.prepare
-    errors: list[Exception | None] = [busy(), busy(), None, StoreFullError(errno.ENOSPC, "full", "file", "append")]
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        error = errors.pop(0)
-        if error:
-            raise error
-        return prepare(*arguments, **options)
-
-    monkeypatch.setattr(bench.broker.transactions, "prepare", failing)
+    prepare = failing(bench.broker.transactions.prepare, busy(), busy(), None, no_room())
+    monkeypatch.setattr(bench.broker.transactions, "prepare", prepare)
     with producer.transaction() as tx:
         tx.send("orders", b"third time lucky")
         with pytest.raises(StoreFullError):
@@ -1429,17 +1380,12 @@ def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkey
     assert {(m.body, r is None) for m, r, _ in seen.after} == {(b"third time lucky", False), (b"no", True)}
 
 
-def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
-        producer = Producer(broker, durability="flush")
-        producer.send("orders", b"first of its segment")
-        before = syncs(fs)
-        with producer.transaction() as tx:
-            tx.send("orders", b"x")
-            tx.send("orders", b"y")
-            assert syncs(fs) == before + 2  # a half must be known before the work begins
-        assert syncs(fs) == before + 3
+def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(flushing: Producer, syncs: Syncs) -> None:
+    with flushing.transaction() as tx:
+        tx.send("orders", b"x")
+        tx.send("orders", b"y")
+        assert syncs.made() == 2  # a half must be known before the work begins
+    assert syncs.made() == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -1487,46 +1433,22 @@ def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: B
     assert [m.body for m in broker.store.iter("orders")] == [b"x"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "s") as store:
-        producer = Producer(store.broker, linger=0.5, checker=lambda message: None)
-        producer.submit("orders", b"parent")
-        calls: list[Callable[[], object]] = [
-            *(partial(way, "orders", b"x") for way in (producer.send, producer.submit, producer.send_oneway)),
-            partial(producer.send_many, "orders", [b"x"]),
-            producer.flush,
-            producer.transaction,
-        ]
-
-        def child() -> None:
-            for call in calls:
-                with pytest.raises(StoreClosedError):
-                    call()
-            producer.close()
-            assert producer.closed
-
-        with ThreadPoolExecutor(1) as another:
-            another.submit(producer._submitter._lock.acquire).result()  # and has it at the moment of the fork
-            assert in_child(child, 20) == 0
-            another.submit(producer._submitter._lock.release).result()
-        producer.close()
-        assert [message.body for message in store.iter("orders")] == [b"parent"]
-
-
-def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(bench: Bench) -> None:
+def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Noted as one whose block still runs, it would neither be asked about nor given up while the process lives."""
+    prepare, asked = bench.broker.transactions.prepare, list[bytes]()
 
-    class Interrupted(list[Any]):
-        def append(self, item: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        prepare(*arguments, **options)
+        raise KeyboardInterrupt
 
-    producer = bench.producer()
-    with producer.transaction() as tx:
-        tx._halves = Interrupted()
+    monkeypatch.setattr(bench.broker.transactions, "prepare", interrupted)
+    with bench.producer(checker=lambda message: asked.append(message.body)).transaction() as tx:
         with pytest.raises(KeyboardInterrupt):
             tx.send("orders", b"x")
-        assert not producer._checks._running
+        bench.advance(CHECK_MS)
+        assert asked == [b"x"]
 
 
 # --- what one send may say -------------------------------------------------------------------------------------------

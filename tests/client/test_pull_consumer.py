@@ -34,8 +34,8 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.client.popsupport import ended, in_thread, until
 from tests.client.pushsupport import Told
+from tests.client.support import ended, in_thread, parked, until
 
 Q = [QueueRef("orders", i) for i in range(6)]
 SOON_S = 15
@@ -63,9 +63,18 @@ def texts(messages: list[Message]) -> list[str]:
     return [message.text() for message in messages]
 
 
-def subscribed(broker: Broker, client_id: str = "c1", *, group: str = "g", **options: Any) -> PullConsumer:
+def subscribed(
+    broker: Broker,
+    client_id: str = "c1",
+    *,
+    group: str = "g",
+    tags: str = "*",
+    on_assign: Any = None,
+    on_revoke: Any = None,
+    **options: Any,
+) -> PullConsumer:
     consumer = PullConsumer(broker, group, client_id=client_id, **options)
-    consumer.subscribe("orders")
+    consumer.subscribe("orders", tags=tags, on_assign=on_assign, on_revoke=on_revoke)
     return consumer
 
 
@@ -108,8 +117,7 @@ def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> N
 
 def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
     put(broker, *"abc", tag="no")
-    consumer = PullConsumer(broker, "g", auto_commit_interval=0)
-    consumer.subscribe("orders", tags="yes")
+    consumer = subscribed(broker, auto_commit_interval=0, tags="yes")
     assert look(consumer) == []
     assert consumer.position(Q[0]) == 3
     look(consumer)
@@ -121,8 +129,7 @@ def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
 def test_a_poll_reads_on_over_more_than_one_read_passes(broker: Broker) -> None:
     broker.put_many("orders", [b"x"] * 70_000, queue_id=0)
     put(broker, "y", tag="yes")
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", tags="yes")
+    consumer = subscribed(broker, tags="yes")
     found = [consumer.poll(0) for _ in range(20)]
 
     assert [texts(each) for each in found if each] == [["y"]]
@@ -180,19 +187,13 @@ def test_a_poll_commits_what_earlier_polls_returned_when_the_interval_is_over(
     assert committed(broker) == 4
 
 
-def in_another_thread(consumer: PullConsumer) -> None:
-    thread = threading.Thread(target=consumer.close)
-    thread.start()
-    thread.join()
-
-
 @pytest.mark.parametrize(
     ("close", "done"),
     [
         (lambda consumer: consumer.__exit__(None, None, None), 2),
         (lambda consumer: consumer.__exit__(ValueError, ValueError(), None), 1),
         (lambda consumer: consumer.close(done=False), 1),
-        (in_another_thread, 1),
+        (lambda consumer: ended(*in_thread(consumer.close)), 1),
     ],
     ids=["clean", "an exception", "not done", "another thread"],
 )
@@ -566,8 +567,7 @@ def test_a_consumer_outlives_its_store_harmlessly(broker: Broker, caplog: pytest
 
 
 def test_a_poll_within_what_a_poll_calls_is_refused(broker: Broker) -> None:
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", on_assign=lambda queues: consumer.poll(0))  # type: ignore[arg-type]
+    consumer = subscribed(broker, on_assign=lambda queues: consumer.poll(0))
     with pytest.raises(ConfigError, match="poll was called"):
         consumer.poll(0)
     assert consumer.assignment() == set(Q[:4])
@@ -608,8 +608,7 @@ def test_on_assign_and_on_revoke_are_told_in_the_poll(broker: Broker) -> None:
     def note(what: str) -> Callable[[frozenset[QueueRef]], None]:
         return lambda queues: told.append((what, {queue.queue_id for queue in queues}))
 
-    first = PullConsumer(broker, "g", client_id="c1")
-    first.subscribe("orders", on_assign=note("assign"), on_revoke=note("revoke"))
+    first = subscribed(broker, on_assign=note("assign"), on_revoke=note("revoke"))
     assert told == []
     look(first)
     second = subscribed(broker, "c2")
@@ -627,8 +626,7 @@ def test_on_assign_and_on_revoke_are_told_in_the_poll(broker: Broker) -> None:
 
 def test_what_goes_can_be_committed_by_who_is_told(broker: Broker) -> None:
     put(broker, *"abc", queue_id=3)
-    first = PullConsumer(broker, "g", client_id="c1", auto_commit=False)
-    first.subscribe("orders", on_revoke=lambda queues: first.commit({Q[3]: 2}))
+    first = subscribed(broker, auto_commit=False, on_revoke=lambda queues: first.commit({Q[3]: 2}))
     look(first)
     second = subscribed(broker, "c2", auto_commit=False)
     look(second)
@@ -655,8 +653,7 @@ def test_what_on_revoke_raises_is_raised_and_the_queues_are_given_all_the_same(b
     def fail(queues: frozenset[QueueRef]) -> None:
         raise ZeroDivisionError
 
-    first = PullConsumer(broker, "g", client_id="c1")
-    first.subscribe("orders", on_revoke=fail)
+    first = subscribed(broker, on_revoke=fail)
     look(first)
     second = subscribed(broker, "c2")
     look(second)
@@ -677,8 +674,7 @@ def test_what_on_revoke_raises_puts_off_nothing(broker: Broker) -> None:
         raise ZeroDivisionError
 
     put(broker, "A", topic="bills")
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", on_revoke=fail)
+    consumer = subscribed(broker, on_revoke=fail)
     look(consumer)
     consumer.subscribe("bills")
     consumer.unsubscribe("orders")
@@ -690,8 +686,7 @@ def test_what_on_revoke_raises_puts_off_nothing(broker: Broker) -> None:
 
 def test_closing_in_what_a_poll_calls_leaves_nothing_behind(broker: Broker) -> None:
     put(broker, "a")
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", on_assign=lambda queues: consumer.close())
+    consumer = subscribed(broker, on_assign=lambda queues: consumer.close())
 
     assert look(consumer) == []
     assert broker.locks.snapshot() == []
@@ -699,8 +694,7 @@ def test_closing_in_what_a_poll_calls_leaves_nothing_behind(broker: Broker) -> N
 
 
 def test_closing_when_a_queue_goes_takes_nothing_any_more(broker: Broker) -> None:
-    first = PullConsumer(broker, "g", client_id="c1")
-    first.subscribe("orders", on_revoke=lambda queues: first.close())
+    first = subscribed(broker, on_revoke=lambda queues: first.close())
     look(first)
     second = subscribed(broker, "c2")
     look(second)
@@ -715,8 +709,7 @@ def test_closing_when_a_queue_goes_takes_nothing_any_more(broker: Broker) -> Non
 def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
     first = subscribed(broker, "c1")
     look(first)
-    other = PullConsumer(broker, "g", client_id="c2")
-    other.subscribe("orders", tags="paid")
+    other = subscribed(broker, "c2", tags="paid")
     with pytest.raises(SubscriptionConflictError):
         other.poll(0)
     with pytest.raises(GroupInUseError, match="client_id"):
@@ -806,8 +799,7 @@ def test_new_queues_are_shared_at_once(broker: Broker) -> None:
 def test_who_stays_away_loses_his_queues_and_commits_nothing_of_them(broker: Broker, clock: SimulatedClock) -> None:
     revoked: list[frozenset[QueueRef]] = []
     put(broker, *"abcd")
-    first = PullConsumer(broker, "g", client_id="c1", auto_commit_interval=0)
-    first.subscribe("orders", on_revoke=revoked.append)
+    first = subscribed(broker, auto_commit_interval=0, on_revoke=revoked.append)
     assert look(first, 1) == ["a"]
     assert look(first, 1) == ["b"]
     second = subscribed(broker, "c2", auto_commit_interval=0)
@@ -893,8 +885,7 @@ def test_who_was_away_and_no_longer_agrees_is_told_and_can_close(broker: Broker,
     first = subscribed(broker, "c1")
     look(first, 1)
     clock.advance(LEASE_MS + 1)
-    second = PullConsumer(broker, "g", client_id="c2")
-    second.subscribe("orders", tags="paid")
+    second = subscribed(broker, "c2", tags="paid")
     assert look(second, 3) == ["a", "b", "c"]
     with pytest.raises(SubscriptionConflictError):
         first.poll(0)
@@ -936,8 +927,7 @@ def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> No
     broker.run_once()
 
     assert calls == [1]
-    assert broker._waiters.parked == 0
-    assert not consumer._waiting
+    assert parked(broker) == 0
     assert look(consumer) == ["a", "b"]
 
 
@@ -960,13 +950,12 @@ def test_a_callback_that_is_cancelled_is_not_called(broker: Broker) -> None:
     ready = consumer.when_ready(lambda: calls.append(1))
     ready.cancel()
     ready.cancel()
-    assert not consumer._waiting
+    assert parked(broker) == 0
     put(broker, "a")
     broker.run_once()
     consumer.close()
 
     assert calls == []
-    assert broker._waiters.parked == 0
 
 
 @pytest.mark.parametrize(
@@ -1044,15 +1033,15 @@ def live(tmp_path: Path) -> Iterator[Broker]:
         yield broker
 
 
-def polling(consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:
+def polling(broker: Broker, consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:
     """A thread that waits in a poll, for as long as it takes."""
     thread = in_thread(lambda: texts(consumer.poll(None)))
-    until(lambda: consumer._waiting)
+    until(lambda: parked(broker))
     return thread
 
 
 def test_a_put_wakes_who_waits(live: Broker) -> None:
-    poller = polling(subscribed(live))
+    poller = polling(live, subscribed(live))
     put(live, "a", queue_id=3)
 
     assert ended(*poller, SOON_S) == ["a"]
@@ -1060,7 +1049,7 @@ def test_a_put_wakes_who_waits(live: Broker) -> None:
 
 def test_closing_wakes_who_waits_and_hands_over(live: Broker) -> None:
     consumer = subscribed(live)
-    poller = polling(consumer)
+    poller = polling(live, consumer)
     consumer.close()
 
     assert ended(*poller, SOON_S) == []
@@ -1096,7 +1085,7 @@ def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypa
 
 
 def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
-    poller = polling(subscribed(live))
+    poller = polling(live, subscribed(live))
     live.close()
 
     assert isinstance(ended(*poller, SOON_S), StoreClosedError)
@@ -1104,7 +1093,7 @@ def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
 
 def test_who_waits_hands_over_and_takes(live: Broker) -> None:
     first, second = subscribed(live, "c1"), subscribed(live, "c2")
-    one, two = polling(first), polling(second)
+    one, two = polling(live, first), polling(live, second)
     until(lambda: (first.assignment(), second.assignment()) == (frozenset(Q[:2]), frozenset(Q[2:4])))
     put(live, "a", queue_id=0)
     put(live, "b", queue_id=3)

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,8 +31,8 @@ from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClose
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
-from tests.client.popsupport import until
 from tests.client.pushsupport import PushBench, Told, hook
+from tests.client.support import ended, in_thread, parked, subscribed, until
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0
@@ -42,14 +41,6 @@ LONG_S = 20.0
 
 def nothing(message: Message) -> None:
     """A handler."""
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """With the machine's clock, and threads."""
-    with Broker(mqstore.engine.MessageStore(tmp_path)) as broker:
-        broker.topics.create("t", queues=2)
-        yield broker
 
 
 # --- what it refuses -----------------------------------------------------------------------------------------------
@@ -73,10 +64,9 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
         {"prefetch_total": 1e3},
         {"prefetch_total_bytes": 0},
         {"prefetch_total_bytes": (102_400 << 20) + 1},
-        {"mode": "pop", "prefetch_total": 10},
-        {"mode": "pop", "prefetch_total_bytes": 10},
         {"max_span": 0},
         {"max_span": 65_536},
+        *({"ordered": True, "suspend": suspend} for suspend in (0, 0.009, 60.001, -1, float("nan"), float("inf"))),
         {"consume_timeout": 0},
         {"consume_timeout": float("inf")},
         {"consume_timeout": -1},
@@ -150,10 +140,11 @@ def test_a_start_that_is_none_is_refused_at_once(bench: PushBench, start: Any) -
         bench.consumer(run=False, start=start)
 
 
-def test_a_decorator_without_a_topic_is_told_from_a_topic(bench: PushBench) -> None:
+def test_a_decorator_wants_a_topic_and_gives_the_function_back(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g", workers=1)
     with pytest.raises(ConfigError, match=r"@consumer\.subscribe\('topic'\)"):
         consumer.subscribe(lambda message: None)  # type: ignore[arg-type]
+    assert consumer.subscribe("t")(nothing) is nothing
 
 
 def test_one_that_was_stopped_is_of_no_more_use(bench: PushBench) -> None:
@@ -200,11 +191,6 @@ def test_consumers_that_were_never_started_are_forgotten(bench: PushBench, mode:
     assert len(bench.broker.topics.on_change) == listeners
 
 
-def test_a_decorator_gives_the_function_back(bench: PushBench) -> None:
-    consumer = PushConsumer(bench.broker, "g")
-    assert consumer.subscribe("t")(nothing) is nothing
-
-
 def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:
     outcomes = iter([None, Retry(), Reject("x"), None])
 
@@ -230,9 +216,13 @@ def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five minutes after the last message a handler took 0.0 ms; and how long pulls took was counted for nobody."""
+
+    def slow(call: Any) -> Any:
+        return lambda *arguments, **options: (time.sleep(0.004), bench.clock.advance(4), call(*arguments, **options))[2]
+
     consumer = bench.consumer(lambda message: time.sleep(0.002), mode=mode, workers=1)
-    counted = consumer._handling.pulled
-    monkeypatch.setattr(consumer._handling, "pulled", lambda topic, messages, took_ms: counted(topic, messages, 4.0))
+    for name in ("read", "pop"):
+        monkeypatch.setattr(bench.broker, name, slow(getattr(bench.broker, name)))
     bench.put(*[b"x"] * 5)
     assert (consumer.stats().topics.get("t"), bench.settle()) != (None, None)
     # Before there is a sample, in the minute, before the hour's first, in it, later.
@@ -240,35 +230,38 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
         bench.advance(idle_s)
         stats = consumer.stats().topics["t"]
         assert 2 <= stats.handler_ms < 1_000
-        assert stats.pull_ms == 4.0
+        assert 4 <= stats.pull_ms < 1_000
     assert stats.ok_per_s == 0
 
 
-def test_averages_are_of_the_last_minute_while_there_is_something_in_it(bench: PushBench) -> None:
-    consumer = bench.consumer(workers=1, run=False)
-    bench.put(b"x")
-    handled = bench.broker.read("t", 0, 0).messages
-    consumer.pause()
-    consumer.start()
-    for took_ms in (100.0, 2.0):
-        consumer._handling.settled(handled, "ack", took_ms)
+def test_averages_are_of_the_last_minute_while_there_is_something_in_it(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+
+    def handler(message: Message) -> None:
+        now_s[0] += int(message.body) / 1000
+
+    consumer = bench.consumer(handler, workers=1)
+    for took_ms in (100, 2):
+        bench.put(b"%d" % took_ms)
         bench.advance(20)
-        assert consumer.stats().topics["t"].handler_ms == took_ms
+        assert consumer.stats().topics["t"].handler_ms == pytest.approx(took_ms)
         bench.advance(70)
     for idle_s in (0, 590, 7_000):
         bench.advance(idle_s)
-        assert consumer.stats().topics["t"].handler_ms == 51
+        assert consumer.stats().topics["t"].handler_ms == pytest.approx(51)
 
 
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
 def test_starting_and_stopping_leaves_nothing_behind(broker: Broker) -> None:
-    threads, parked = set(threading.enumerate()), broker._waiters.parked
+    threads, before = set(threading.enumerate()), parked(broker)
     handled = Counter[bytes]()
     for i in range(50):
-        consumer = PushConsumer(broker, "g", workers=3)
-        consumer.subscribe("t", lambda message: handled.update([message.body]))
+        consumer = subscribed(broker, lambda message: handled.update([message.body]), workers=3)
         with consumer:
             broker.put("t", b"%d" % i)
             if i % 2:
@@ -276,7 +269,7 @@ def test_starting_and_stopping_leaves_nothing_behind(broker: Broker) -> None:
         assert set(threading.enumerate()) <= threads
     assert set(handled) == {b"%d" % i for i in range(50)}
     assert set(handled.values()) == {1}  # each stop left off where the next start went on
-    assert broker._waiters.parked == parked
+    assert parked(broker) == before
     assert broker.locks.snapshot() == []
 
 
@@ -304,8 +297,7 @@ def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker, 
         else:
             fast.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=2, mode=mode)
-    consumer.subscribe("t", handler)
+    consumer = subscribed(broker, handler, workers=2, mode=mode)
     with consumer:
         broker.put_many("t", [b"m"] * 800, queue_id=0)
         until(lambda: len(fast) == 800)
@@ -322,9 +314,7 @@ def test_a_handler_may_stop_its_consumer(broker: Broker) -> None:
         seen.append(message.body)
         results.append(consumer.stop(LONG_S))
 
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=2).start()
     broker.put("t", b"0")
     until(lambda: results)
     assert results == [True]
@@ -347,109 +337,40 @@ def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: B
         go.wait(LONG_S)
         results["handler"] = consumer.stop(LONG_S)
 
-    consumer = PushConsumer(broker, "g", workers=1)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=1).start()
     broker.put("t", b"0")
     assert begun.wait(LONG_S)
-    stopping = threading.Thread(target=lambda: results.update(main=consumer.stop(LONG_S)))
-    stopping.start()
-    until(lambda: consumer._state == "stopping")
+    stopping = in_thread(lambda: results.update(main=consumer.stop(LONG_S)))
+    until(lambda: "stopping" in repr(consumer))
     go.set()
-    stopping.join(LONG_S / 2)
+    ended(*stopping, LONG_S / 2)
     assert results == {"handler": False, "main": True}
 
 
 def test_one_that_could_not_start_has_nothing_left_to_stop(broker: Broker) -> None:
     with PushConsumer(broker, "g", workers=1, ordered=True) as first:
         first.subscribe("t", lambda message: None)  # which starts it
-        second = PushConsumer(broker, "g", workers=1, ordered=True)
-        second.subscribe("u", lambda message: None)
+        second = subscribed(broker, lambda message: None, "u", workers=1, ordered=True)
         with pytest.raises(SubscriptionConflictError):
             second.start()
         assert second.stop() is True
 
 
 def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None:
-    begun, go = threading.Event(), threading.Event()
-    flags = list[bool]()
+    begun, seen = threading.Event(), list[bytes]()
 
     def handler(message: Message) -> None:
         begun.set()
-        go.wait(LONG_S)
-        flags.append(cancelled())
+        until(cancelled)
+        seen.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=1)
-    consumer.subscribe("t", handler)
-    consumer.start()
+    consumer = subscribed(broker, handler, workers=1).start()
     for body in (b"0", b"1"):
         broker.put("t", body, queue_id=0)
     assert begun.wait(LONG_S)
-    stopping = threading.Thread(target=consumer.stop)
-    stopping.start()
-    until(lambda: consumer._state == "stopping")
-    until(lambda: all(queue.closing for queue in consumer._engine._queues.values()))  # type: ignore[attr-defined]
-    go.set()
-    stopping.join(LONG_S)
-    assert flags == [True]  # it could have known; and the second one was not begun
+    assert consumer.stop()
+    assert seen == [b"0"]  # the second one was not begun
     assert broker.committed("g", "t", 0) == 1
-
-
-def test_a_handler_that_hangs_is_left_and_its_result_is_void(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def handler(message: Message) -> None:
-        begun.set()
-        go.wait(LONG_S)
-        ended.set()
-        raise ValueError("late")
-
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", handler)
-    consumer.start()
-    broker.put("t", b"0", queue_id=0)
-    assert begun.wait(LONG_S)
-    assert consumer.stop(0.05) is False
-    assert consumer.stop(0.05) is False
-    assert "handlers still run" in caplog.text
-    assert broker.members.members("g") == []
-    go.set()
-    assert ended.wait(LONG_S)
-    until(lambda: not any(thread.name.startswith("mqstore-g") for thread in threading.enumerate()))
-    assert broker.committed("g", "t", 0) == 0  # not settled, and not sent back either
-    assert broker.topics.get("%RETRY%g") is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("what", ["consumer", "store"])
-@pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_a_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: Any, what: str) -> None:
-    """A child that leaves the parent's `with` block, by `sys.exit` say, finds locks that threads held which it does not
-    have."""
-    seen = list[bytes]()
-    with mqstore.open(tmp_path) as store:
-        consumer = store.push_consumer("g", mode=mode, workers=1)
-        consumer.subscribe("t", lambda message: seen.append(message.body))
-        with consumer:
-            held = [consumer._lock, consumer._workers._changed, consumer._engine._lock]  # type: ignore[attr-defined]
-            for lock in held:  # as another thread may at the moment of the fork
-                lock.acquire()
-            pid = os.fork()
-            if pid == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(10)
-                threading.Thread(target=store.close if what == "store" else consumer.stop, daemon=True).start()
-                for thread in threading.enumerate():
-                    if thread is not threading.current_thread():
-                        thread.join()  # another thread: our locks are reentrant
-                os._exit(0)
-            for lock in held:
-                lock.release()
-            assert os.waitpid(pid, 0)[1] == 0
-            store.put("t", b"0")
-            until(lambda: seen)
-    assert seen == [b"0"]
 
 
 def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(tmp_path: Path) -> None:
@@ -471,19 +392,6 @@ def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(t
         assert store.committed("g", T0) == 1
 
 
-def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:
-    handled, threads = list[bytes](), set(threading.enumerate())
-    with mqstore.open(tmp_path) as store:
-        consumer = store.push_consumer("g", workers=2)
-        consumer.subscribe("t", lambda message: handled.append(message.body))
-        consumer.start()
-        store.put("t", b"0")
-        until(lambda: handled)
-    assert set(threading.enumerate()) <= threads
-    with mqstore.open(tmp_path) as store:
-        assert sum(store.broker.lag("g").values()) == 0
-
-
 def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -491,9 +399,7 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
     broker = Broker(mqstore.engine.MessageStore(tmp_path))
     broker.topics.create("t", queues=2)
     begun, go = threading.Event(), threading.Event()
-    consumer = PushConsumer(broker, "g", workers=2)
-    consumer.subscribe("t", lambda message: (begun.set(), go.wait(LONG_S), 1 / 0))
-    consumer.start()
+    consumer = subscribed(broker, lambda message: (begun.set(), go.wait(LONG_S), 1 / 0), workers=2).start()
     broker.put("t", b"0")
     assert begun.wait(LONG_S)
     broker.close()
@@ -522,16 +428,14 @@ def test_a_handler_that_ends_the_process_ends_run(
             raise error
 
     broker.put_many("t", [b"0", b"1", b"2"], queue_id=0)
-    consumer = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
-    consumer.subscribe("t", handle)
+    consumer = subscribed(broker, handle, workers=1, mode=mode, ordered=ordered)
     with pytest.raises(type(error)) as caught:
         consumer.run()
     assert caught.value is error
     assert sum(broker.lag("g").values()) == 2
     assert "stopped" in repr(consumer)
     assert broker.members.members("g") == []
-    other = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
-    other.subscribe("t", handle)
+    other = subscribed(broker, handle, workers=1, mode=mode, ordered=ordered)
     with other:
         until(lambda: len(seen) == 4)
     assert seen[2:] == [(b"1", 1), (b"2", 1)]
@@ -541,8 +445,7 @@ def test_a_handler_that_ends_the_process_ends_run(
 def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.Signals) -> None:
     def work(pipe: int) -> None:
         with mqstore.open(tmp_path) as store:
-            consumer = store.push_consumer("g", workers=1)
-            consumer.subscribe("t", lambda message: os.write(pipe, message.body))
+            consumer = subscribed(store, lambda message: os.write(pipe, message.body), workers=1)
             for i in range(3):
                 store.put("t", b"%d" % i)
             stopped = consumer.run()

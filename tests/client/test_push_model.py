@@ -18,7 +18,8 @@ from mqstore.client.outcome import Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.client.pushsupport import PushBench, engine_of, pulls
+from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
+from tests.client.support import turns_left
 
 PREFETCH = 6
 RECORD = 1_000
@@ -233,8 +234,8 @@ class Push(RuleBasedStateMachine):
             return
         held: Counter[QueueRef] = Counter()
         for consumer in self.living:
-            for ref, queue in engine_of(consumer)._queues.items():
-                if not queue.dropped and self.bench.broker.locks.owner("g", ref) == consumer.client_id:
+            for ref in consumer.assignment():
+                if self.bench.broker.locks.owner("g", ref) == consumer.client_id:
                     held[ref] += 1
         assert all(number == 1 for number in held.values()), held
         assert self.caches_are_bounded()
@@ -243,12 +244,11 @@ class Push(RuleBasedStateMachine):
         """Also the part of prefetch_total. A queue may hold one message, whatever its size: no pull asks for more
         bytes than there is room for, so the excess is a message at most."""
         for consumer in self.living:
-            engine = engine_of(consumer)
-            cached = {queue: len(queue) for queue in (*engine._queues.values(), *engine._leaving.values())}
-            if max(cached.values(), default=0) > min(PREFETCH, self.total or PREFETCH):
-                return False
-            if any(queue.info(0).size >= self.size + RECORD for queue in cached):
-                return False
+            for queue in consumer.stats().queues.values():
+                if queue.cached.messages > min(PREFETCH, self.total or PREFETCH):
+                    return False
+                if queue.cached.size >= self.size + RECORD:
+                    return False
         return True
 
     @invariant()
@@ -264,11 +264,9 @@ class Push(RuleBasedStateMachine):
         """clients#invariants, once what was asked for is done."""
         if not hasattr(self, "bench"):
             return
-        if not all(consumer._workers._turns.empty() for consumer in self.living):
+        if any(turns_left(consumer) for consumer in self.living):
             return
         for consumer in self.living:
-            if any(queue.submitted for queue in engine_of(consumer)._queues.values()):
-                return
             for ref, places in pulls(consumer).items():
                 assert len(places) == 1, f"{ref}: {places}"
 
@@ -304,7 +302,7 @@ class Push(RuleBasedStateMachine):
             queue = QueueRef("t", queue_id)
             assert queue in consumer.assignment()
             assert self.bench.committed(queue_id) == self.bench.broker.max_offset(*queue)
-        assert all(number == 0 for number in map(len, engine_of(consumer)._queues.values()))
+        assert not any(unsettled(consumer).values())
 
 
 TestPush = Push.TestCase

@@ -20,9 +20,10 @@ from mqstore import Queue, RetryPolicy
 from mqstore.admin import Broker
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
+from tests.broker.support import full
 from tests.children import in_child
 from tests.client import popsupport
-from tests.client.popsupport import ended, full, in_thread, on_call, until
+from tests.client.support import ended, failing, in_thread, parked, until, waits_of
 
 
 class Bench(popsupport.Bench):
@@ -83,8 +84,7 @@ def test_nothing_to_get(bench: Bench) -> None:
     assert queue.get_many(5) == []
     with pytest.raises(mqstore.QueueEmpty, match="'jobs'"):
         queue.get(timeout=0.01)
-    assert not queue._waits.open
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
 
 
 def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
@@ -105,12 +105,11 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
 def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
     queue = Queue(broker, "jobs")
     threads = [in_thread(lambda wait=wait: queue.get(timeout=wait).value) for wait in (20, None, math.inf)]  # type: ignore[misc]
-    until(lambda: broker._waiters.parked == 3)
+    until(lambda: parked(broker) == 3)
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
-    assert not queue._waits.open
-    assert broker._waiters.parked == 0
+    assert parked(broker) == 0
 
 
 def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
@@ -118,7 +117,7 @@ def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
     queue.put_many([b"0", b"1"])
     task = queue.get()
     waiting = in_thread(lambda: queue.get(timeout=20).value)
-    until(lambda: broker._waiters.parked == 1)
+    until(lambda: parked(broker) == 1)
     task.ack()
     assert ended(*waiting) == b"1"
 
@@ -140,6 +139,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
             queue.get()
     bench.advance(0)
     assert called == ["another"]
+    assert parked(bench.broker) == 0
 
 
 def test_being_called_when_there_is_something(bench: Bench) -> None:
@@ -155,11 +155,13 @@ def test_being_called_when_there_is_something(bench: Bench) -> None:
     bench.advance(0)
     assert called == [0, 1]
     assert taken(queue) == [b"a"]
+    assert not waits[2].over
     waits[2].cancel()
+    assert waits[2].over
     queue.put(b"b")
     bench.advance(0)
     assert called == [0, 1]
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
     queue.when_ready(lambda: called.append(9))  # it is there already
     bench.advance(0)
     assert called == [0, 1, 9]
@@ -174,7 +176,7 @@ def test_being_called_when_the_queue_is_shut(bench: Bench, immediate: bool) -> N
     assert called == [0]
     assert queue.when_ready(lambda: called.append(1)).over
     assert called == [0, 1]
-    assert bench.broker._waiters.parked == 0
+    assert parked(bench.broker) == 0
 
 
 def test_join_waits_for_the_last_ack(broker: Broker) -> None:
@@ -228,11 +230,15 @@ def test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes(
 
 
 @pytest.mark.parametrize("wait", [lambda queue: queue.put(b"b"), lambda queue: queue.join()])
-def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: Broker, wait: Any) -> None:
+def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(
+    broker: Broker, wait: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     queue.put(b"a")
+    looked, lag = threading.Event(), broker.lag
+    monkeypatch.setattr(broker, "lag", lambda group: (looked.set(), lag(group))[1])
     waiting = in_thread(lambda: wait(queue))
-    until(lambda: queue._waiting)
+    assert looked.wait(20)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
     assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
@@ -338,15 +344,8 @@ def test_many_at_once(bench: Bench) -> None:
 def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = bench.queue()
     queue.put_many(b"%d" % i for i in range(40))
-    pop, calls = bench.broker.pop, []
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise mqstore.errors.StoreBusyError("not now")
-        return pop(*arguments, **options)
-
-    monkeypatch.setattr(bench.broker, "pop", failing)
+    busy = mqstore.errors.StoreBusyError("not now")
+    monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, busy, busy))
     assert len(queue.get_many(40)) == 32
     with pytest.raises(mqstore.errors.StoreBusyError):
         queue.get_many(40)
@@ -526,7 +525,7 @@ def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Br
 def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     waiting = [in_thread(queue.get) for _ in range(3)]
-    until(lambda: broker._waiters.parked == 3)
+    until(lambda: parked(broker) == 3)
     queue.shutdown(immediate)
     assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
     other = Queue(broker, "others", maxsize=1)
@@ -535,15 +534,6 @@ def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     other.shutdown(immediate)
     assert isinstance(ended(*putting), mqstore.QueueShutDown)
     assert other.qsize() == 1
-
-
-def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
-    broker = Broker(mqstore.engine.MessageStore(tmp_path / "store"))
-    queue = Queue(broker, "jobs")
-    waiting = in_thread(queue.get)
-    until(lambda: broker._waiters.parked == 1)
-    broker.close()
-    assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
 
 
 def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
@@ -645,10 +635,10 @@ def test_a_queue_is_ordered_for_all_or_for_none(bench: Bench, ordered: bool) -> 
         bench.open()
 
 
-def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
+def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Queue(broker, "jobs"), Queue(broker, "jobs")
     called, go_on = threading.Event(), threading.Event()
-    wait = first._waits.wait
+    wait = waits_of(first).wait
 
     def slow(*arguments: Any) -> str | None:
         turn = wait(*arguments)
@@ -656,11 +646,11 @@ def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
         assert go_on.wait(20)
         return turn
 
-    first._waits.wait = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(waits_of(first), "wait", slow)
     shut = in_thread(first.get)
-    until(lambda: first._waits.open)
+    until(lambda: parked(broker) == 1)
     lucky = in_thread(second.get)
-    until(lambda: second._waits.open)
+    until(lambda: parked(broker) == 2)
     second.put(b"a")  # the first one's turn: it was there before
     assert called.wait(20)
     first.shutdown(immediate=True)
@@ -701,7 +691,7 @@ def test_what_an_interrupted_get_many_had_taken_is_there_at_once(
     queue = bench.queue()
     queue.put_many([b"%d" % i for i in range(40)])
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", on_call(2, error(), bench.broker.pop))
+        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, error()))
         with pytest.raises(error):
             queue.get_many(40)
     tasks = queue.get_many(40)
@@ -724,10 +714,9 @@ def test_who_was_told_to_end_is_not_told_that_the_store_was_closed_as_well(tmp_p
         other.get()
 
 
-def test_put_many_with_a_delay_says_what_takes_one(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path) as store:
-        queue = store.queue("jobs")
-        with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
-            queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
-        assert caught.value.field == "delay"
-        assert queue.empty()
+def test_put_many_with_a_delay_says_what_takes_one(store: mqstore.Store) -> None:
+    queue = store.queue("jobs")
+    with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
+        queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
+    assert caught.value.field == "delay"
+    assert queue.empty()

@@ -10,7 +10,8 @@ import pytest
 
 from mqstore.broker.pop.service import Delivery
 from mqstore.client.renewal import Held, Renewer
-from tests.client.popsupport import Bench, full
+from tests.broker.support import full
+from tests.client.popsupport import Bench
 
 LOAN_MS = 60_000
 

@@ -18,8 +18,9 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.signalsafe import Bell
-from tests.client.popsupport import Bench, ended, in_thread, on_call, until
+from tests.client.popsupport import Bench
+from tests.client.pushsupport import Told, hook
+from tests.client.support import ended, failing, in_thread, parked, until, waits_of
 
 
 @pytest.fixture
@@ -50,10 +51,6 @@ def taken(consumer: SimpleConsumer, count: int = 1000) -> list[bytes]:
     for delivery in found:
         delivery.ack()
     return sorted(bodies(found))
-
-
-def parked(store: Store) -> int:
-    return store.broker._waiters.parked
 
 
 # -- who may consume --------------------------------------------------------------------------------------------------
@@ -375,7 +372,7 @@ def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatc
     bench.put(b"a")
     bench.put(b"b", topic="u")
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
+        patch.setattr(bench.broker, "pop", failing(bench.broker.pop, None, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             consumer.receive(2, wait=0)
     assert consumer.pending() == []
@@ -410,46 +407,29 @@ def test_pending_in_order(bench: Bench) -> None:
 # -- interceptors -----------------------------------------------------------------------------------------------------
 
 
-class Recorder(Interceptor):
-    def __init__(self) -> None:
-        self.left_out: set[bytes] = set()
-        self.received: list[list[bytes]] = []
-        self.settled: list[tuple[bytes, str, float]] = []
-
-    def on_receive(self, messages: list[Message]) -> list[Message]:
-        self.received.append([message.body for message in messages])
-        return [message for message in messages if message.body not in self.left_out]
-
-    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        self.settled.append((message.body, outcome, seconds))
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_an_interceptor_leaves_out_is_done(bench: Bench, ordered: bool) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(ordered=ordered, interceptors=[recorder])
-    recorder.left_out = {b"0", b"2", b"3"}
+    told = Told(b"0", b"2", b"3")
+    consumer = bench.consumer(ordered=ordered, interceptors=[told])
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     assert taken(consumer, 3) == [b"1"]
     assert taken(consumer, 3) == []
-    assert recorder.received[0] == [b"0", b"1", b"2"]
-    assert recorder.settled == [(b"1", "ack", 0.0)]
+    assert told.settled == [(b"1", "ack")]
     bench.advance(1000)
     assert taken(consumer) == []
     assert sum(bench.store.lag("g").values()) == 0
 
 
 def test_behind_what_was_left_out_there_may_be_more(bench: Bench) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(interceptors=[recorder])
-    recorder.left_out = {b"no"}
+    consumer = bench.consumer(interceptors=[Told(b"no")])
     bench.put(b"no", b"no", b"yes", queue_id=0)
     assert bodies(consumer.receive(wait=0)) == [b"yes"]
 
 
 def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> None:
-    recorder = Recorder()
-    consumer = bench.consumer(interceptors=[recorder], retry=RetryPolicy(2, [1]))
+    settled: list[tuple[bytes, str, float]] = []
+    notes = hook(on_settle=lambda message, outcome, seconds: settled.append((message.body, outcome, seconds)))
+    consumer = bench.consumer(interceptors=[notes], retry=RetryPolicy(2, [1]))
     bench.put(b"0", b"1", b"2", queue_id=0)
     done, failed, bad = consumer.receive(3, wait=0)
     bench.clock.advance(1_500)
@@ -460,15 +440,11 @@ def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> No
     bench.advance(1)
     [last] = consumer.receive(wait=0)
     last.nack()
-    [interrupted] = _put_and_receive(bench, consumer)
+    bench.put(b"x")
+    [interrupted] = consumer.receive(wait=0)
     with pytest.raises(KeyboardInterrupt), interrupted:
         raise KeyboardInterrupt
-    assert recorder.settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
-
-
-def _put_and_receive(bench: Bench, consumer: SimpleConsumer) -> list[mqstore.Delivery]:
-    bench.put(b"x")
-    return consumer.receive(wait=0)
+    assert settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
 
 
 def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -498,46 +474,38 @@ def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.Lo
 def test_a_receive_ends_with_the_wait(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
     assert consumer.receive(wait=0) == consumer.receive(wait=0.02) == []
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
+    assert parked(store.broker) == 0
+    assert not waits_of(consumer).open
 
 
-@pytest.mark.parametrize("topic", ["t", "u"])
-def test_a_message_of_any_topic_ends_the_wait(store: Store, topic: str) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 2)
-    store.put(topic, b"a")
-    assert ended(*waiting) == [b"a"]
-    assert parked(store) == 0
-
-
-def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, retry=RetryPolicy(5, [0.1]))
-    store.put("t", b"a")
-    [delivery] = consumer.receive()
-    waiting = in_thread(lambda: consumer.receive(wait=math.inf)[0].attempt)
-    until(lambda: parked(store) == 2)
-    delivery.nack()
-    assert ended(*waiting) == 2
-
-
-def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"}, ordered=True)
-    for body in (b"0", b"1"):
-        store.put("t", body, queue_id=0)
+@pytest.mark.parametrize(
+    ("ordered", "before", "news", "expected"),
+    [
+        (False, [b"0"], lambda store, first: store.put("t", b"a"), (b"a", 1)),
+        (False, [b"0"], lambda store, first: store.put("u", b"a"), (b"a", 1)),
+        (False, [b"0"], lambda store, first: first.nack(), (b"0", 2)),
+        (True, [b"0", b"1"], lambda store, first: first.ack(), (b"1", 1)),
+    ],
+    ids=["a message", "one of another topic", "one that comes again", "in order an ack of the one before"],
+)
+def test_what_becomes_visible_ends_the_wait(
+    store: Store, ordered: bool, before: list[bytes], news: Any, expected: tuple[bytes, int]
+) -> None:
+    consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, ordered=ordered, retry=RetryPolicy(5, [0.1]))
+    store.put_many("t", before, queue_id=0)
     [first] = consumer.receive()
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 2)
-    first.ack()
-    assert ended(*waiting) == [b"1"]
+    waiting = in_thread(lambda: [(each.message.body, each.attempt) for each in consumer.receive(wait=math.inf)])
+    until(lambda: parked(store.broker) == 2)
+    news(store, first)
+    assert ended(*waiting) == [expected]
+    assert parked(store.broker) == 0
 
 
 def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*"})
     store.put("u", b"a")
     waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: parked(store) == 1)
+    until(lambda: parked(store.broker) == 1)
     consumer.subscribe("u")
     assert ended(*waiting) == [b"a"]
 
@@ -549,10 +517,10 @@ def test_closing_ends_every_wait(store: Store) -> None:
         in_thread(lambda: list(consumer)),
         in_thread(lambda: consumer.receive(5, wait=math.inf)),
     ]
-    until(lambda: parked(store) == 6)
+    until(lambda: parked(store.broker) == 6)
     consumer.close()
     assert [ended(*each) for each in waiting] == [[], [], []]
-    assert parked(store) == 0
+    assert parked(store.broker) == 0
     with pytest.raises(mqstore.errors.StoreClosedError, match="closed"):
         consumer.receive(wait=0)
     with pytest.raises(mqstore.errors.StoreClosedError):
@@ -568,7 +536,7 @@ def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
     store.create_topic("t")
     consumer = store.simple_consumer("g", {"t": "*", "later": "*"})
     waiting = [in_thread(lambda: consumer.receive(wait=math.inf)), in_thread(lambda: list(consumer))]
-    until(lambda: parked(store) == 2)
+    until(lambda: parked(store.broker) == 2)
     (store if what == "store" else store.broker).close()
     outcomes = [ended(*each) for each in waiting]
     if what == "store":
@@ -601,34 +569,20 @@ def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
 
     store.put_many("t", [b"0", b"1"], queue_id=0)
     waiting = in_thread(work)
-    until(lambda: len(seen) == 2 and parked(store))
+    until(lambda: len(seen) == 2 and parked(store.broker))
     store.put("t", b"2", queue_id=0)
     assert ended(*waiting) is None
     assert seen == [b"0", b"1", b"2"]
 
 
-def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-
-    def interrupted(self: Bell, timeout_s: float) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Bell, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            consumer.receive()
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
-
-
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    busy = on_call(2, mqstore.errors.StoreBusyError("too many"), store.broker.add_pop_waiter)
+    busy = failing(store.broker.add_pop_waiter, None, mqstore.errors.StoreBusyError("too many"))
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
     with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
-    assert parked(store) == 0
-    assert not consumer._source.waits.open
+    assert parked(store.broker) == 0
+    assert not waits_of(consumer).open
 
 
 # -- turns: the broker calls one for each message, and whoever is called and does not come keeps the others asleep -----
@@ -639,21 +593,20 @@ def test_a_turn_that_came_from_two_topics_is_passed_on(bench: Bench, monkeypatch
     first = bench.consumer("t", "u")
     second = bench.consumer("t", "u")
     called: list[str] = []
-    chosen: list[Any] = []
+    chosen: list[tuple[Any, Any]] = []
     add = bench.broker.add_pop_waiter
 
     def noted(group: str, topic: str, callback: Any, **more: Any) -> Any:
-        chosen.append(callback)
-        return add(group, topic, callback, **more)
+        chosen.append((add(group, topic, callback, **more), callback))
+        return chosen[-1][0]
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "add_pop_waiter", noted)
-        wait = first.when_ready(lambda: called.append("first"))
+        first.when_ready(lambda: called.append("first"))
     second.when_ready(lambda: called.append("second"))
-    both, wait._parked = wait._parked, []  # the broker has let go of it in both, before it calls
-    for waiter in both:
+    for waiter, _ in chosen:  # the broker lets go of it in both, before it calls
         assert bench.broker.remove_waiter(waiter)
-    for callback in chosen:
+    for _, callback in chosen:
         callback(True)
     assert called == ["first", "second"]
 
@@ -685,7 +638,7 @@ def test_who_was_called_and_does_not_come_passes_it_on(bench: Bench) -> None:
     waits[0].cancel()  # again passes nothing on
     bench.settle()
     assert called == [0, 1]
-    assert not consumers[0]._source.waits.turns
+    assert not waits_of(consumers[0]).turns
 
 
 def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -696,13 +649,13 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
 
     def interrupted(*rest: Any, **more: Any) -> Any:
         waiter = add(*rest, **more)
-        consumer._source.waits.ring()
+        waits_of(consumer).ring()
         return waiter
 
     monkeypatch.setattr(bench.broker, "add_pop_waiter", interrupted)
     consumer.when_ready(lambda: called.append("one"))
     assert called == ["one"]
-    assert parked(bench.store) == 0
+    assert parked(bench.broker) == 0
 
 
 def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(bench: Bench) -> None:
@@ -732,23 +685,11 @@ def test_who_was_called_and_fails_passes_it_on(
     bench.put(b"a")
     assert called == ["one"]
 
-    monkeypatch.setattr(bench.broker, "pop", on_call(1, error, bench.broker.pop))
+    monkeypatch.setattr(bench.broker, "pop", failing(bench.broker.pop, error))
     with pytest.raises(type(error)):
         consumer.receive(wait=0)
     bench.settle()
     assert called == ["one", "another"]
-
-
-def test_a_cancelled_wait_is_never_called(bench: Bench) -> None:
-    consumer = bench.consumer("t", "u")
-    called: list[str] = []
-    wait = consumer.when_ready(lambda: called.append("one"))
-    assert not wait.over
-    wait.cancel()
-    assert wait.over
-    bench.put(b"a")
-    assert called == []
-    assert parked(bench.store) == 0
 
 
 def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
@@ -758,15 +699,6 @@ def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
     bench.put(b"a", tag="blue")
     assert called == []
     bench.put(b"b", tag="red")
-    assert called == ["one"]
-
-
-def test_what_is_there_already_calls(bench: Bench) -> None:
-    consumer = bench.consumer("t", "u")
-    bench.put(b"a")
-    called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
-    bench.settle()
     assert called == ["one"]
 
 
@@ -782,7 +714,7 @@ def test_news_of_other_kinds_call_too(bench: Bench, event: str) -> None:
         "store": bench.store.close,
     }[event]()
     assert called == ["one"]
-    assert not consumer._source.waits.open
+    assert not waits_of(consumer).open
 
 
 def test_who_asks_a_closed_consumer_is_called_at_once(bench: Bench) -> None:
@@ -797,11 +729,11 @@ def test_a_message_for_each_of_many_who_wait_wakes_them_all(store: Store) -> Non
     """Two consumers of two topics, sixteen threads that take one message each, sixteen messages one by one."""
     consumers = [store.simple_consumer("g", {"t": "*", "u": "*"}) for _ in range(2)]
     threads = [in_thread(lambda i=i: bodies(consumers[i % 2].receive(wait=20))) for i in range(16)]
-    until(lambda: parked(store) == 32)
+    until(lambda: parked(store.broker) == 32)
     for i in range(16):
         store.put("tu"[i % 2], b"%d" % i)
     assert sorted(ended(*each)[0] for each in threads) == sorted(b"%d" % i for i in range(16))
-    assert parked(store) == 0
+    assert parked(store.broker) == 0
 
 
 @pytest.mark.parametrize("ordered", [False, True])

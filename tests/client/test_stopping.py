@@ -15,120 +15,122 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Message
-from tests.client.popsupport import until
+from mqstore import Message, Store
+from mqstore.client.workers import cancelled
+from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
+from tests.client.support import ended, in_thread, subscribed, until, waits_of, workers_of
+from tests.holding import new_threads
 
 
-def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
-    consumer = store.push_consumer("g")
-    consumer.subscribe("t", lambda message: None)
-    return consumer
-
-
-def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_stop_has_given_the_queues_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group stood still for a minute, and a second `stop` did nothing."""
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=2)
-        first = push_consumer(store).start()
+    store.create_topic("t", queues=2)
+    first = subscribed(store, print).start()
 
-        def interrupted(timeout_s: float) -> bool:
-            raise KeyboardInterrupt
+    def interrupted(timeout_s: float) -> bool:
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(first._workers, "stop", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                first.stop()
-        first.stop()
-        assert store.broker.members.members("g") == []
-        first._workers.stop(30)
-        got = threading.Event()
-        second = store.push_consumer("g")
-        second.subscribe("t", lambda message: got.set())
-        with second:
-            store.put("t", b"x")
-            assert got.wait(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers_of(first), "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.stop()
+    first.stop()
+    assert store.broker.members.members("g") == []
+    workers_of(first).stop(30)
+    got = threading.Event()
+    second = subscribed(store, lambda message: got.set())
+    with second:
+        store.put("t", b"x")
+        assert got.wait(20)
 
 
-def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_in_a_signal_handler_during_stop_does_not_wait(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated SIGTERM took the whole timeout, and then whoever supervises sends SIGKILL."""
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=1)
-        consumer = push_consumer(store).start()
-        stop, again = consumer._workers.stop, []
+    store.create_topic("t", queues=1)
+    consumer = subscribed(store, print).start()
+    stop, again = workers_of(consumer).stop, []
 
-        def stopping(timeout_s: float) -> bool:
-            again.append(consumer.stop(3600))  # as the handler of a signal that comes now
-            return stop(timeout_s)
+    def stopping(timeout_s: float) -> bool:
+        again.append(consumer.stop(3600))  # as the handler of a signal that comes now
+        return stop(timeout_s)
 
-        monkeypatch.setattr(consumer._workers, "stop", stopping)
-        assert consumer.stop(30)
-        assert again == [False]
+    monkeypatch.setattr(workers_of(consumer), "stop", stopping)
+    assert consumer.stop(30)
+    assert again == [False]
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_is_done_before_a_handler_that_hangs_is_settled(tmp_path: Path, mode: Any, ordered: bool) -> None:
-    begun, go = threading.Event(), threading.Event()
+@pytest.mark.parametrize("late", [None, ValueError("late")])
+def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
+    store: Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go, before = threading.Event(), threading.Event(), set(threading.enumerate())
+    flags: list[bool] = []
 
     def handle(message: Message) -> None:
-        if message.body == b"2":
+        if message.body == b"1":
             begun.set()
             go.wait(20)
+            flags.append(cancelled())
+            if late is not None:
+                raise late
 
-    with mqstore.open(tmp_path / "s") as store:
-        store.create_topic("t", queues=1)
-        store.put_many("t", [b"0", b"1", b"2"])
-        consumer = store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
-        consumer.subscribe("t", handle)
-        consumer.start()
-        assert begun.wait(20)
-        assert not consumer.stop(0)
-        assert sum(store.lag("g").values()) == 1
-        go.set()
+    store.create_topic("t", queues=1)
+    store.put_many("t", [b"0", b"1", b"2"])
+    consumer = subscribed(store, handle, mode=mode, ordered=ordered, workers=1).start()
+    assert begun.wait(20)
+    assert [consumer.stop(0.05), consumer.stop(0.05)] == [False, False]
+    assert "handlers still run" in caplog.text
+    assert store.broker.members.members("g") == []
+    for then in (go.set, lambda: None):
+        assert sum(store.lag("g").values()) == 2  # neither settled nor sent back
+        assert [each.offset for each in store.broker.pending("g")] == [1] * (mode == "pop")  # the last one is released
+        then()
+        assert not new_threads(before)
+    assert flags == [True]
+    assert store.broker.topics.get("%RETRY%g") is None
 
 
-def test_queue_is_shut_down_by_a_thread_that_has_its_lock(tmp_path: Path) -> None:
+def test_queue_is_shut_down_by_a_thread_that_has_its_locks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread stood still for ever."""
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        done = threading.Event()
+    queue = store.queue("jobs", maxsize=1)
+    lag = store.broker.lag
+    monkeypatch.setattr(store.broker, "lag", lambda group: (queue.shutdown(), lag(group))[1])  # in a signal handler
 
-        def in_one_thread() -> None:
-            with queue._waits.lock, queue._changed:
-                queue.shutdown()
-            done.set()
+    def in_one_thread() -> None:
+        with waits_of(queue).lock:
+            queue.put(b"x")
 
-        threading.Thread(target=in_one_thread, daemon=True).start()
-        assert done.wait(20)
+    assert ended(*in_thread(in_one_thread)) is None
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.put(b"y")
 
 
-def test_consumer_does_not_run_if_its_block_was_not_entered(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with mqstore.aio.open(tmp_path / "s") as store:
-            await store.create_topic("t", queues=1)
+@in_store
+async def test_consumer_does_not_run_if_its_block_was_not_entered(store: mqstore.aio.Store) -> None:
+    await store.create_topic("t", queues=1)
 
-            async def handle(message: Message) -> None:
-                raise AssertionError(message)
+    async def handle(message: Message) -> None:
+        raise AssertionError(message)
 
-            for turns in range(4):
-                consumer = await store.push_consumer("g")
-                consumer.subscribe("t", handle)
+    for turns in range(4):
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
 
-                async def use(consumer: mqstore.aio.PushConsumer = consumer) -> None:
-                    async with consumer:
-                        await asyncio.sleep(600)
+        async def use(consumer: mqstore.aio.PushConsumer = consumer) -> None:
+            async with consumer:
+                await asyncio.sleep(600)
 
-                task = asyncio.create_task(use())
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                assert task.cancelled()
-                assert "running" not in repr(consumer)
-            assert store.sync.broker.members.members("g") == []
-
-    asyncio.run(run())
+        task = asyncio.create_task(use())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert "running" not in repr(consumer)
+    assert store.sync.broker.members.members("g") == []
 
 
 def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
 class Crowd:
     """Consumers whose handlers hang, and one that is at many messages."""
 
-    def __init__(self, store: mqstore.Store, hung: int, options: dict[str, Any]) -> None:
+    def __init__(self, store: Store, hung: int, options: dict[str, Any]) -> None:
         self.let_go = threading.Event()
         self.begun = 0
         hang = threading.Semaphore(0)
@@ -278,12 +280,10 @@ def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
     store.create_topic("nothing", queues=1)
     until(lambda: all(consumer.assignment() for consumer in before))
     crowd = Crowd(store, 3, {})
-    closing = threading.Thread(target=store.close, args=(20,))
-
-    closing.start()
+    closing = in_thread(lambda: store.close(20))
     try:
         until(lambda: len(revoked) == 4)
     finally:
         crowd.let_go.set()
-    closing.join(30)
+    ended(*closing, 30)
     assert revoked == [True] * 4

@@ -14,6 +14,7 @@ import pytest
 import mqstore
 from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
 from tests.children import speaking_child
+from tests.client.support import ended, in_thread
 
 
 def test_open_and_close(tmp_path: Path) -> None:
@@ -150,10 +151,9 @@ def test_following_a_topic_that_is_still_empty(store: Store) -> None:
             if len(found) == 2:
                 return
 
-    thread = threading.Thread(target=follow)
-    thread.start()
+    following = in_thread(follow)
     store.put_many("t", [b"a", b"b"], queue_id=1)
-    thread.join(20)
+    ended(*following)
     assert found == [b"a", b"b"]
 
 

@@ -45,7 +45,7 @@ def suspended(consumer: PushConsumer) -> dict[QueueRef, Suspended]:
 @pytest.mark.parametrize("options", [*MODES, BROADCASTING])
 def test_a_queue_is_suspended_until_its_message_is_settled(bench: Bench, options: dict[str, Any]) -> None:
     bench.put("0", "1", "2")
-    bench.put("a", "b", queue=1)
+    bench.put("a", "b", queue_id=1)
     consumer = bench.join(handler=failing(bench, times=3), retry=RETRY, **options)
     since_ms = bench.clock.now_ms()
     bench.settle()
@@ -170,7 +170,7 @@ def test_a_reset_or_deleted_group_is_not_suspended(bench: Bench, options: dict[s
 
 def test_groups_and_queues_are_suspended_each_by_itself(bench: Bench) -> None:
     bench.put("0", "1")
-    bench.put("1", queue=1)
+    bench.put("1", queue_id=1)
     bench.join(handler=failing(bench), retry=RETRY)
     bench.join("other", group="h")
     bench.settle()

@@ -14,7 +14,7 @@ import pytest
 
 from mqstore.client.workers import Awaited, Flow, Worker, Workers, cancelled, current
 from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
-from tests.client.popsupport import until
+from tests.client.support import ended, in_thread, until
 from tests.holding import new_threads
 
 
@@ -71,28 +71,6 @@ def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
     workers.later(0, lambda: 1 / 0)
     workers.later(0, lambda: seen.append("timer"))
     workers.run_once()
-    assert seen == ["timer", "job"]
-
-
-@pytest.mark.parametrize("where", ["job", "timer"])
-def test_who_lets_system_exit_out_ends_the_consumer_and_not_the_thread(workers: Workers, where: str) -> None:
-    """A timer thread that died of an interceptor's SystemExit would have left locks unrenewed, and everything mute."""
-    exits: list[BaseException] = []
-    workers.on_exit = exits.append
-
-    def leave(*_: object) -> None:
-        raise SystemExit(3)
-
-    if where == "job":
-        workers.submit(leave)
-    else:
-        workers.later(0, leave)
-    seen: list[str] = []
-    workers.later(0, lambda: seen.append("timer"))
-    workers.submit(lambda worker: seen.append("job"))
-    workers.run_once()
-
-    assert [type(error) for error in exits] == [SystemExit]
     assert seen == ["timer", "job"]
 
 
@@ -155,8 +133,7 @@ def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
             if worker.lapse(call):
                 lapsed.add(call)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    watcher = in_thread(watch)
     void = set[int]()
     for _ in range(20_000):
         worker.begin([Value()])  # type: ignore[list-item]
@@ -164,7 +141,7 @@ def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
         if worker.lapsed == worker.calls:
             void.add(worker.calls)
     stop.set()
-    watcher.join()
+    ended(*watcher)
     assert void == lapsed
 
 
@@ -207,14 +184,6 @@ def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
     assert sorted(done) == list(range(100))
     assert not new_threads(before)
     assert workers.stop(10)  # again is harmless
-
-
-def test_a_timer_that_is_earlier_than_those_that_wait_wakes_the_thread(threaded: Callable[[int], Workers]) -> None:
-    workers, fired = threaded(1), threading.Event()
-    workers.start()
-    workers.later(60_000, lambda: None)
-    workers.later(1, fired.set)
-    assert fired.wait(10)
 
 
 def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
@@ -336,13 +305,10 @@ def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Cal
     workers.submit(job)
     assert place.begun.wait(10)
     assert not workers.stop(0.01)
-    for thread in workers._threads:
-        thread.join(10)
     assert not new_threads(before)
     assert not seen
     place.end()  # late, and yet its job is to let go of what it has
     until(lambda: seen and not new_threads(before))
-    assert len(workers._free) == 3
 
 
 def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
@@ -406,25 +372,26 @@ def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
 
 def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(workers: Workers) -> None:
     """It used to throw away that something had ended, and the run waited for that for ever."""
-    places, done, settling = [Elsewhere(), Elsewhere()], list[int](), threading.Event()
+    places, done = [Elsewhere(), Elsewhere()], list[int]()
+    settling, halted = threading.Event(), threading.Event()
 
     def job(i: int, worker: Worker) -> Flow[None]:
         yield places[i]
         if i == 0:
             places[1].end()
             settling.set()
-            until(lambda: workers._stopping)
+            assert halted.wait(10)
             time.sleep(0.02)
         done.append(i)
 
     for i in range(2):
         workers.submit(partial(job, i))
-    runner = threading.Thread(target=workers.run_once)
-    runner.start()
+    runner = in_thread(workers.run_once)
     assert places[1].begun.wait(10)
     places[0].end()
     assert settling.wait(10)
+    workers.halt()
+    halted.set()
     assert workers.stop(10)
-    runner.join(10)
-    assert not runner.is_alive()
+    ended(*runner)
     assert done == [0, 1]

@@ -42,7 +42,7 @@ class Outage:
         self.bench = bench = Bench(path, queues=2)
         bench.clock.advance(clock_now().now_ms() - bench.clock.now_ms())
         bench.put("0", "1", "2")
-        bench.put("a", queue=1)
+        bench.put("a", queue_id=1)
         bench.join(handler=self.handle, mode=mode, retry=RetryPolicy(None, [10]))
         self.since_ms = bench.clock.now_ms()
         bench.advance(1)
