@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reput import Dispatcher
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile, StoreConfig
 
@@ -20,12 +21,14 @@ __all__ = [
     "SEGMENT",
     "Unsynced",
     "as_ours",
+    "dispatcher_of",
     "files",
     "flip",
     "kill",
     "open_store",
     "reboot",
     "units_of",
+    "until_parked",
 ]
 
 SEGMENT = 4096
@@ -81,6 +84,17 @@ def kill(store: MessageStore) -> None:
     """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
     store._closed = True
     store._release()
+
+
+def dispatcher_of(store: MessageStore) -> Dispatcher:
+    """The dispatcher, of which the store shows only `dispatch` and `on_growth`."""
+    return store._dispatcher
+
+
+def until_parked(store: MessageStore, count: int = 1) -> None:
+    """Return when so many threads wait for a message of one queue."""
+    while len(next(iter(store._dispatcher._parked.copy().values()), ())) < count:
+        pass
 
 
 def reboot(root: Path) -> None:

@@ -366,7 +366,7 @@ def test_a_checkpoint_in_the_middle_of_dispatch_has_no_time_of_what_is_not_dispa
     with open_store(tmp_path / "s", clock=clock) as store:
         store.put("t", b"0", durability="flush")
         store.dispatch()
-        store._dispatcher.listeners.append(lambda *_: store.background.save_checkpoint())
+        store.on_growth.append(lambda *_: store.background.save_checkpoint())
         clock.advance(5000)
         store.put("t", b"1")
         store.dispatch()

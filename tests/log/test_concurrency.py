@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import OutgoingMessage, Retention, StoreConfig
+from mqstore import OutgoingMessage, Retention, SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
@@ -388,16 +388,18 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
 
 def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_path: Path) -> None:
     """The lock of the log was held by a thread that the child does not have."""
-    with MessageStore(tmp_path / "s", config=SMALL) as store:
-        store.put("t", b"parent")
-        held, done = threading.Event(), threading.Event()
+    held, done = threading.Event(), threading.Event()
 
-        def put() -> None:
-            with store._log._lock:
+    class Stopping(SimulatedClock):
+        def now_ms(self) -> int:
+            if threading.current_thread().name == "putter":
                 held.set()
                 done.wait()
+            return super().now_ms()
 
-        thread = threading.Thread(target=put)
+    with MessageStore(tmp_path / "s", config=StoreConfig(clock=Stopping())) as store:
+        store.put("t", b"parent")
+        thread = threading.Thread(target=lambda: store.put("t", b"goes on"), name="putter")
         thread.start()
         held.wait()
 
@@ -411,6 +413,7 @@ def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_
         finally:
             done.set()
             thread.join()
+        assert [m.body for m in store.read("t")] == [b"parent", b"goes on"]
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -40,6 +40,7 @@ from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
 from tests.holding import open_files
 from tests.log.support import HEADER, SEGMENT, Unsynced, files, kill, open_store, units_of
+from tests.without import put_by_python
 
 PROFILES = ["mqstore", "rocketmq"]
 V1, V2, BLANK = -626843481, -626843477, -875286124
@@ -711,7 +712,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_another(
     patched = SimpleNamespace(**{"pack": real.pack, method: interrupted}) if method else interrupted
     monkeypatch.setattr(commitlog_module, name, patched)
     monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
-    monkeypatch.setattr(store, "_sender", None)
+    put_by_python(store)
     if call == "encode_records":
         receipts.extend(store.put_many("t", [b"m", b"n"]))
     else:
@@ -862,11 +863,15 @@ def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
         store.put("t", b"0")
         write = type(store.log_files).write
 
-        def interrupted(*arguments: Any) -> None:
+        def handler() -> None:
             for call in (lambda: store.put("t", b"handler"), store.close):
                 with pytest.raises(StoreBusyError):
                     call()
+
+        def interrupted(*arguments: Any) -> None:
+            handler()
             write(*arguments)
+            handler()
 
         with monkeypatch.context() as patch:
             patch.setattr(commitlog_module, "_CALL_BYTES", 1000)
@@ -887,13 +892,14 @@ def by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commitlog_module, "_CALL_BYTES", 1000)
 
 
-@pytest.mark.usefixtures("by_a_call")
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path, profile: Any) -> None:
+def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any
+) -> None:
     clock = SimulatedClock()
     batches = [[bytes([65 + i]) * n for n in (5, 700, 0, 300 + i)] for i in range(12)]
     for name, limit in (("called", 1000), ("stored", 1 << 40)):
-        commitlog_module._CALL_BYTES = limit  # the fixture puts it back
+        monkeypatch.setattr(commitlog_module, "_CALL_BYTES", limit)
         fs = FaultyFileSystem()
         with open_store(tmp_path / name, fs=fs, profile=profile, clock=clock) as store:
             for batch in batches:
@@ -912,41 +918,19 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path,
 
 
 @pytest.mark.usefixtures("by_a_call")
-@pytest.mark.parametrize("moment", ["before", "in", "behind", "after"])
-def test_a_put_of_a_handler_around_such_a_call(
-    store: MessageStore, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    log, run = type(store._log), type(store.log_files)
-    store_many, write = log._store, run.write
+def test_a_put_of_a_handler_before_such_a_call(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of one it is refused, as the test above shows."""
     receipts = [store.put("t", b"first")]
+    encode_records = commitlog_module.encode_records
 
-    def handler() -> None:
-        monkeypatch.undo()
-        if moment in ("before", "after"):
+    def encode(*arguments: Any, **named: Any) -> Any:
+        found = encode_records(*arguments, **named)
+        if len(receipts) == 1:
             receipts.append(store.put("t", b"handler"))
-        else:
-            with pytest.raises(StoreBusyError):
-                store.put("t", b"handler")
+        return found
 
-    def around(*arguments: Any, **named: Any) -> Any:
-        if moment == "before":
-            handler()
-        stored = store_many(*arguments, **named)
-        if moment == "after":
-            handler()
-        return stored
-
-    def within(*arguments: Any) -> None:
-        if moment == "in":
-            handler()
-        write(*arguments)
-        if moment == "behind":
-            handler()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(*((log, "_store", around) if moment in ("before", "after") else (run, "write", within)))
-        monkeypatch.undo = patch.undo  # type: ignore[method-assign]
-        receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
+    monkeypatch.setattr(commitlog_module, "encode_records", encode)
+    receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
     found = {m.offset: m for m in store.read("t")}
     assert sorted(found) == list(range(len(receipts)))
     assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}

@@ -25,7 +25,7 @@ from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from mqstore.store import Store
-from tests.without import Door, compiled
+from tests.without import Door, compiled, put_by_python, sender_of
 
 kernel: Any = native.kernel
 
@@ -65,7 +65,7 @@ def log_of(
     results: list[Any] = []
     with MessageStore(folder, durability=durability, config=config) as store:
         if by_python:
-            store._sender = None
+            put_by_python(store)
         for body, options in puts:
             try:
                 results.append(tuple(getattr(store, name)("topic", body, **options)))
@@ -155,7 +155,7 @@ def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest
 )
 def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
     with MessageStore(tmp_path) as store:
-        door = Door(store._sender)
+        door = Door(sender_of(store))
         receipt = door.put("t", b"body", 0, **options)
         assert door.left == ([(("t", b"body", 0), options)] if stored is None else [])
         if stored is not None:

@@ -24,7 +24,7 @@ from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
 from mqstore.options import Profile
-from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store
+from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store, until_parked
 
 UNIT = struct.Struct(">qiq")
 T0 = 1_700_000_000_000
@@ -422,8 +422,7 @@ def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> 
         got: list[bytes] = []
         thread = threading.Thread(target=lambda into=got: into.append(next(follower).body))
         thread.start()
-        while not store._dispatcher.is_awaited:
-            pass
+        until_parked(store)
         store.put("t", b"%d" % i)
         store.dispatch()
         thread.join()
@@ -471,8 +470,7 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
 
     thread = threading.Thread(target=follow)
     thread.start()
-    while not store._dispatcher.is_awaited:
-        pass
+    until_parked(store)
     store.close()
     thread.join()
     assert "closed" in str(raised[0])

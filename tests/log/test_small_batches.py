@@ -32,7 +32,6 @@ from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
 from mqstore.log.message import Message
 from mqstore.log.reader import GetResult
-from mqstore.log.records import RecordReader
 from mqstore.log.reput import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
@@ -138,12 +137,6 @@ def test_few_records_are_dispatched_as_many_are(
         assert run_dispatcher(Path(folder) / "few", steps, damage, fail_at) == expected
 
 
-def test_a_full_disk_half_way_tells_who_waits_of_what_came_before_it(tmp_path: Path) -> None:
-    steps: list[list[Spec]] = [[("a", 0, 0, {}, 0, HOSTS[0]), ("b", 0, 0, {}, 0, HOSTS[0])]]
-    seen, _ = run_dispatcher(tmp_path, steps, [], 2)
-    assert seen[:3] == [("a", 0, 0, 1), StoreFullError, ("b", 0, 0, 1)]
-
-
 # -- out ------------------------------------------------------------------------------------------------------------
 
 
@@ -239,11 +232,11 @@ def test_compiled_code_reads_what_arrays_do(
     ask = [*ask, *ask]
     results = []
     for only_arrays in (True, False):
-        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            if only_arrays:
-                patch.setattr(RecordReader, "_compiled", lambda *args: None)
+        with tempfile.TemporaryDirectory() as folder:
             root = write(Path(folder), filled)
             with open_store(root, mode, fs=Unsynced(), verify_reads=verify) as store:
+                if only_arrays:
+                    store.records.checker.kernel = None
                 found = read_all(store, ask[:2])
                 units = (root / UNITS).read_bytes()
                 for slot, change in harm:
@@ -269,7 +262,7 @@ def test_compiled_code_reads_what_arrays_do(
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_ordinary_messages_are_read_by_compiled_code(filled: dict[str, bytes], tmp_path: Path, count: int) -> None:
     with open_store(write(tmp_path, filled)) as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store.records, "_locate", None)
+        patch.setattr(store.records.checker, "check", None)
         for offset in range(4):
             result = store.get("t", 0, offset, count)
             assert [m.offset for m in result.messages] == list(range(offset, offset + count))
