@@ -110,6 +110,8 @@ class FaultyFileSystem(FileSystem):
         super().__init__()
         self.calls: list[Call] = []
         self.crashed = False
+        self.failed: list[Call] = []
+        """Calls that a `fail` has struck."""
         self._guard = threading.Lock()
         self._rules: list[_Rule] = []
         self._shorts: list[_Short] = []
@@ -180,6 +182,7 @@ class FaultyFileSystem(FileSystem):
                     raise Crash(f"at {call}")
             failing = [rule for rule in self._rules if rule.fires(call)]
         if failing:
+            self.failed.append(call)
             number = failing[0].errno
             self._fail(OSError(number, os.strerror(number), path), file, operation)
         return False

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from crc32c import crc32c
 
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.store import MessageStore
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import kill
 
-__all__ = ["Row", "bodies", "bundle", "put_one_by_one", "shown", "stage", "staged"]
+__all__ = ["Halfway", "Row", "bodies", "bundle", "kill_in_splice", "put_one_by_one", "shown", "stage", "staged"]
 
 BORN_MS = 1_600_000_000_000
 
@@ -143,3 +146,32 @@ def shown(store: MessageStore) -> dict[tuple[str, int], list[bytes]]:
 def bodies(store: MessageStore) -> list[bytes]:
     """Those of all queues, sorted."""
     return sorted(body for queue in shown(store).values() for body in queue)
+
+
+class Halfway:
+    """A progress that does something once, at the end of copying: all bytes are written, nothing is recorded."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._action = action
+
+    def __call__(self, done: int, total: int) -> None:
+        self.seen.append((done, total))
+        if done == total:
+            self._action()
+
+
+def kill_in_splice(store: MessageStore, shards: Sequence[Path], version: int = 0) -> None:
+    """Kill the owner of `store`, which has a FaultyFileSystem, when all bytes of a splice are written and nothing is
+    recorded."""
+    fs = store.fs
+    assert isinstance(fs, FaultyFileSystem)
+
+    def die() -> None:
+        fs.crash(1)
+        raise Crash
+
+    with pytest.raises(Crash):
+        store.splice(shards, app="a", version=version, progress=Halfway(die))
+    fs.heal()
+    kill(store)

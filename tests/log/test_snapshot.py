@@ -29,24 +29,21 @@ from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
 from mqstore.files.treecopy import TreeCopy
-from mqstore.log.bulk.inbox import Bundle
-from mqstore.log.bulk.splice import Splicer
-from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState
+from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnState
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.tail import Tail
 from mqstore.log.snapshot import moment as looking
 from mqstore.log.snapshot import take as module
-from mqstore.log.snapshot.moment import Moment, Original
+from mqstore.log.snapshot.moment import Original
 from mqstore.log.snapshot.take import plan_snapshot, snapshot_store
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem
-from tests.log.splicesupport import Row, bodies, bundle, stage
+from tests.log.splicesupport import Row, bodies, bundle, kill_in_splice, stage
 from tests.log.support import SEGMENT, Unsynced, files, flip, kill, open_store, reboot, units_of
 
-Golden = Callable[[str], GoldenStore]
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
 
@@ -334,24 +331,35 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
         assert store.recovery.findings == [] or {f.kind for f in store.recovery.findings} == {"torn_tail"}
 
 
+STEPS: dict[str, tuple[type, str]] = {
+    "small files": (Original, "_read_small"),
+    "end": (Original, "_written_end"),
+    "copy": (module._Making, "_bring_rest"),
+}
+"""Steps of a snapshot: reading the small files, seeking the end of the log, copying queues and segments."""
+
+
 @contextmanager
-def hooked(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[int], None]) -> Iterator[list[int]]:
-    """Let `act(n)` happen before the n-th call of a method of the source."""
+def hooked(
+    step: str, act: Callable[[int], object], after: Callable[[int, Any], Any] | None = None
+) -> Iterator[list[int]]:
+    """Let `act(n)` happen before a step is taken for the n-th time, from 0. `after(n, found)` gives what it finds."""
     calls: list[int] = []
-    owner = next(each for each in (Original, module._Making) if hasattr(each, name))
+    owner, name = STEPS[step]
     real = getattr(owner, name)
 
-    def wrapped(self: object, *arguments: object, **named: object) -> object:
+    def wrapped(*arguments: object, **named: object) -> object:
         calls.append(len(calls))
         act(calls[-1])
-        return real(self, *arguments, **named)
+        found = real(*arguments, **named)
+        return found if after is None else after(calls[-1], found)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, wrapped)
         yield calls
 
 
-def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path) -> None:
     rows = [Row(b"spliced")]
     with open_store(root) as store:
 
@@ -360,7 +368,7 @@ def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monk
                 bundle(root, "job", 0, [rows])
                 assert store.take_inbox() == 1
 
-        with hooked(monkeypatch, "_written_end", splice) as calls:
+        with hooked("end", splice) as calls:
             taken(root, tmp_path / "copy")
         assert len(calls) == 2
     with open_store(tmp_path / "copy") as copy:
@@ -368,28 +376,22 @@ def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monk
         assert copy.splice([], app="job", version=0).already  # what it has it will not take again
 
 
-def test_a_splice_without_record_is_in_whole_or_not(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_splice_without_record_is_in_whole_or_not(root: Path, tmp_path: Path) -> None:
     """The file of splices says behind it what it said before."""
     shards = [stage(tmp_path / "shard", [Row(b"%d" % i) for i in range(20)])]
     with open_store(root) as store:
         store.splice(shards, app="before", version=0)
         record = (root / TXN_FILE).read_bytes()
-        real = Original._written_end
-        looks: list[int] = []
 
-        def end(self: Original, checkpoint: bytes) -> int:
-            found = real(self, checkpoint)
-            looks.append(found)
-            if len(looks) == 1:
+        def splice(call: int, end: int) -> int:
+            if call == 0:
                 # Half of it is what a scan could have seen: such a job's intent came after the look at the file.
                 store.splice(shards, app="job", version=0, remembered=False)
-                return found + 100
-            return found
+                return end + 100
+            return end
 
-        monkeypatch.setattr(Original, "_written_end", end)
-        report = taken(root, tmp_path / "copy")
+        with hooked("end", lambda call: None, splice) as looks:
+            report = taken(root, tmp_path / "copy")
         assert (root / TXN_FILE).read_bytes() == record
         assert len(looks) == 2
     assert (report.findings, report.truncated) == ([], [])
@@ -397,23 +399,16 @@ def test_a_splice_without_record_is_in_whole_or_not(
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_a_file_being_replaced_is_kept(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
+def test_a_file_being_replaced_is_kept(root: Path, tmp_path: Path, comes: bool) -> None:
     """It removes the file, and then renames the new one to it: a second look is the first that counts."""
     file = root / "config" / "consumerOffset.json"
     file.with_name(f"{file.name}.bak").write_text('{"offsetTable": {}}')
-    looks: list[None] = []
-    real = Original._read_small
 
-    def read(self: Original) -> Iterator[tuple[str, bytes]]:
-        if comes and looks:
+    def come(call: int) -> None:
+        if comes and call:
             file.write_text('{"offsetTable": {"t@g": {"0": 2}}}')
-        looks.append(None)
-        return real(self)
 
-    monkeypatch.setattr(Original, "_read_small", read)
-    with open_store(root):
+    with hooked("small files", come) as looks, open_store(root):
         report = taken(root, tmp_path / "copy")
     assert len(looks) == 2
     assert (tmp_path / "copy" / "config" / file.name).read_text() == (
@@ -423,21 +418,18 @@ def test_a_file_being_replaced_is_kept(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_half_written_backup_is_fine(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+def test_a_half_written_backup_is_fine(root: Path, tmp_path: Path, ends: bool) -> None:
     """It writes them in place. What stays as it is, is damaged."""
     file = root / "config" / "consumerOffset.json"
     file.write_text('{"offsetTable": {"t@g": {"0": 2}}}')
     backup = file.with_name(f"{file.name}.bak")
     contents = iter(["", '{"offsetTa', '{"offsetTable"'] + (['{"offsetTable": {}}'] if ends else []))
-    real = Original._read_small
 
-    def read(self: Original) -> Iterator[tuple[str, bytes]]:
+    def write(call: int) -> None:
         with suppress(StopIteration):
             backup.write_text(next(contents))
-        return real(self)
 
-    monkeypatch.setattr(Original, "_read_small", read)
-    with open_store(root):
+    with hooked("small files", write), open_store(root):
         report = taken(root, tmp_path / "copy")
     assert [finding.kind for finding in report.findings] == ([] if ends else ["bad_json"])
 
@@ -469,12 +461,12 @@ def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_pat
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
+def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, link: bool) -> None:
     """Or it would copy what comes meanwhile, of topics that are not in the table yet."""
     with open_store(root) as store:
         before, end = told(root), store.max_offset
         (root / "commitlog" / f"{end // SEGMENT * SEGMENT + SEGMENT:020d}").write_bytes(bytes(SEGMENT))
-        with hooked(monkeypatch, "_bring_rest", lambda call: (store.put("new", b"x"), None)[1]):
+        with hooked("copy", lambda call: store.put("new", b"x")):
             report = taken(root, tmp_path / "copy", link=link)
         assert store.max_offset < end // SEGMENT * SEGMENT + SEGMENT
     assert report.plan.log_end == report.log_end == end
@@ -483,12 +475,12 @@ def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, monkeypatch: p
     sound(tmp_path / "copy")
 
 
-def test_a_segment_dropped_during_the_look(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_dropped_during_the_look(root: Path, tmp_path: Path) -> None:
     """As when a splice that rolled is taken back."""
     with open_store(root) as store:
         name = root / "commitlog" / f"{store.max_offset // SEGMENT * SEGMENT + SEGMENT:020d}"
         name.write_bytes(bytes(SEGMENT))
-        with hooked(monkeypatch, "_written_end", lambda call: name.unlink() if call == 0 else None) as calls:
+        with hooked("end", lambda call: name.unlink() if call == 0 else None) as calls:
             taken(root, tmp_path / "copy")
     assert len(calls) == 2
     assert told(tmp_path / "copy") == told(root)
@@ -568,7 +560,7 @@ def test_the_end_is_sought_from_what_was_flushed(root: Path, tmp_path: Path, mon
     monkeypatch.setattr(looking, "scan_log", scan)
     with open_store(root) as store:
         put(store, range(200, 205))
-        flushed = store._commit.flushed
+        flushed = store.max_offset - store.stats().flush_lag_bytes
         store.put("orders", b"not flushed")
         first = taken(root, tmp_path / "first")
         assert starts == [flushed]
@@ -638,7 +630,7 @@ def test_what_is_of_root_is_not_given_away(root: Path, tmp_path: Path, link: boo
     assert (root / segment).stat().st_uid == 0
 
 
-def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path) -> None:
     table = root / "config" / "topics.json"
     with open_store(root) as store:
 
@@ -647,7 +639,7 @@ def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path, mon
                 table.write_text('{"topicConfigTable": {}}')
                 store.put("new", b"x")
 
-        with hooked(monkeypatch, "_written_end", make):
+        with hooked("end", make):
             taken(root, tmp_path / "copy")
     assert files(tmp_path / "copy")["config/topics.json"] == table.read_bytes()
     assert ("new", 0) in bounds(tmp_path / "copy")
@@ -694,7 +686,7 @@ def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path:
     assert kinds == {(True, False), (True, True), (False, True)}
 
 
-def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path) -> None:
     with open_store(root) as store:
         bundle(root, "job", 0, [[Row(b"first")], [Row(b"second")]])
         (root / "inbox" / ".job-1").mkdir()
@@ -703,7 +695,7 @@ def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, m
         def take(call: int) -> None:
             assert store.take_inbox() == 1 - call
 
-        with hooked(monkeypatch, "_bring_rest", take):  # it is gone before its turn comes, and was a part of the moment
+        with hooked("copy", take):  # it is gone before its turn comes, and was a part of the moment
             report = taken(root, tmp_path / "copy")
         assert report.plan.bundles == 1
         assert files(tmp_path / "copy" / "inbox") == waiting
@@ -717,6 +709,7 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
     """Their owner takes in one after the other: a look that copied all of them anew would never see it at rest."""
     monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
     brought: list[str] = []
+    inbox = root / "inbox"
     real = TreeCopy.file
     with open_store(root) as store:
         for version in range(6):
@@ -729,7 +722,10 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
                 version = len(brought)
                 store.splice([stage(tmp_path / f"shard{version}", [Row(b"other")])], app="other", version=version)
                 if version == 3:
-                    store._bulk.inbox._take(Bundle.load(root / "inbox" / "job-0", store.fs))
+                    waiting = [path.rename(path.with_name(f".{path.name}")) for path in sorted(inbox.glob("job-[1-5]"))]
+                    assert store.take_inbox() == 1
+                    for path in waiting:
+                        path.rename(path.with_name(path.name[1:]))
 
         monkeypatch.setattr(TreeCopy, "file", file)
         report = taken(root, tmp_path / "copy")
@@ -743,23 +739,15 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
     assert found.count(b"other") == 6
 
 
-def test_an_opening_meanwhile_makes_it_begin_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def come(call: int) -> None:
+def test_an_opening_meanwhile_makes_it_begin_again(root: Path, tmp_path: Path) -> None:
+    def come(call: int, _: object) -> None:
         if call == 0:
             with open_store(root) as store:
                 put(store, range(500, 520))
 
-    real = module._Making._bring_rest
-
-    def copied(self: module._Making, copy: TreeCopy, moment: Moment) -> None:
-        real(self, copy, moment)
-        come(len(seen))
-        seen.append(moment)
-
-    seen: list[Moment] = []
-    monkeypatch.setattr(module._Making, "_bring_rest", copied)
-    report = taken(root, tmp_path / "copy")
-    assert len(seen) == 2
+    with hooked("copy", lambda call: None, come) as calls:
+        report = taken(root, tmp_path / "copy")
+    assert len(calls) == 2
     assert report.messages == 220
     assert told(tmp_path / "copy") == told(root)
 
@@ -773,22 +761,15 @@ def test_a_writer_killed_between_looks_is_noticed(root: Path, tmp_path: Path, mo
     def alive(*arguments: Any) -> bool:
         found = real(*arguments)
         if not came:
-            came.append(open_store(root))
+            came.append(open_store(root, fs=FaultyFileSystem()))
         return found
 
     def splice(call: int) -> None:
         if call == 0:
-            with monkeypatch.context() as patch:
-                patch.setattr(Splicer, "_take_back", lambda *arguments: None)
-                patch.setattr(Splicer, "_is_recorded", lambda *arguments: False)
-                saves = iter([TxnFile.save])
-                patch.setattr(TxnFile, "save", lambda *arguments: next(saves)(*arguments))
-                with pytest.raises(StopIteration):
-                    came[0].splice(shards, app="job", version=0)
-            kill(came[0])
+            kill_in_splice(came[0], shards)
 
     monkeypatch.setattr(looking, "writer_alive", alive)
-    with hooked(monkeypatch, "_bring_rest", splice) as calls:
+    with hooked("copy", splice) as calls:
         report = taken(root, tmp_path / "copy")
     assert report.messages == 200
     assert [cut.reason for cut in report.truncated] == ["unfinished_splice"]
@@ -800,7 +781,7 @@ def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatc
     topics = root / "config" / "topics.json"
     with (
         open_store(root),
-        hooked(monkeypatch, "_written_end", lambda call: (topics.write_text(str(call)), None)[1]) as calls,
+        hooked("end", lambda call: topics.write_text(str(call))) as calls,
         pytest.raises(StoreBusyError, match="try again"),
     ):
         taken(root, tmp_path / "copy")
@@ -919,7 +900,7 @@ def test_a_last_segment_taken_is_no_cut(root: Path, tmp_path: Path, monkeypatch:
                 store.flush()
                 store.clean()
 
-        with hooked(monkeypatch, "_bring_rest", clean) as calls:
+        with hooked("copy", clean) as calls:
             report = taken(root, tmp_path / "copy")
         assert len(calls) == (1 if held else 2)
     assert report.findings == []
@@ -1036,7 +1017,7 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
         assert len(list(reader.iter("orders", 0))) == 9
         with open_store(tmp_path / "mq") as store:
             put(store, range(25, 31))
-        reader.news._next_listing = 0
+        reader.news.list_again()
         assert len(list(reader.iter("orders", 0))) == 11
 
 
@@ -1053,21 +1034,16 @@ def counts_behind(root: Path, more: range, copy: Path, others: range) -> tuple[i
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("left", ["a file made ahead", "a splice"])
 def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any, left: str
+    tmp_path: Path, profile: Any, left: str
 ) -> None:
     """It need not be the last file: a Java broker makes the next one ahead, and a kill leaves half a splice."""
     root = tmp_path / "mq"
-    store = open_store(root, profile=profile)
+    store = open_store(root, profile=profile, fs=FaultyFileSystem())
     put(store, range(100))
     store.flush()
     if left == "a splice":
         shards = [stage(tmp_path / "shard", [Row(b"%d" % i * 20) for i in range(100)], profile)]
-        with monkeypatch.context() as patch:
-            patch.setattr(Splicer, "_take_back", lambda *arguments: None)
-            patch.setattr(store._bulk.splicer, "_sync", lambda end: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                store.splice(shards, app="job", version=0)
-        kill(store)
+        kill_in_splice(store, shards)
     else:
         end = store.max_offset
         store.close()
@@ -1265,12 +1241,12 @@ def test_nothing_that_bears_such_a_name_is_touched(root: Path, tmp_path: Path) -
     assert told(tmp_path / "copy") == told(root)
 
 
-def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path) -> None:
     def other(call: int) -> None:
         if call == 0:
             taken(root, tmp_path / "copy")
 
-    with hooked(monkeypatch, "_bring_rest", other), pytest.raises(ConfigError, match="has come meanwhile"):
+    with hooked("copy", other), pytest.raises(ConfigError, match="has come meanwhile"):
         taken(root, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
     assert told(tmp_path / "copy") == told(root)

@@ -34,12 +34,13 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.bulk.splice import SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnState
+from mqstore.log.commitlog import CommitLog
 from mqstore.log.message import Message
 from mqstore.log.recovery.scanner import End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
-from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged
+from tests.log.splicesupport import Halfway, Row, described, kill_in_splice, put_one_by_one, shown, stage, staged
 from tests.log.support import SEGMENT, files, flip, kill, open_store
 
 ROWS = [Row(b"row %04d " % i * (1 + i % 9), "orders" if i % 3 else "clicks", i % 2) for i in range(60)]
@@ -390,19 +391,6 @@ def test_a_body_that_looks_like_a_reserved_name_is_nothing_to_be_refused(tmp_pat
 # -- meanwhile ---------------------------------------------------------------------------------------------------------
 
 
-class Halfway:
-    """A progress that does something once, at the end of copying: all bytes are written, nothing is recorded."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.seen: list[tuple[int, int]] = []
-        self._action = action
-
-    def __call__(self, done: int, total: int) -> None:
-        self.seen.append((done, total))
-        if done == total:
-            self._action()
-
-
 def test_progress_counts_every_byte_checked_and_copied(tmp_path: Path) -> None:
     shards = [stage(tmp_path / "a", ROWS), stage(tmp_path / "b", ROWS[:7])]
     size = sum((shard / "records.bin").stat().st_size for shard in shards)
@@ -443,7 +431,7 @@ def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, root
             assert seen == [{("orders", 0): [b"before"]}] * 3
             store.dispatch()
             assert sum(map(len, shown(store).values())) == 1 + len(ROWS)
-            late.news._next_listing = 0
+            late.news.list_again()
             assert shown(late) == shown(store)
         assert inspect_store(root)["splice"]["pending"] is None
 
@@ -543,7 +531,7 @@ def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(root: Path, 
     steps = []
 
     def again(done: int, total: int) -> None:
-        steps.append("check" if store._log._holder is None else "copy")
+        steps.append("check" if 2 * done <= total else "copy")
         for app in ("a", "b"):
             with pytest.raises(StoreBusyError):
                 store.splice([shard], app=app, version=0)
@@ -615,13 +603,13 @@ def test_ctrl_c_as_soon_as_puts_are_held_lets_them_in_again(
     root: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(root) as store:
-        hold = store._log.hold
+        hold = CommitLog.hold
 
-        def interrupted() -> int:
-            hold()
+        def interrupted(log: CommitLog) -> int:
+            hold(log)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(store._log, "hold", interrupted)
+        monkeypatch.setattr(CommitLog, "hold", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.splice([shard], app="a", version=0)
         monkeypatch.undo()
@@ -745,9 +733,8 @@ def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(
             store.splice(shards, app="a", version=0)
         except MQStoreError as error:
             failed = error
-        fired = fs._rules[0].seen >= nth
         fs.heal()
-        if isinstance(failed, FlushFailedError) or store._log.failed is not None:
+        if isinstance(failed, FlushFailedError) or store.wakeups.log.failed is not None:
             with pytest.raises(FlushFailedError):
                 store.put("orders", b"refused")
             store.close()
@@ -764,7 +751,7 @@ def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(
         store.close()
         with open_store(root) as store:
             assert not store.recovery.changed
-        if not fired:
+        if not fs.failed:
             assert failed is None
             assert nth > 1, f"a splice makes no call of the kind {kind}"
             return
@@ -774,23 +761,13 @@ def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(
 # -- undoing -----------------------------------------------------------------------------------------------------------
 
 
-def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore", segment: int = SEGMENT) -> int:
+def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore") -> int:
     """Leave `root` as a kill does when all is written and nothing recorded; where the log ended before."""
-    store = open_store(root, profile=profile, segment_bytes=segment)
+    store = open_store(root, profile=profile, fs=FaultyFileSystem())
     store.put("orders", b"before")
     store.dispatch()
-    end = store.max_offset
-
-    class Killed(BaseException):
-        pass
-
-    def die() -> None:
-        raise Killed
-
-    store._bulk.splicer._take_back = lambda *_: None  # type: ignore[method-assign]  # the dead do nothing
-    with pytest.raises(Killed):
-        store.splice([shard], app="a", version=3, progress=Halfway(die))
-    kill(store)
+    end: int = store.max_offset
+    kill_in_splice(store, [shard], version=3)
     return end
 
 
