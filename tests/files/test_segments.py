@@ -293,17 +293,17 @@ def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder:
             super().sync_directory(path)
             if meddle:
                 meddle.pop()
-                run.create(SIZE)
+                run.create(2 * SIZE)
 
     meddle: list[bool] = []
     fs = Meddling()
     run = filled(folder, 1, fs=fs)
-    run._names_changed += 1
+    run.create(SIZE)
     meddle.append(True)
     run.sync_folder()
     fs.calls.clear()
 
-    run.sync(SIZE, SIZE + 1)
+    run.sync(2 * SIZE, 2 * SIZE + 1)
 
     assert ("sync_directory", "log") in order_of(fs)
 

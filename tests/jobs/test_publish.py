@@ -21,6 +21,7 @@ import pytest
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
+from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import open_parts, open_tables
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.rules import Rules
@@ -36,7 +37,6 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
-from mqstore.jobs import publish
 from mqstore.jobs.options import SinkOptions, SourceOptions
 from mqstore.jobs.plan import stores_of
 from mqstore.jobs.publish import Commit, abort, clean_target, commit, plan_target
@@ -468,17 +468,12 @@ def test_an_overwrite_that_is_finished_late_takes_no_progress_from_groups_that_w
     options = options_of(root, confirmOverwrite="true", queues="1")
     write(options, "a", 0, ONE)
     assert consume(2) == ONE[:2]
-    real = publish._finish_overwrite
-    calls: list[int] = []
 
-    def killed(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(*arguments)
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "_finish_overwrite", killed)
+        patch.setattr(OffsetTable, "bury", killed)
         with pytest.raises(KeyboardInterrupt):
             write(options, "a", 1, TWO, overwrite=True)
     assert consume(len(ONE)) == [*ONE[2:], *TWO[:2]]
