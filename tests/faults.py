@@ -29,7 +29,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -110,6 +110,8 @@ class FaultyFileSystem(FileSystem):
         super().__init__()
         self.calls: list[Call] = []
         self.crashed = False
+        self.before_change: Callable[[], object] | None = None
+        """Called before each change, if set."""
         self.failed: list[Call] = []
         """Calls that a `fail` has struck."""
         self._guard = threading.Lock()
@@ -169,6 +171,8 @@ class FaultyFileSystem(FileSystem):
         """Record a call and let its fault happen; True when it shall be torn by a crash."""
         path = self.path_of(file) if isinstance(file, int) else os.fspath(file)
         call = Call(operation, path, position, length, os.fspath(target))
+        if self.before_change is not None and operation in CHANGES:
+            self.before_change()
         with self._guard:
             if self.crashed:
                 raise Crash(f"{operation} after the crash")

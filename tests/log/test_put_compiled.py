@@ -169,7 +169,7 @@ def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], st
 def test_what_is_no_sender_leaves_every_put_to_python(sender: object) -> None:
     door = Door(sender)
     door.put("t", b"", 0, tag="a")
-    del door._sender
+    delattr(door, "_sender")
     door.put("t", b"")
     assert door.left == [(("t", b"", 0), {"tag": "a"}), (("t", b""), {})]
 

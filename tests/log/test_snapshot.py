@@ -645,21 +645,10 @@ def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path) -> 
     assert ("new", 0) in bounds(tmp_path / "copy")
 
 
-class Looking(FaultyFileSystem):
-    """Calls `look` before each change."""
-
-    look: Callable[[], None] | None = None
-
-    def _enter(self, operation: str, *arguments: Any, **named: Any) -> bool:
-        if operation in CHANGES and self.look is not None:
-            self.look()
-        return super()._enter(operation, *arguments, **named)
-
-
 def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path: Path) -> None:
     rows = [Row(b"%d" % i * 40, queue_id=i % 2) for i in range(40)]
     before = told(root)
-    fs = Looking()
+    fs = FaultyFileSystem()
     copies: list[Path] = []
 
     def look() -> None:
@@ -669,9 +658,9 @@ def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path:
 
     with open_store(root, fs=fs) as store:
         bundle(root, "job", 0, [rows])
-        fs.look = look
+        fs.before_change = look
         assert store.take_inbox() == 1
-        fs.look = None
+        fs.before_change = None
     after = told(root)
     kinds = set()
     for copy in copies:
@@ -1346,7 +1335,6 @@ def test_a_read_error_of_the_original_is_named(root: Path, tmp_path: Path, monke
     def read(self: FaultyFileSystem, fd: int, *_: object) -> int:
         self._fail(OSError(errno.EIO, os.strerror(errno.EIO)), fd, "pread")
 
-    monkeypatch.setattr(FaultyFileSystem, "_copy_some", lambda *_: 0)
     monkeypatch.setattr(FaultyFileSystem, "read_into", read)
     with pytest.raises(StoreIOError) as caught:
         taken(root, tmp_path / "copy", fs=FaultyFileSystem())
