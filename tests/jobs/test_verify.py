@@ -26,7 +26,7 @@ from mqstore.layout.scan import find_next
 from mqstore.log.recovery.verify import verified_ranges
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import files, flip, open_store
+from tests.log.support import files, flip, flip_log, open_store
 
 Told = tuple[str, str, int, int, str]
 
@@ -361,7 +361,7 @@ def test_sizes_that_are_none_are_refused(tmp_path: Path, options: dict[str, int]
 
 def test_a_report_is_plain_values(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(10))
-    flip(path / "commitlog" / f"{0:020d}", 300)
+    flip_log(path, 300)
 
     report: VerifyReport = verify(path)
 

@@ -24,9 +24,11 @@ __all__ = [
     "dispatcher_of",
     "files",
     "flip",
+    "flip_log",
     "kill",
     "open_store",
     "reboot",
+    "segment_of",
     "units_of",
     "until_parked",
 ]
@@ -109,6 +111,18 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def segment_of(root: Path, position: int) -> Path:
+    """The file of the log that this physical offset lies in."""
+    starts = (int(file.name) for file in (root / "commitlog").iterdir() if file.name.isdigit())
+    return root / "commitlog" / f"{max(start for start in starts if start <= position):020d}"
+
+
+def flip_log(root: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of the log at a physical offset."""
+    segment = segment_of(root, position)
+    flip(segment, position - int(segment.name), bit)
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -28,7 +28,7 @@ from mqstore.log.wakeups import NEVER
 from mqstore.signalsafe import Bell
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, dispatcher_of, files, flip, open_store, units_of, until_parked
+from tests.log.support import SEGMENT, dispatcher_of, files, flip_log, open_store, units_of, until_parked
 
 VOID = (0, 0x7FFFFFFF, 0)
 HOST = encode_host("127.0.0.1:0")
@@ -133,7 +133,7 @@ def java_log(path: Path, records: list[tuple[bytes, int, int, bytes]]) -> list[i
 def test_the_slot_of_a_record_that_was_lost_is_void(tmp_path: Path) -> None:
     positions = java_log(tmp_path / "s", [(b"t", 0, i, b"%d" % i) for i in range(12)])
     for lost in (3, 4, 8):
-        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", positions[lost] + 88)
+        flip_log(tmp_path / "s", positions[lost] + 88)
     with open_store(tmp_path / "s", consumequeue_units=8) as store:
         assert store.offsets("t") == (0, 12)
         assert [m.offset for m in store.read("t")] == [i for i in range(12) if i not in (3, 4, 8)]
@@ -192,7 +192,7 @@ def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) 
     """A record that turns bad between append and dispatch: its slot becomes void, those behind it are built."""
     with open_store(tmp_path / "s") as store:
         receipts = [store.put("t", b"%d" % i) for i in range(6)]
-        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 5)  # its magic
+        flip_log(tmp_path / "s", receipts[2].physical_offset + 5)  # its magic
         assert [m.body for m in store.read("t")] == [b"0", b"1", b"3", b"4", b"5"]
         assert store.offsets("t") == (0, 6)
         assert store.put("t", b"6").offset == 6

@@ -24,7 +24,7 @@ from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
 from mqstore.options import Profile
-from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store, until_parked
+from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, until_parked
 
 UNIT = struct.Struct(">qiq")
 T0 = 1_700_000_000_000
@@ -260,7 +260,7 @@ def damaged(tmp_path: Path, slots: list[int], count: int = 10) -> Path:
     with open_store(tmp_path / "s") as store:
         receipts = [store.put("t", b"%02d" % i, tag="T") for i in range(count)]
     for slot in slots:
-        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", receipts[slot].physical_offset + 88)
+        flip_log(tmp_path / "s", receipts[slot].physical_offset + 88)
     return tmp_path / "s"
 
 
@@ -560,7 +560,7 @@ def test_find_wants_one_of_its_two_keys(store: MessageStore) -> None:
 def test_a_damaged_record_is_not_found(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         receipts = [store.put("t", b"x", keys="k") for _ in range(3)]
-    flip(tmp_path / "s" / "commitlog" / f"{0:020d}", receipts[1].physical_offset + 88)
+    flip_log(tmp_path / "s", receipts[1].physical_offset + 88)
     with open_store(tmp_path / "s", "r") as store:
         assert [m.offset for m in store.find("t", key="k")] == [2, 0]
 

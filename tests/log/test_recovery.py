@@ -32,7 +32,7 @@ from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import STEP, Crash, FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, files, flip, kill, open_in, open_store, reboot, units_of
+from tests.log.support import HEADER, SEGMENT, files, flip, flip_log, kill, open_in, open_store, reboot, units_of
 
 PROFILES = ("mqstore", "rocketmq")
 VOID = (0, 0x7FFF_FFFF, 0)
@@ -341,7 +341,7 @@ def test_each_range_that_is_cut_is_kept(crashed: Made, damage: str) -> None:
     zero(path, at + 60, at + last.size)  # a torn one, which nothing whole follows
     if damage == "torn among whole ones":
         bad = crashed.receipts[72].physical_offset
-        flip(crashed.segment(bad // SEGMENT * SEGMENT), bad % SEGMENT + 95)
+        flip_log(crashed.path, bad + 95)
         crashed.segment(last.physical_offset - at + SEGMENT).write_bytes((b"junk" * SEGMENT)[:SEGMENT])
     else:
         bad = crashed.in_segment(1)[2].physical_offset
@@ -419,7 +419,7 @@ def test_damage_below_the_watermark_is_passed_over_and_reported(clean: Made) -> 
 def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_read(clean: Made) -> None:
     bad = clean.in_segment(0)[1]
     n = clean.receipts.index(bad)
-    flip(clean.segment(0), bad.physical_offset + 93)
+    flip_log(clean.path, bad.physical_offset + 93)
     with clean.open() as store:
         assert store.recovery.scanned_from is None
         assert store.recovery.findings == []
@@ -434,7 +434,7 @@ def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_re
 def test_recover_prefix_cuts_at_the_first_damage_and_keeps_what_it_cuts(clean: Made) -> None:
     bad = clean.in_segment(1)[2]
     n = clean.receipts.index(bad)
-    flip(clean.segment(SEGMENT), bad.physical_offset % SEGMENT + 93)
+    flip_log(clean.path, bad.physical_offset + 93)
     report = clean.recover(prefix=True)
     assert report.log_end == bad.physical_offset
     assert all(cut.reason == "prefix" for cut in report.truncated if cut.stop > cut.start)
@@ -774,7 +774,7 @@ def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(cl
     mine = [r for r in clean.receipts if (r.topic, r.queue_id) == ("orders", 0)]
     assert len(mine) > 16
     bad = mine[15]
-    flip(clean.segment(bad.physical_offset // SEGMENT * SEGMENT), bad.physical_offset % SEGMENT + 93)
+    flip_log(clean.path, bad.physical_offset + 93)
     clean.recover()
     with clean.open() as store:
         assert units_of(clean.path, "orders", 0)[15] == VOID
@@ -803,7 +803,7 @@ def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_s
     with open_store(path, profile="rocketmq", segment_bytes=SEGMENT) as store:
         receipts = [store.put("t", b"short") for _ in range(100)]
     last = [r for r in receipts if r.physical_offset < SEGMENT][-1]
-    flip(path / "commitlog" / f"{0:020d}", last.physical_offset + 20 + 2)
+    flip_log(path, last.physical_offset + 20 + 2)
     made = Made(path, "rocketmq", receipts)
     assert kinds(made.recover()) == []
     with ReadOnlyMessageStore(path) as reader:
@@ -965,7 +965,7 @@ def test_a_flipped_bit_in_a_queue_offset_is_free(tmp_path: Path, which: int, byt
     bad = orders[which]
     if units == "lost":
         shutil.rmtree(made.path / "consumequeue")
-    flip(made.segment(bad.physical_offset // SEGMENT * SEGMENT), bad.physical_offset % SEGMENT + 20 + 7 - byte, bit)
+    flip_log(made.path, bad.physical_offset + 20 + 7 - byte, bit)
     with made.open("r") as store:
         (found,) = [f for f in store.verify() if f.file.startswith("commitlog")]
         assert (found.kind, found.position) == ("queue_offset", bad.physical_offset % SEGMENT)
@@ -1089,7 +1089,7 @@ def test_a_kill_forgets_no_clean_end_without_checkpoint(tmp_path: Path, profile:
     made = make(tmp_path / "s", profile)
     bad = made.in_segment(1)[2]
     n = made.receipts.index(bad)
-    flip(made.segment(SEGMENT), bad.physical_offset % SEGMENT + 91 + 2)
+    flip_log(made.path, bad.physical_offset + 93)
     spoil_checkpoint(made, state)
     nth = 0
     for nth, copy in killed_recoveries(made, RecoverOptions(), torn=False):
@@ -1240,7 +1240,7 @@ def test_index_entries_beyond_a_lost_tail_go_with_it(clean: Made) -> None:
 
 def damage_a_lot(made: Made) -> None:
     bad = made.in_segment(1)[1]
-    flip(made.segment(SEGMENT), bad.physical_offset % SEGMENT + 93)
+    flip_log(made.path, bad.physical_offset + 93)
     (made.path / "consumequeue" / "orders" / "0" / f"{160:020d}").unlink()
     flip(sorted((made.path / "index").iterdir())[0], 43)
     last = made.receipts[-1]

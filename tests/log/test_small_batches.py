@@ -35,7 +35,7 @@ from mqstore.log.reader import GetResult
 from mqstore.log.reput import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, Unsynced, files, flip, open_store
+from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store
 
 HOSTS = [encode_host("127.0.0.1:0"), encode_host("[::1]:9")]
 
@@ -252,7 +252,7 @@ def test_compiled_code_reads_what_arrays_do(
                         file.write(new)
                 for slot, at in damage:
                     physical = struct.unpack_from(">q", units, slot * 20)[0]
-                    flip(root / "commitlog" / f"{physical // SEGMENT * SEGMENT:020d}", physical % SEGMENT + at)
+                    flip_log(root, physical + at)
                 found += read_all(store, ask)
             results.append(found)
     assert results[1] == results[0]
@@ -285,7 +285,7 @@ def test_a_unit_of_another_queue_is_not_believed(filled: dict[str, bytes], tmp_p
 
 def test_without_verification_lengths_are_followed_all_the_same(filled: dict[str, bytes], tmp_path: Path) -> None:
     root = write(tmp_path, filled)
-    flip(root / "commitlog" / f"{0:020d}", 84)  # the length of the first body: 16 MiB more
+    flip_log(root, 84)  # the length of the first body: 16 MiB more
     with open_store(root, "r", verify_reads=False) as store:
         assert [m.offset for m in store.get("t", 0, 0, 1).messages] == [1]
         assert store.stats().bad_records == 1

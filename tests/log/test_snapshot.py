@@ -42,7 +42,7 @@ from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, kill_in_splice, stage
-from tests.log.support import SEGMENT, Unsynced, files, flip, kill, open_store, reboot, units_of
+from tests.log.support import SEGMENT, Unsynced, files, flip, flip_log, kill, open_store, reboot, units_of
 
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
@@ -245,7 +245,7 @@ def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: P
 def test_damage_is_copied_and_told(root: Path, tmp_path: Path, live: bool) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
-    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    flip_log(root, hit.physical_offset + 95)
     if live:
         with open_store(root):
             report = taken(root, tmp_path / "copy")
@@ -850,7 +850,7 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
 def test_a_cut_by_recovery_is_seen(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key=f"k{at}")
-    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    flip_log(root, hit.physical_offset + 95)
     copied: list[str] = []
     reports: list[SnapshotReport] = []
     real, copy = Tail.cut, TreeCopy.file

@@ -25,7 +25,7 @@ from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.walk import walk_log
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.splicesupport import Row, stage
-from tests.log.support import EXPORTED, Unsynced, as_ours, flip, open_store
+from tests.log.support import EXPORTED, Unsynced, as_ours, flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process, seen_on_a_terminal
 
@@ -177,7 +177,7 @@ def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) ->
     """Also at the end of the log, where there is no record behind the damage."""
     whole = lines(mqstore("export", ten).stdout)
     for i in victims:
-        flip(ten / "commitlog" / f"{0:020d}", whole[i]["physical_offset"] + 100)
+        flip_log(ten, whole[i]["physical_offset"] + 100)
 
     result, told = mqstore("export", ten, "--json"), mqstore("export", ten)
 

@@ -16,7 +16,7 @@ from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.recovery.ranges import RangeResult
 from mqstore.log.recovery.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import flip
+from tests.log.support import flip_log
 from tests.tools.support import mqstore, mqstore_json, process
 
 
@@ -285,7 +285,7 @@ def fleet(tmp_path: Path) -> Path:
             for i in range(40):
                 store.put("orders", b"body %d" % i, keys=[f"k{i}"])
             store.put("bills", b"other")
-    flip(root / "b" / "commitlog" / f"{0:020d}", 700)
+    flip_log(root / "b", 700)
     shutil.rmtree(root / "b" / "consumequeue" / "bills")
     return root
 
