@@ -24,7 +24,7 @@ from mqstore.jobs.runner import Runner
 from mqstore.jobs.selection import select
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
-from tests.log.support import flip
+from tests.log.support import all_queues, flip
 
 DAY_MS = 86_400_000
 T0 = 1_700_000_000_000
@@ -56,7 +56,7 @@ def offsets(dest: Path) -> list[tuple[str, int, int]]:
 def model(path: Path) -> list[tuple[str, int, int]]:
     """What a loop over messages gives."""
     with ReadOnlyMessageStore(path) as store:
-        refs = [ref for topic in store.topics() for ref in store.queues(topic)]
+        refs = all_queues(store)
         return sorted((m.topic, m.queue_id, m.offset) for ref in refs for m in store.iter(*ref))
 
 

@@ -26,7 +26,7 @@ from mqstore.layout.scan import find_next
 from mqstore.log.recovery.verify import verified_ranges
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import files, flip, flip_log, open_store
+from tests.log.support import files, flip, flip_log, open_store, overwrite_log
 
 Told = tuple[str, str, int, int, str]
 
@@ -231,9 +231,7 @@ def with_a_stale_record_in_a_blank(path: Path) -> Path:
         store_timestamp_ms=1,
         checksum=checksum,
     )
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(at)
-        file.write(stale)
+    overwrite_log(path, at, stale)
     return path
 
 

@@ -16,7 +16,7 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import kill
+from tests.log.support import all_queues, kill
 
 __all__ = ["Halfway", "Row", "bodies", "bundle", "kill_in_splice", "put_one_by_one", "shown", "stage", "staged"]
 
@@ -134,12 +134,11 @@ def put_one_by_one(store: MessageStore, rows: Sequence[Row]) -> None:
 def shown(store: MessageStore) -> dict[tuple[str, int], list[bytes]]:
     """The bodies of every queue, each message having the offset that its place in the list says."""
     found = {}
-    for topic in store.topics():
-        for ref in store.queues(topic):
-            first, _ = store.offsets(*ref)
-            messages = list(store.iter(*ref))
-            assert [message.offset for message in messages] == list(range(first, first + len(messages)))
-            found[topic, ref.queue_id] = [message.body for message in messages]
+    for ref in all_queues(store):
+        first, _ = store.offsets(*ref)
+        messages = list(store.iter(*ref))
+        assert [message.offset for message in messages] == list(range(first, first + len(messages)))
+        found[ref.topic, ref.queue_id] = [message.body for message in messages]
     return found
 
 

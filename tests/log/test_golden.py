@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from mqstore import SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.message import row_of
-from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import EXPORTED, as_ours, files, open_store
-
-Golden = Callable[[str], GoldenStore]
+from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
+from tests.log.support import EXPORTED, all_queues, as_ours, files, open_store
 
 
 def by_queue(store: GoldenStore, kind: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -64,7 +61,7 @@ def test_queues_and_bounds_of_a_java_store(golden: Golden, name: str, mode: Any)
             first = lost[key][-1]["queue_offset"] + 1 if key in lost else line["min_offset"]
             assert store.offsets(*key) == (first, line["max_offset"])
         listed = {(line["topic"], line["queue_id"]) for line in java.of("queue") if line["max_offset"]}
-        assert {ref for topic in store.topics() for ref in store.queues(topic)} == listed
+        assert {*all_queues(store)} == listed
         assert store.min_offset == bounds["min_physical_offset"]
         if mode == "rw":
             assert store.max_offset == bounds["max_physical_offset"]

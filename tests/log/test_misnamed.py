@@ -14,7 +14,7 @@ from mqstore.log.recovery.misnamed import MisnamedSegmentsError
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, Unsynced, files, kill, open_store
+from tests.log.support import SEGMENT, Unsynced, files, kill, open_store, overwrite
 
 COUNT = 120
 
@@ -49,9 +49,7 @@ def shift(path: Path) -> None:
 
 def damage_first_record(path: Path) -> None:
     swap(path, 1, 2)
-    with segment(path, 1).open("r+b") as file:
-        file.seek(95)
-        file.write(b"\xff")
+    overwrite(segment(path, 1), 95, b"\xff")
 
 
 def one_of_zeros(path: Path) -> None:

@@ -24,7 +24,7 @@ from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
 from mqstore.options import Profile
-from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, until_parked
+from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, overwrite, until_parked
 
 UNIT = struct.Struct(">qiq")
 T0 = 1_700_000_000_000
@@ -39,9 +39,7 @@ def unit_file(path: Path, topic: str, slot: int, queue_id: int = 0, units: int =
 
 
 def write_unit(path: Path, topic: str, slot: int, unit: bytes) -> None:
-    with open(unit_file(path, topic, slot), "r+b") as file:
-        file.seek(slot % 8 * 20)
-        file.write(unit)
+    overwrite(unit_file(path, topic, slot), slot % 8 * 20, unit)
 
 
 # -- statuses --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,21 @@ from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import STEP, Crash, FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, files, flip, flip_log, kill, open_in, open_store, reboot, units_of
+from tests.log.support import (
+    HEADER,
+    SEGMENT,
+    checkpointed,
+    files,
+    flip,
+    flip_log,
+    kill,
+    open_in,
+    open_store,
+    overwrite,
+    overwrite_log,
+    reboot,
+    units_of,
+)
 
 PROFILES = ("mqstore", "rocketmq")
 VOID = (0, 0x7FFF_FFFF, 0)
@@ -83,10 +97,7 @@ def make(path: Path, profile: str = "mqstore", *, count: int = 80, crash: bool =
         topic, queue_id = (("orders", n % 2), ("clicks", 0))[n % 3 == 0]
         receipts.append(store.put(topic, body(n), queue_id, keys=f"k{n}", tag="even" if n % 2 == 0 else None))
         if crash and n == count - 11:
-            store.flush()
-            store.dispatch()
-            store.run_once(1)
-            store.run_once(2000)
+            checkpointed(store)
     if crash:
         store.dispatch()
         kill(store)
@@ -458,9 +469,7 @@ def test_a_record_that_lies_elsewhere_than_it_says_is_no_record(crashed: Made) -
     data = path.read_bytes()[at : at + stale.size]
     end = crashed.end % SEGMENT
     assert end + len(data) + 8 < SEGMENT
-    with open(crashed.segment(crashed.end - end), "r+b") as file:
-        file.seek(end)
-        file.write(data)
+    overwrite_log(crashed.path, crashed.end, data)
     with crashed.open() as store:
         assert store.recovery.log_end == crashed.end
         assert held(store, crashed) == list(range(80))
@@ -678,9 +687,7 @@ def test_a_unit_that_points_beyond_the_end_is_cut(clean: Made) -> None:
     path = folder / f"{slot // 8 * 160:020d}"
     if not path.exists():
         path.write_bytes(bytes(160))
-    with open(path, "r+b") as file:
-        file.seek(slot % 8 * 20)
-        file.write(struct.pack(">qiq", clean.end + 1000, 150, 0))
+    overwrite(path, slot % 8 * 20, struct.pack(">qiq", clean.end + 1000, 150, 0))
     with clean.open("r") as store:
         assert kinds(store.verify()) == ["bad_unit"]
     with clean.open() as store:
@@ -702,9 +709,7 @@ def test_wrong_units_are_found_by_verify_and_rebuilt_by_recover(clean: Made, wro
         "other tag": (right[0], right[1], right[2] ^ 1),
         "void": VOID,
     }[wrong]
-    with open(clean.path / "consumequeue" / "orders" / "1" / f"{0:020d}", "r+b") as file:
-        file.seek(5 * 20)
-        file.write(struct.pack(">qiq", *unit))
+    overwrite(clean.path / "consumequeue" / "orders" / "1" / f"{0:020d}", 5 * 20, struct.pack(">qiq", *unit))
     with clean.open("r") as store:
         [finding] = store.verify()
         assert (finding.kind, finding.position) == ("missing_units" if wrong == "hole" else "bad_unit", 100)
@@ -845,9 +850,7 @@ def test_recovery_and_verify_agree_on_a_wild_queue_offset(path: Path, number: in
         store.flush()
         store.drop_before(2 * SEGMENT)
     bad = receipts[2 + 4 * segment]
-    with open(path / "commitlog" / f"{bad.physical_offset:020d}", "r+b") as file:
-        file.seek(bad.physical_offset % SEGMENT + 20)
-        file.write(number.to_bytes(8, "big"))
+    overwrite_log(path, bad.physical_offset + 20, number.to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
     with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == ["queue_offset"]
@@ -864,9 +867,7 @@ def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_f
     store = open_store(path, profile="rocketmq")
     receipts = [store.put("t", bytes(2000)) for _ in range(3)]
     kill(store)
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(20)
-        file.write((1).to_bytes(8, "big"))
+    overwrite_log(path, 20, (1).to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
     assert kinds(made.recover()) == ["bad_record"]
     with ReadOnlyMessageStore(path) as reader:
@@ -881,9 +882,7 @@ def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(path
     store = open_store(path, profile="rocketmq")
     receipts = [store.put("t", bytes(size)) for size in (2000, 3900, 2000)]
     kill(store)
-    with open(path / "commitlog" / f"{SEGMENT:020d}", "r+b") as file:
-        file.seek(20)
-        file.write((3).to_bytes(8, "big"))
+    overwrite_log(path, SEGMENT + 20, (3).to_bytes(8, "big"))
     store = open_store(path)
     assert [m.physical_offset for m in store.iter("t")] == [0, SEGMENT]
     receipts.append(store.put("t", b"next"))
@@ -1186,10 +1185,7 @@ def test_a_damaged_index_is_found_by_verify_and_rebuilt_by_recover(clean: Made, 
 def test_a_record_whose_keys_lie_in_two_index_files_keeps_them_all(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     receipts = [store.put("t", b"x", keys=[f"a{n}", f"b{n}", f"c{n}"]) for n in range(30)]  # files of 31 entries
-    store.dispatch()
-    store.flush()
-    store.run_once(1)
-    store.run_once(2000)
+    checkpointed(store)
     more = [store.put("t", b"y", keys=[f"a{n}", f"b{n}", f"c{n}"]) for n in range(30, 40)]
     store.dispatch()
     kill(store)
@@ -1208,15 +1204,10 @@ def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(t
     """The slot's page was written, the header's was not: the chain behind that slot can no longer be reached."""
     store = open_store(tmp_path / "store", index_slots=1, index_entries=64)
     receipts = [store.put("t", b"x", keys=f"k{n}") for n in range(20)]
-    store.dispatch()
-    store.flush()
-    store.run_once(1)
-    store.run_once(2000)
+    checkpointed(store)
     kill(store)
     [path] = (tmp_path / "store" / "index").iterdir()
-    with open(path, "r+b") as file:
-        file.seek(40)
-        file.write(struct.pack(">i", 23))
+    overwrite(path, 40, struct.pack(">i", 23))
     with open_store(tmp_path / "store") as store:
         for n, receipt in enumerate(receipts):
             assert [m.physical_offset for m in store.find("t", key=f"k{n}")] == [receipt.physical_offset]
@@ -1482,9 +1473,7 @@ def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(path: Path) -
     store = open_store(path)
     store.put_many("early", [b"a", b"b", b"c"], queue_id=0)
     store.put_many("t", [bytes(100)] * 100, queue_id=0)
-    store.dispatch()
-    store.run_once(1)
-    store.run_once(2000)  # a sync, and the checkpoint
+    checkpointed(store)
     kill(store)
     (file,) = (path / "consumequeue/early/0").iterdir()
     file.write_bytes(bytes(file.stat().st_size))
@@ -1496,8 +1485,6 @@ def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(path: Path) -
 def test_a_close_that_knew_nothing_of_queues_still_counts(path: Path) -> None:
     """A former version left the field at zero."""
     _filled_queues(path)
-    with (path / "checkpoint").open("r+b") as file:
-        file.seek(100)
-        file.write(bytes(12))
+    overwrite(path / "checkpoint", 100, bytes(12))
     with open_store(path) as store:
         assert store.recovery.scanned_from is None

@@ -35,7 +35,7 @@ from mqstore.log.reader import GetResult
 from mqstore.log.reput import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store
+from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store, overwrite
 
 HOSTS = [encode_host("127.0.0.1:0"), encode_host("[::1]:9")]
 
@@ -247,9 +247,7 @@ def test_compiled_code_reads_what_arrays_do(
                         new[:] = units[change * 20 : change * 20 + 20]
                     else:
                         new[change[1]] ^= 1 << change[0]
-                    with open(root / UNITS, "r+b") as file:
-                        file.seek(slot * 20)
-                        file.write(new)
+                    overwrite(root / UNITS, slot * 20, new)
                 for slot, at in damage:
                     physical = struct.unpack_from(">q", units, slot * 20)[0]
                     flip_log(root, physical + at)

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import resource
-import shutil
 import subprocess
 import sys
 import threading
@@ -30,7 +29,6 @@ from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
 from mqstore.files.treecopy import TreeCopy
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnState
-from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.tail import Tail
@@ -42,7 +40,21 @@ from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, kill_in_splice, stage
-from tests.log.support import SEGMENT, Unsynced, files, flip, flip_log, kill, open_store, reboot, units_of
+from tests.log.support import (
+    SEGMENT,
+    Unsynced,
+    all_queues,
+    delete_as_java,
+    files,
+    flip_log,
+    kill,
+    note_in_checkpoint,
+    open_store,
+    overwrite_log,
+    reboot,
+    segment_of,
+    units_of,
+)
 
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
@@ -65,16 +77,13 @@ def told(path: Path) -> dict[tuple[str, int], list[tuple[int, int, bytes]]]:
     with open_store(path, "r") as store:
         return {
             (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.record_bytes()) for m in store.iter(*ref)]
-            for topic in store.topics()
-            for ref in store.queues(topic)
+            for ref in all_queues(store)
         }
 
 
 def bounds(path: Path) -> Bounds:
     with open_store(path, "r") as store:
-        return {
-            (ref.topic, ref.queue_id): store.offsets(*ref) for topic in store.topics() for ref in store.queues(topic)
-        }
+        return {(ref.topic, ref.queue_id): store.offsets(*ref) for ref in all_queues(store)}
 
 
 def sound(path: Path) -> None:
@@ -167,8 +176,7 @@ def test_a_store_of_the_java_engine(golden: Golden, tmp_path: Path, name: str) -
     with open_store(tmp_path / "copy", "r") as store:
         found = {
             (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.body) for m in store.iter(*ref)]
-            for topic in store.topics()
-            for ref in store.queues(topic)
+            for ref in all_queues(store)
         }
         assert {key: value for key, value in found.items() if value} == expected
         assert store.manifest == shape  # the index, which is not copied, has the shape it had
@@ -227,9 +235,7 @@ def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: P
     put(store, range(100))
     end = store.max_offset
     kill(store)
-    with open(tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}", "r+b") as file:
-        file.seek(end % SEGMENT)
-        file.write(b"\0\0\1\0half a record")
+    overwrite_log(tmp_path / "mq", end, b"\0\0\1\0half a record")
     report = taken(tmp_path / "mq", tmp_path / "copy")
     assert report.messages == 100
     assert report.findings == []  # nothing was promised of it
@@ -519,10 +525,7 @@ def test_a_topic_that_a_java_broker_deleted_and_made_anew_is_the_new_one(tmp_pat
     with open_store(root, profile="rocketmq") as store:
         put(store, range(90))
         put(store, range(30), "others")
-    shutil.rmtree(root / "consumequeue" / "orders")
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, queues=None))  # a broker keeps no such note
+    delete_as_java(root, "orders")
     with open_store(root) as store:
         put(store, range(500, 515))
         store.dispatch()
@@ -565,9 +568,7 @@ def test_the_end_is_sought_from_what_was_flushed(root: Path, tmp_path: Path, mon
         first = taken(root, tmp_path / "first")
         assert starts == [flushed]
         # Somebody wrote nonsense where it says that whole records begin.
-        decoded = CheckpointFile(root, Unsynced(), 0o600)
-        decoded.load()
-        decoded.save(replace(decoded.current, flushed=flushed + 7))
+        note_in_checkpoint(root, flushed=flushed + 7)
         second = plan_snapshot(root, tmp_path / "second")
         assert starts[1:] == [flushed + 7, flushed // SEGMENT * SEGMENT]
     assert first.plan.log_end == second.log_end == first.log_end
@@ -823,7 +824,6 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
     """The writer dies, and a recovery cuts the log; another writer goes on from there."""
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
-    segment = root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}"
     calls: list[str] = []
     real = TreeCopy.file
     writer = open_store(root)
@@ -834,7 +834,7 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
             calls.append(name)
             if len(calls) == 5:
                 kill(writer)
-                flip(segment, hit.physical_offset % SEGMENT + 95)
+                flip_log(root, hit.physical_offset + 95)
                 recover_store(root, RecoverOptions(prefix=True), fs=Unsynced())
                 with open_store(root) as other:
                     put(other, range(800, 900))
@@ -922,8 +922,7 @@ def test_who_cuts_into_a_shared_segment_takes_a_copy_of_it(root: Path, tmp_path:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
     taken(root, tmp_path / "copy", link=True)
-    segment = f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
-    flip(root / segment, hit.physical_offset % SEGMENT + 95)  # a bad disk: both have it
+    flip_log(root, hit.physical_offset + 95)  # a bad disk: both have it
     other = tmp_path / ("copy" if cut == "mq" else "mq")
     before = files(other)
     report = recover_store(tmp_path / cut, RecoverOptions(prefix=True), fs=Unsynced())
@@ -997,11 +996,8 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
     store.dispatch()
     end = store.max_offset
     kill(store)
-    segment = tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}"
-    with open(segment, "r+b") as file:
-        file.seek(end % SEGMENT)
-        file.write(b"\0\0\1\0half a record")
-    os.link(segment, tmp_path / "other")
+    overwrite_log(tmp_path / "mq", end, b"\0\0\1\0half a record")
+    os.link(segment_of(tmp_path / "mq", end), tmp_path / "other")
     with open_store(tmp_path / "mq", "r") as reader:
         assert len(list(reader.iter("orders", 0))) == 9
         with open_store(tmp_path / "mq") as store:
@@ -1050,12 +1046,8 @@ def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(r
     reboot(root)
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k150")
-    at, name = hit.physical_offset % SEGMENT, f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
-    os.truncate(root / name, at)
-    os.truncate(root / name, SEGMENT)
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, flushed=hit.physical_offset, dispatched=0))
+    overwrite_log(root, hit.physical_offset, bytes(SEGMENT - hit.physical_offset % SEGMENT))
+    note_in_checkpoint(root, flushed=hit.physical_offset, dispatched=0)
     taken(root, tmp_path / "copy", link=True)
     copied = told(tmp_path / "copy")  # a recovery reads the copy back: it passes over the zeros
     with open_store(root) as store:

@@ -22,7 +22,7 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
 from tests.faults import STEP, Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, flip, kill, open_store, reboot
+from tests.log.support import SEGMENT, checkpointed, flip_log, kill, open_store, overwrite_log, reboot
 
 PROFILES = ("mqstore", "rocketmq")
 JUDGED = {"bad_record", "torn_tail", "lost_tail", "missing_segment", "segment_size"}
@@ -39,10 +39,7 @@ def make(path: Path, profile: str, *, went_down: bool = True) -> tuple[list[int]
     for n in range(60):
         places.append(store.put("orders", b"message %03d " % n * (1 + n % 9), n % 2, keys=f"k{n}").physical_offset)
         if n == 30:
-            store.flush()
-            store.dispatch()
-            store.run_once(1)
-            store.run_once(2000)
+            checkpointed(store)
     store.dispatch()
     kill(store)
     if went_down:
@@ -55,7 +52,7 @@ def make(path: Path, profile: str, *, went_down: bool = True) -> tuple[list[int]
 def damage(path: Path, place: int) -> tuple[str, int]:
     """Flip a bit of the body of a record that begins at `place`: its file, and where it begins there."""
     name = f"commitlog/{place - place % SEGMENT:020d}"
-    flip(path / name, place % SEGMENT + 93)
+    flip_log(path, place + 93)
     return name, place % SEGMENT
 
 
@@ -215,9 +212,7 @@ def test_inspect_counts_nothing_behind_a_torn_tail(tmp_path: Path) -> None:
     places, flushed = make(tmp_path / "s", "mqstore")
     place = next(place for place in places if place >= flushed)
     name = f"commitlog/{place - place % SEGMENT:020d}"
-    with open(tmp_path / "s" / name, "r+b") as file:
-        file.seek(place % SEGMENT)
-        file.write(bytes(40))
+    overwrite_log(tmp_path / "s", place, bytes(40))
 
     found = inspect_store(tmp_path / "s")
 

@@ -9,7 +9,6 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from click.testing import Result
 import mqstore as library
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
-from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.walk import walk_log
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.splicesupport import Row, stage
-from tests.log.support import EXPORTED, Unsynced, as_ours, flip_log, open_store
+from tests.log.support import EXPORTED, as_ours, delete_as_java, flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process, seen_on_a_terminal
 
@@ -89,10 +87,7 @@ def earlier_generation(root: Path) -> set[tuple[str, int]]:
     with open_store(root, profile="rocketmq") as store:
         store.put_many("orders", [b"old"] * 9, queue_id=0)
         store.put("others", b"other", queue_id=0)
-    shutil.rmtree(root / "consumequeue" / "orders")
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, queues=None))  # a broker keeps no note of queues
+    delete_as_java(root, "orders")
     with open_store(root) as store:
         store.put_many("orders", [b"new"] * 3, queue_id=0)
     return {("orders", n) for n in range(3)} | {("others", 0)}

@@ -15,7 +15,7 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.commands import looking
-from tests.log.support import flip, reboot
+from tests.log.support import flip_log, overwrite_log, reboot, segment_of
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -35,8 +35,7 @@ def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
 
 
 def spoil(path: Path, receipt: SendReceipt) -> None:
-    start = receipt.physical_offset // (1 << 14) * (1 << 14)
-    flip(path / "commitlog" / f"{start:020d}", receipt.physical_offset - start + 95)
+    flip_log(path, receipt.physical_offset + 95)
 
 
 def bodies(path: Path) -> list[bytes]:
@@ -272,31 +271,25 @@ def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to
 Store = tuple[Path, list[SendReceipt]]
 
 
-def segment_of(path: Path, receipt: SendReceipt) -> Path:
-    return path / "commitlog" / f"{receipt.physical_offset >> 14 << 14:020d}"
-
-
-def overwrite(path: Path, first: SendReceipt, last: SendReceipt) -> None:
+def zero(path: Path, first: SendReceipt, last: SendReceipt) -> None:
     """Zeros over the records from `first` to `last`, which lie in one segment."""
     start, stop = first.physical_offset, last.physical_offset + last.size
-    with open(segment_of(path, first), "r+b") as file:
-        file.seek(start % (1 << 14))
-        file.write(bytes(stop - start))
+    overwrite_log(path, start, bytes(stop - start))
 
 
 #: What no recovery brings back, in a store of a hundred messages.
 LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
     "a flipped bit": lambda path, receipts: spoil(path, receipts[50]),
     "two flipped bits": lambda path, receipts: [spoil(path, receipts[n]) for n in (20, 50)],
-    "zeros over three records": lambda path, receipts: overwrite(path, receipts[60], receipts[62]),
-    "a missing segment": lambda path, receipts: segment_of(path, receipts[50]).unlink(),
+    "zeros over three records": lambda path, receipts: zero(path, receipts[60], receipts[62]),
+    "a missing segment": lambda path, receipts: segment_of(path, receipts[50].physical_offset).unlink(),
     "a missing segment behind a flipped bit": lambda path, receipts: [
         spoil(path, receipts[receipts.index(next(r for r in receipts if r.physical_offset >= 1 << 14)) - 1]),
         (path / "commitlog" / f"{1 << 14:020d}").unlink(),
     ],
-    "a short segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50]), 5000),
-    "a missing first segment": lambda path, receipts: segment_of(path, receipts[0]).unlink(),
-    "an empty segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50]), 0),
+    "a short segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50].physical_offset), 5000),
+    "a missing first segment": lambda path, receipts: segment_of(path, receipts[0].physical_offset).unlink(),
+    "an empty segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50].physical_offset), 0),
 }
 
 
@@ -334,9 +327,9 @@ def test_damage_that_recover_has_reported_is_known(path: Path, profile: library.
     ("new", "count"),
     [
         (lambda path, receipts: spoil(path, receipts[70]), 1),
-        (lambda path, receipts: overwrite(path, receipts[50], receipts[51]), 0),  # the same place, but longer
-        (lambda path, receipts: overwrite(path, receipts[49], receipts[50]), 0),
-        (lambda path, receipts: segment_of(path, receipts[50]).unlink(), 0),  # of another kind
+        (lambda path, receipts: zero(path, receipts[50], receipts[51]), 0),  # the same place, but longer
+        (lambda path, receipts: zero(path, receipts[49], receipts[50]), 0),
+        (lambda path, receipts: segment_of(path, receipts[50].physical_offset).unlink(), 0),  # of another kind
     ],
     ids=["elsewhere", "longer", "earlier", "another kind"],
 )
@@ -393,7 +386,7 @@ def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> N
 def test_a_segment_that_was_put_back_is_forgotten(hundred: Store) -> None:
     """If it is lost once more, that is news."""
     path, receipts = hundred
-    segment = segment_of(path, receipts[50])
+    segment = segment_of(path, receipts[50].physical_offset)
     whole = segment.read_bytes()
     segment.unlink()
     mqstore_json("recover", path, exit_code=1)
