@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -55,6 +54,7 @@ from tests.log.support import (
     segment_of,
     units_of,
 )
+from tests.waiting import until
 
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
@@ -313,8 +313,7 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
     listener = threading.Thread(target=listen)
     listener.start()
     try:
-        while newest < 8_000:  # from here on the oldest go
-            time.sleep(0.01)
+        until(lambda: newest >= 8_000)  # from here on the oldest go
         for round_ in range(4):
             known = newest
             target = tmp_path / f"copy{round_}"

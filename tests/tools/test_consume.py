@@ -20,6 +20,7 @@ import mqstore as library
 from mqstore.layout.properties import DLQ_REASON
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
+from tests.waiting import until
 
 LIMIT_S = 60
 
@@ -67,13 +68,6 @@ def ran(folder: Path) -> list[tuple[str, int]]:
     file = folder / "done"
     rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     return [(body, int(attempt)) for body, attempt in rows]
-
-
-def until(happened: Any) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def letters(path: Path, group: str = "g") -> list[str]:

@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs import traffic_report
-from tests.tools.brokers import filled
 from tests.tools.support import environment, mqstore, mqstore_json, seen_on_a_terminal
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
-    return filled(tmp_path_factory.mktemp("store") / "s")
 
 
 def arguments(name: str, *stores: Path) -> list[object]:

@@ -20,18 +20,11 @@ from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 CONFIG = StoreConfig(segment_bytes=1 << 14)
+Store = tuple[Path, list[SendReceipt]]
 
 #: What a program may rely on; there is more.
 CONTRACT = {"changed", "truncated", "rebuilt", "messages"}
 COUNTS = {"damaged_ranges", "kept_behind_damage", "moved_to_cut"}
-
-
-@pytest.fixture
-def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
-    """A hundred messages over several segments, closed cleanly."""
-    with library.engine.MessageStore(tmp_path / "s", config=CONFIG) as store:
-        receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
-    return tmp_path / "s", receipts
 
 
 def spoil(path: Path, receipt: SendReceipt) -> None:
@@ -84,7 +77,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     assert [finding["kind"] for finding in report["findings"]] == ([] if cut else ["bad_record"])
 
 
-def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_people_are_told_how_many_messages_lie_behind_damage(hundred: Store) -> None:
     path, receipts = hundred
     spoil(path, receipts[40])
     spoil(path, receipts[50])
@@ -96,7 +89,7 @@ def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path
     assert mqstore_json("verify", path)["ok"]
 
 
-def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_the_index_is_rebuilt_alone_when_asked(hundred: Store) -> None:
     path, _ = hundred
 
     report = mqstore_json("recover", path, "--rebuild", "index")
@@ -106,7 +99,7 @@ def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendRec
 
 
 @pytest.fixture
-def without_manifest(hundred: tuple[Path, list[SendReceipt]]) -> Path:
+def without_manifest(hundred: Store) -> Path:
     path, _ = hundred
     for manifest in path.glob("mqstore.json*"):
         manifest.unlink()
@@ -229,7 +222,7 @@ def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name:
     assert mqstore("verify", tmp_path / "s").exit_code == 0
 
 
-def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_for_people_it_says_what_was_done(hundred: Store) -> None:
     path, receipts = hundred
     spoil(path, receipts[40])
     shutil.rmtree(path / "consumequeue")
@@ -266,9 +259,6 @@ def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to
     assert mqstore("produce", path, "orders", "--body", "next").exit_code == 0
     with broker(path) as running:
         assert [delivery.message.body for delivery in running.pop("billing", "orders")] == [b"next"]
-
-
-Store = tuple[Path, list[SendReceipt]]
 
 
 def zero(path: Path, first: SendReceipt, last: SendReceipt) -> None:

@@ -32,13 +32,6 @@ def test_stores_of_the_java_engine_are_in_order(golden: Golden, name: str) -> No
     assert found["bytes"] >= sum(m["size"] for m in store.of("message"))
 
 
-@pytest.fixture
-def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
-    with library.engine.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
-        receipts = [store.put("orders", b"%03d" % i * 20, keys=f"k{i}") for i in range(100)]
-    return tmp_path / "s", receipts
-
-
 def test_a_short_queue_file_of_a_clean_store_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
     """Where only what is not in use yet was cut off, verify saw nothing."""
     path, _ = hundred
