@@ -103,14 +103,6 @@ def test_a_topic_or_queue_that_is_not_there(store: MessageStore) -> None:
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_sees_what_it_has_put_at_once(store: MessageStore) -> None:
-    for i in range(30):
-        store.put("t", b"%d" % i)
-        assert len(store.read("t")) == i + 1
-        assert store.offsets("t") == (0, i + 1)
-        assert store.read("t", 0, i)[0].offset == i
-
-
 @pytest.mark.parametrize("offset", [0, 5, 7, 8, 9, 39])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 8, 9, 32, 1000])
 def test_a_read_goes_on_across_consume_queue_files_to_its_count(store: MessageStore, offset: int, count: int) -> None:

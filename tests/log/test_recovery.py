@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from mqstore.clock import SimulatedClock
-from mqstore.errors import StoreLockedError
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.layout.checkpoint import Checkpoint, decode
 from mqstore.log.commitlog import SendReceipt
@@ -400,33 +399,6 @@ def test_a_copy_is_not_written_over_when_a_killed_recovery_is_run_again(tmp_path
     assert nth > 10
 
 
-def test_damage_below_the_watermark_is_passed_over_and_reported(clean: Made) -> None:
-    bad = clean.in_segment(1)[2]
-    n = clean.receipts.index(bad)
-    at = bad.physical_offset % SEGMENT
-    flip(clean.segment(SEGMENT), at + 91 + 2)
-    (clean.path / "checkpoint").unlink()  # so that opening reads it all
-    with clean.open("r") as store:
-        found = list(store.verify())
-        assert ("bad_record", f"commitlog/{SEGMENT:020d}", at, bad.size) in [
-            (f.kind, f.file, f.position, f.length) for f in found
-        ]
-        assert held(store, clean) == [i for i in range(80) if i != n]
-    with clean.open() as store:
-        report = store.recovery
-        assert report.scanned_from == 0
-        assert [(f.kind, f.file, f.position, f.length) for f in report.findings] == [
-            ("bad_record", f"commitlog/{SEGMENT:020d}", at, bad.size)
-        ]
-        assert report.truncated == []
-        assert held(store, clean) == [i for i in range(80) if i != n]
-        assert store.put("orders", b"next").physical_offset == clean.end
-    assert units_of(clean.path, bad.topic, bad.queue_id)[bad.offset] == VOID
-    report = clean.recover()
-    assert kinds(report) == ["bad_record"]
-    assert not report.changed
-
-
 def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_read(clean: Made) -> None:
     bad = clean.in_segment(0)[1]
     n = clean.receipts.index(bad)
@@ -440,25 +412,6 @@ def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_re
     with clean.open("r") as store:
         assert "bad_record" in kinds(store.verify())
     assert kinds(clean.recover()) == ["bad_record"]
-
-
-def test_recover_prefix_cuts_at_the_first_damage_and_keeps_what_it_cuts(clean: Made) -> None:
-    bad = clean.in_segment(1)[2]
-    n = clean.receipts.index(bad)
-    flip_log(clean.path, bad.physical_offset + 93)
-    report = clean.recover(prefix=True)
-    assert report.log_end == bad.physical_offset
-    assert all(cut.reason == "prefix" for cut in report.truncated if cut.stop > cut.start)
-    saved = b"".join(Path(name).read_bytes() for name in report.kept)
-    assert all(body(i) in saved for i in range(n + 1, 80))
-    assert all(Path(name).parent == clean.path / "cut" for name in report.kept)
-    assert report.moved_to_cut == 80 - n - 1
-    with clean.open() as store:
-        assert held(store, clean) == list(range(n))
-        assert store.find("orders", key="k79") == []
-    with clean.open("r") as store:
-        assert list(store.verify()) == []
-    settle(clean)
 
 
 def test_a_record_that_lies_elsewhere_than_it_says_is_no_record(crashed: Made) -> None:
@@ -563,20 +516,6 @@ def test_surplus_bytes_of_a_segment_are_ignored_and_reported(clean: Made) -> Non
         assert verified == [finding]
         assert held(store, clean) == list(range(80))
     assert clean.segment(SEGMENT).stat().st_size == SEGMENT + 7
-
-
-def test_a_missing_middle_segment_is_a_bad_range(clean: Made) -> None:
-    clean.segment(SEGMENT).unlink()
-    left = [n for n, r in enumerate(clean.receipts) if r.physical_offset // SEGMENT != 1]
-    with clean.open("r") as store:
-        [missing] = [f for f in store.verify() if f.kind == "missing_segment"]
-        assert (missing.file, missing.position) == (f"commitlog/{SEGMENT:020d}", 0)
-        assert missing.length == SEGMENT
-        assert held(store, clean) == left
-    with clean.open() as store:
-        assert kinds(store.recovery) == ["missing_segment"]
-        assert held(store, clean) == left
-        assert store.put("orders", b"next").physical_offset == clean.end
 
 
 def test_a_segment_made_ahead_that_is_removed_is_told_of(golden: Callable[[str], Any]) -> None:
@@ -1250,13 +1189,6 @@ def test_a_dry_run_writes_nothing_and_says_what_the_real_one_does(crashed: Made,
     assert planned.as_dict() | {"seconds": 0} == done.as_dict() | {"seconds": 0}
 
 
-def test_recover_keeps_away_from_a_live_writer(clean: Made) -> None:
-    with clean.open():
-        for dry_run in (True, False):
-            with pytest.raises(StoreLockedError):
-                clean.recover(dry_run=dry_run)
-
-
 def test_progress_grows_to_the_total(clean: Made) -> None:
     seen: list[tuple[int, int]] = []
     recover_store(clean.path, EVERYTHING, config=CONFIG, progress=lambda done, total: seen.append((done, total)))
@@ -1284,25 +1216,6 @@ def test_recover_may_be_killed_before_every_change_and_run_again(tmp_path: Path,
         assert not recover_store(copy, options, config=CONFIG).changed
         assert again.log_end == whole.log_end
     assert nth > 20
-
-
-@pytest.mark.parametrize("name", ["clean", "crashed", "rolled", "trimmed", "propcrc"])
-def test_golden_stores_recover_to_what_java_wrote(golden: Callable[[str], Any], name: str) -> None:
-    java = golden(name)
-    units = java.units
-    before = snapshot(java.path)
-    planned = recover_store(java.path, RecoverOptions(dry_run=True))
-    assert snapshot(java.path) == before
-    report = recover_store(java.path, EVERYTHING)
-    assert report.findings == planned.findings == []
-    assert report.changed == planned.changed
-    assert report.messages >= len(java.of("message"))  # prepared and rollback records are in no queue
-    after = java.units
-    for queue, data in units.items():
-        if name == "trimmed":  # units of dead records are none of our business
-            data = data[: len(after[queue])]
-        assert after[queue][: len(data)] == data
-    assert not recover_store(java.path, EVERYTHING).changed
 
 
 # --- manifest and guard ---
@@ -1349,18 +1262,6 @@ def test_a_short_file_that_becomes_the_last_one_is_written_on(tmp_path: Path, le
         assert [store.read(*r.queue, r.offset, 1)[0].body for r in receipts] == [body(n) for n in range(100)]
     lengths = {file.stat().st_size for file in (made.path / "commitlog").iterdir() if file.name.isdigit()}
     assert lengths == {SEGMENT}
-
-
-def test_a_surplus_is_moved_away_once(tmp_path: Path) -> None:
-    made = make(tmp_path / "s")
-    starts = sorted(int(file.name) for file in (made.path / "commitlog").iterdir() if file.name.isdigit())
-    for start in starts[-2:]:
-        with made.segment(start).open("ab") as file:
-            file.write(b"x")
-    made.recover()
-    report = made.recover()
-    assert (report.changed, report.findings) == (False, [])
-    assert [path.read_bytes() for path in (made.path / "cut").iterdir()] == [b"x", b"x"]
 
 
 def test_a_first_segment_without_a_byte_is_found(tmp_path: Path) -> None:

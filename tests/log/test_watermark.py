@@ -223,15 +223,6 @@ def test_inspect_counts_nothing_behind_a_torn_tail(tmp_path: Path) -> None:
     assert problem.startswith(f"{name}: the log ends at {place % SEGMENT}")
 
 
-def test_what_a_store_that_was_closed_holds_is_damage_to_its_end(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        places = [store.put("orders", b"message %03d " % n).physical_offset for n in range(40)]
-    name, at = damage(tmp_path / "s", places[-2])
-
-    assert by_verify(tmp_path / "s") == {("bad_record", name, at)}
-    assert by_full_plan(tmp_path / "s") == {("bad_record", name, at)}
-
-
 def test_beside_a_writer_bad_bytes_are_damage(tmp_path: Path) -> None:
     """Whatever lies before the end that a look has taken was written whole."""
     with open_store(tmp_path / "s") as writer:

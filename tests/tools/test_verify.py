@@ -98,28 +98,6 @@ def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
     assert child.returncode == 0, out
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_a_writer_that_comes_while_it_looks_does_no_damage(tmp_path: Path, closed: bool) -> None:
-    """What a writer put that had come since verify began, and had not dispatched yet, was called missing units."""
-    config = StoreConfig(clock=library.SimulatedClock())
-    writer = library.engine.MessageStore(tmp_path / "s", config=config)
-    writer.put_many("orders", [b"x"] * 10)
-    if closed:
-        writer.close()
-    else:
-        writer.dispatch()
-    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as reader:
-        verifier = reader.verifier()
-        if closed:
-            writer = library.engine.MessageStore(tmp_path / "s", config=config)
-        for n in range(10):
-            writer.put("orders", b"%d" % n, n % 2, keys=f"k{n}")
-        assert list(verifier.findings()) == []
-    writer.close()
-    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as reader:
-        assert list(reader.verify()) == []
-
-
 def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
     with library.engine.MessageStore(tmp_path / "s", config=config) as store:
