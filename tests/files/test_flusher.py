@@ -121,15 +121,6 @@ def test_a_lone_caller_syncs_in_its_own_thread() -> None:
     assert at_rest(commit)
 
 
-def test_what_is_durable_already_costs_no_sync() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync, flushed=100)
-
-    assert commit.wait_until(100, 0) is True
-
-    assert disk.calls == []
-
-
 def test_all_that_wait_during_one_sync_share_the_next() -> None:
     disk, commit, leader = in_a_sync()
     targets = [disk.append() for _ in range(8)]

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,13 +35,16 @@ NOW_MS = 1_700_000_000_000
 def child(work: Callable[[], str]) -> Iterator[tuple[int, str]]:
     """A forked process that does `work`, reports its result, then holds what it has until the block ends."""
 
+    parent = os.getpid()
+
     def say(pipe: int) -> None:
         try:
             result = work()
         except BaseException as error:
             result = type(error).__name__
         os.write(pipe, result.encode() + b"\n")
-        signal.pause()
+        while os.getppid() == parent:  # and a while longer
+            time.sleep(1)
 
     with speaking_child(say) as (pid, pipe), open(pipe, encoding="utf-8", closefd=False) as said:
         yield pid, said.readline().strip()

@@ -282,15 +282,6 @@ def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: P
     assert set(report.findings) <= set(every.findings)
 
 
-def test_keys_without_an_entry_are_counted_over_all_ranges(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(100))
-    for file in (path / "index").iterdir():
-        file.unlink()
-
-    [finding] = verify(path, range_bytes=1_000).findings
-    assert (finding.kind, finding.detail) == ("bad_index", "100 keys of the log have no entry")
-
-
 def test_a_store_is_checked_beside_its_writer(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(100))
     with open_store(path) as writer:

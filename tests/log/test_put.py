@@ -38,7 +38,6 @@ from mqstore.log import commitlog as commitlog_module
 from mqstore.native import kernel
 from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
-from tests.holding import open_files
 from tests.log.support import HEADER, SEGMENT, Unsynced, files, kill, open_store, units_of
 from tests.without import put_by_python
 
@@ -844,14 +843,6 @@ def test_ctrl_c_while_a_segment_is_made_leaves_none_behind_the_end_of_a_closed_s
         assert (store.recovery.scanned_from, store.recovery.changed) == (None, False)
         assert store.put("t", bytes(3000)).offset == filled
         assert [m.offset for m in store.read("t")] == [*range(filled + 1)]
-
-
-def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:
-    """The log kept that of its last segment, for as long as somebody had the store."""
-    store = open_store(tmp_path / "s", durability="flush")
-    store.put("t", b"x")
-    store.close()
-    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("by", ["put", "put_many"])

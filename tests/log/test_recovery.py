@@ -546,28 +546,6 @@ def test_last_segments_of_zero_length_are_removed(clean: Made) -> None:
     settle(clean)
 
 
-def test_segments_of_zeros_behind_the_end_are_removed(crashed: Made) -> None:
-    start = (crashed.end // SEGMENT + 1) * SEGMENT
-    for i in range(2):
-        crashed.segment(start + i * SEGMENT).write_bytes(bytes(SEGMENT))
-    with crashed.open() as store:
-        assert store.recovery.findings == []
-        assert store.recovery.changed
-        assert held(store, crashed) == list(range(80))
-    assert not crashed.segment(start).exists()
-    settle(crashed)
-
-
-def test_names_off_the_grid_are_left_alone_and_reported(clean: Made) -> None:
-    stray = clean.path / "commitlog" / f"{123:020d}"
-    stray.write_bytes(b"not ours")
-    with clean.open("r") as store:
-        assert kinds(store.verify()) == ["segment_name"]
-    with clean.open() as store:
-        assert held(store, clean) == list(range(80))
-    assert stray.read_bytes() == b"not ours"
-
-
 def test_without_any_segment_the_stream_goes_on_behind_what_was(clean: Made) -> None:
     ends = {(r.topic, r.queue_id): r.offset + 1 for r in clean.receipts}
     for path in (clean.path / "commitlog").glob("0*"):
@@ -727,15 +705,6 @@ def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(cl
         alive = [r.offset for r in mine if r.physical_offset >= first and r is not bad]
         assert store.offsets("orders", 0)[0] == alive[0]
         assert [m.offset for m in store.read("orders", 0, alive[0], 100)] == alive
-
-
-def test_the_next_number_counts_records_whose_units_are_gone(crashed: Made) -> None:
-    """format#next-offset: queue end or one more than the largest number scanned, whichever is greater."""
-    shutil.rmtree(crashed.path / "consumequeue" / "orders" / "1")
-    with crashed.open() as store:
-        ends = {(r.topic, r.queue_id): r.offset + 1 for r in crashed.receipts}
-        for (topic, queue_id), end in ends.items():
-            assert store.put(topic, b"next", queue_id).offset == end
 
 
 # --- the numbers in the records ---
