@@ -123,13 +123,7 @@ class FaultyFileSystem(FileSystem):
     # -- the script -------------------------------------------------------------------------------------------------
 
     def fail(
-        self,
-        operations: str | Iterable[str],
-        errno: int,
-        *,
-        nth: int = 1,
-        times: int | None = 1,
-        path_part: str = "",
+        self, operations: str | Iterable[str], errno: int, *, nth: int = 1, times: int | None = 1, path_part: str = ""
     ) -> None:
         """Fail the `nth` of the coming calls of `operations` whose path contains `path_part`, and the `times - 1` after
         it (None: all after it), with `errno`."""

@@ -113,10 +113,7 @@ def test_messages_with_a_time_that_no_date_has_lie_in_a_folder_of_their_own(tmp_
 
 def test_columns_and_partitions_can_be_chosen(store: Path, tmp_path: Path) -> None:
     export_parquet(
-        {"one": store},
-        tmp_path / "out",
-        columns=["body", "keys", "topic"],
-        partition_by=["store", "topic", "queue_id"],
+        {"one": store}, tmp_path / "out", columns=["body", "keys", "topic"], partition_by=["store", "topic", "queue_id"]
     )
 
     first = visible(tmp_path / "out")[0]

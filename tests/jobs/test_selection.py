@@ -130,10 +130,7 @@ class Outer(Shaped):
 def test_a_result_is_plain_values() -> None:
     found = Outer((Inner("a", None), Inner("b", 0.5)), {3: {"x": (1, 2)}}).to_dict()
 
-    assert found == {
-        "rows": [{"name": "a", "share": None}, {"name": "b", "share": 0.5}],
-        "ends": {"3": {"x": [1, 2]}},
-    }
+    assert found == {"rows": [{"name": "a", "share": None}, {"name": "b", "share": 0.5}], "ends": {"3": {"x": [1, 2]}}}
     assert json.loads(json.dumps(found)) == found
     with pytest.raises(TypeError, match="int64"):
         Inner("a", np.int64(1)).to_dict()  # type: ignore[arg-type]

@@ -57,13 +57,7 @@ def staged(row: Row, store_host: str = "127.0.0.1:0") -> bytes:
     return bytes(record)
 
 
-def stage(
-    folder: Path,
-    rows: Sequence[Row],
-    profile: str = "mqstore",
-    *,
-    store_host: str = "127.0.0.1:0",
-) -> Path:
+def stage(folder: Path, rows: Sequence[Row], profile: str = "mqstore", *, store_host: str = "127.0.0.1:0") -> Path:
     """A shard of `rows` in `folder`, which it makes."""
     records = [staged(row, store_host) for row in rows]
     return write(folder, records, described(rows, records, profile))

@@ -126,10 +126,7 @@ def test_every_thread_finds_all_messages_in_put_order(tmp_path: Path, durability
                     counts[writer] += 1
                     offset += 1
 
-        in_threads(
-            *(lambda n=n: write(n) for n in range(writers)),
-            *(lambda q=q: read(q) for q in (0, 1, 0, 1)),
-        )
+        in_threads(*(lambda n=n: write(n) for n in range(writers)), *(lambda q=q: read(q) for q in (0, 1, 0, 1)))
         assert store.offsets("shared", 0)[1] + store.offsets("shared", 1)[1] == writers * each + 2
         spans = sorted((m.physical_offset, m.size) for m in store.iter("shared"))
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))

@@ -38,8 +38,7 @@ HOST = encode_host("127.0.0.1:0")
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"),
-    [*((name, "both") for name in GOLDEN_NAMES), ("crashed", "consumequeue"), ("clean", "index")],
+    ("name", "missing"), [*((name, "both") for name in GOLDEN_NAMES), ("crashed", "consumequeue"), ("clean", "index")]
 )
 def test_units_and_index_are_rebuilt_as_the_java_engine_wrote_them(golden: Golden, name: str, missing: str) -> None:
     java = golden(name)

@@ -134,9 +134,7 @@ def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
         MessageStore(java.path, profile="mqstore")
 
 
-def test_a_java_store_is_read_without_write_permission(
-    golden: Golden,
-) -> None:
+def test_a_java_store_is_read_without_write_permission(golden: Golden) -> None:
     java = golden("propcrc")
     for folder in [java.path, *java.path.rglob("*")]:
         folder.chmod(0o500 if folder.is_dir() else 0o400)

@@ -282,10 +282,7 @@ def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        (_pipe("0-0-abc/records.bin"), "records.bin: it is a"),
-        (_folder("0-0-abc/records.bin"), "records.bin: it is a"),
-    ],
+    [(_pipe("0-0-abc/records.bin"), "records.bin: it is a"), (_folder("0-0-abc/records.bin"), "records.bin: it is a")],
 )
 def test_what_is_no_file_is_moved_aside_at_once(tmp_path: Path, change: Callable[[Path], None], why: str) -> None:
     change(bundle(tmp_path, "job", 0, [ONE]))

@@ -382,10 +382,7 @@ def test_the_crc_property_of_another_record_is_left_out(store: MessageStore) -> 
     store.append("t", 0, b"copy", properties={"TAGS": "T", "__CRC32#": foreign})
     store.append("t", 0, b"bare", properties={"__CRC32#": foreign})
     messages = store.read("t")
-    assert [(m.body, m.stored_properties()) for m in messages] == [
-        (b"copy", {"TAGS": "T"}),
-        (b"bare", {}),
-    ]
+    assert [(m.body, m.stored_properties()) for m in messages] == [(b"copy", {"TAGS": "T"}), (b"bare", {})]
     assert list(store.verify()) == []
 
 

@@ -50,13 +50,7 @@ _MORE: dict[str, st.SearchStrategy[Any]] = {
 
 
 def log_of(
-    folder: Path,
-    puts: Puts,
-    host: str | None,
-    durability: Durability,
-    name: str = "put",
-    *,
-    by_python: bool = False,
+    folder: Path, puts: Puts, host: str | None, durability: Durability, name: str = "put", *, by_python: bool = False
 ) -> tuple[bytes, list[Any], int]:
     """The commitlog that these calls of method `name` make, the receipt or the error of each, and how many failed."""
     clock = SimulatedClock(1_700_000_000_000)
@@ -90,10 +84,7 @@ def log_of(
     st.sampled_from(["append", "flush"]),
 )
 def test_a_compiled_put_does_what_a_put_of_python_does(
-    tmp_path_factory: pytest.TempPathFactory,
-    puts: Puts,
-    host: str | None,
-    durability: Durability,
+    tmp_path_factory: pytest.TempPathFactory, puts: Puts, host: str | None, durability: Durability
 ) -> None:
     ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
     with pytest.MonkeyPatch.context() as patch:

@@ -609,10 +609,7 @@ def test_a_reader_is_told_when_retention_has_overtaken_it(tmp_path: Path, way: s
             assert bodies(reader.read("t", 0, high - 1)) == [b"199"]
             writer.drop_before(writer.max_offset)
             low, _ = writer.offsets("t")
-            behind = {
-                "read": lambda: reader.read("t", 0, 0),
-                "iter": lambda: next(reader.iter("t", 0, start=0)),
-            }
+            behind = {"read": lambda: reader.read("t", 0, 0), "iter": lambda: next(reader.iter("t", 0, start=0))}
             with pytest.raises(OffsetOutOfRangeError) as caught:
                 behind[way]()
             assert (caught.value.min_offset, caught.value.max_offset) == (low, high)

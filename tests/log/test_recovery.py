@@ -988,8 +988,7 @@ def test_a_store_without_a_checkpoint_is_read_from_its_beginning(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("profile", "state"),
-    [("mqstore", "missing"), ("rocketmq", "short"), ("rocketmq", "zeros"), ("mqstore", "garbage")],
+    ("profile", "state"), [("mqstore", "missing"), ("rocketmq", "short"), ("rocketmq", "zeros"), ("mqstore", "garbage")]
 )
 def test_a_kill_forgets_no_clean_end_without_checkpoint(tmp_path: Path, profile: str, state: str) -> None:
     """Else the abort mark would turn damage into a torn tail, and cut what is whole behind it."""

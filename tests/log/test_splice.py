@@ -125,10 +125,7 @@ _rows = st.lists(
     profile=st.sampled_from(PROFILES),
 )
 def test_any_shards_come_to_what_puts_come_to(
-    tmp_path_factory: pytest.TempPathFactory,
-    before: list[bytes],
-    shards: list[list[Row]],
-    profile: Profile,
+    tmp_path_factory: pytest.TempPathFactory, before: list[bytes], shards: list[list[Row]], profile: Profile
 ) -> None:
     root = tmp_path_factory.mktemp("any")
     with open_store(root / "puts", profile=profile) as store:
