@@ -29,8 +29,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, FileSystem, StrPath
@@ -38,7 +39,7 @@ from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, FileSystem, StrP
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem"]
+__all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem", "deaths"]
 
 STEP = 1 if "MQSTORE_CRASH_IMAGES" in os.environ else 7
 """Step of a test that tries a fault at every change of a run. `make crash` tries them all. Odd: every second one is
@@ -295,6 +296,17 @@ class FaultyFileSystem(FileSystem):
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
         size = self._shortened("pwrite", fd, data.nbytes)
         return super()._pwrite_some(fd, data if size == data.nbytes else data.cast("B")[:size], position)
+
+
+def deaths(step: int = STEP, *, first: int = 1, torn: bool = True) -> Iterator[tuple[int, FaultyFileSystem]]:
+    """(n, a file system that dies at its n-th change), n by `step`, up to the first that outlives what is done with it.
+    With `torn` every second one dies in the middle of a write."""
+    for nth in count(first, step):
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=torn and nth % 2 == 0)
+        yield nth, fs
+        if not fs.crashed:
+            break
 
 
 def _set(operations: str | Iterable[str]) -> frozenset[str]:

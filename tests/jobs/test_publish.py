@@ -45,7 +45,7 @@ from mqstore.layout.record import decode_record
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import QueueRef
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.faults import STEP, Crash, FaultyFileSystem
+from tests.faults import STEP, Crash, FaultyFileSystem, deaths
 from tests.jobs.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
 from tests.log.support import flip
 from tests.tools.support import mqstore as mqstore_command
@@ -328,13 +328,11 @@ def test_of_two_attempts_at_once_the_one_that_loses_may_die_at_any_step(
 ) -> None:
     """A task is tried twice at once where one is slow. The slow one is killed before the quick one is done, between
     that and the commit, or behind the commit, which it knows nothing of; what it leaves is litter."""
-    for nth in range(1, 1000, STEP):
+    for nth, fs in deaths():
         where = tmp_path / f"killed-{nth}"
         if target != "set":
             shutil.copytree(root, where)
         options = options_of(where, target=target)
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
 
         def lose(options: Any = options, fs: FaultyFileSystem = fs) -> None:
             with contextlib.suppress(Crash):
@@ -356,9 +354,6 @@ def test_of_two_attempts_at_once_the_one_that_loses_may_die_at_any_step(
         assert staged(where) == []
         assert sorted(set_bodies(where) if target == "set" else bodies(where)) == ONE, nth
         shutil.rmtree(where)
-        if not fs.crashed:
-            break
-    assert not fs.crashed
     assert nth >= 10
 
 
@@ -1030,11 +1025,9 @@ def test_a_kill_at_any_step_of_a_commit_leaves_all_or_none_and_a_second_one_ends
     commit(jobs.options(source), jobs.stage(source, 0), clock=clock)
     second = jobs.stage(source, 1)
     outcomes: list[int] = []
-    for nth in range(1, 1000, STEP):
+    for nth, fs in deaths():
         image, left = tmp_path / f"killed-{nth}", tmp_path / f"left-{nth}"
         shutil.copytree(source, image)
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
         with contextlib.suppress(Crash):
             commit(jobs.options(image), second, fs=fs, clock=clock)
         shutil.copytree(image, left)  # to be looked at; a process that is gone holds no lock on it
@@ -1048,9 +1041,6 @@ def test_a_kill_at_any_step_of_a_commit_leaves_all_or_none_and_a_second_one_ends
             assert len(os.listdir(again / "shards")) == len(manifest(again)["stores"])
         for folder in (image, left, again):
             shutil.rmtree(folder)
-        if not fs.crashed:
-            break
-    assert not fs.crashed
     assert outcomes == sorted(outcomes)  # from some step on all of it: no later one takes it back
     assert {1, len(jobs.states) - 1} <= {*outcomes}
 

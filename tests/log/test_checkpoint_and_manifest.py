@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, no
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from tests.conftest import GoldenStore
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import SEGMENT, files, open_in, open_store
 
 MODES: list[Any] = ["r", "rw"]
@@ -294,16 +295,10 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_creation_killed_at_any_change_can_be_done_again(tmp_path: Path) -> None:
     """A kill between `abort` and the manifest once left a directory that no opening would take."""
-    for n in range(1, 100):
-        fs = FaultyFileSystem()
-        fs.crash(n, torn=n % 2 == 0)
+    for n, fs in deaths(1):
         root = tmp_path / str(n)
-        try:
+        with contextlib.suppress(Crash):
             open_store(root, fs=fs).close()
-        except Crash:
-            pass
-        else:
-            break
         with open_store(root) as store:
             assert store.put("t", b"x").offset == 0
             assert list(store.verify()) == []

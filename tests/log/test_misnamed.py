@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ import pytest
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import Crash, deaths
 from tests.log.support import SEGMENT, Unsynced, files, kill, open_store, overwrite
 
 COUNT = 120
@@ -134,11 +133,9 @@ def test_renaming_may_be_killed_at_every_change_and_run_again(tmp_path: Path, na
         RENAMED[name][0](tmp_path / "made")
     renamed = recover_store(tmp_path / "made", RecoverOptions(dry_run=True), fs=Unsynced()).renamed
     renames = 0
-    for nth in itertools.count(1):
+    for nth, fs in deaths(1, torn=False):
         path = tmp_path / f"{nth}"
         shutil.copytree(tmp_path / "made", path)
-        fs = FaultyFileSystem()
-        fs.crash(nth)
         with pytest.raises(Crash):
             recover_store(path, RecoverOptions(), fs=fs)
         with suppress(MisnamedSegmentsError):

@@ -6,7 +6,7 @@ and do. What the store held is known from the receipts of its puts, never from t
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import os
 import shutil
@@ -30,7 +30,7 @@ from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.faults import STEP, Crash, FaultyFileSystem
+from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import (
     HEADER,
     SEGMENT,
@@ -156,18 +156,13 @@ def zero(path: Path, start: int, stop: int | None = None) -> None:
 def killed_recoveries(damaged: Made, options: RecoverOptions, *, torn: bool = True) -> Iterator[tuple[int, Path]]:
     """(n, copy of a store whose recovery by `options` was killed before its n-th change): for n by STEP, as long
     as there is one. With `torn` every second time half of that change is there, even of one within a sector."""
-    for nth in itertools.count(STEP, STEP):
+    for nth, fs in deaths(torn=torn):
         copy = damaged.path.with_name(f"killed-{nth}")
         shutil.copytree(damaged.path, copy)
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=torn and nth % 2 == 0)
-        try:
+        with contextlib.suppress(Crash):
             recover_store(copy, options, config=CONFIG, fs=fs)
-        except Crash:
+        if fs.crashed:
             yield nth, copy
-            shutil.rmtree(copy)
-        else:
-            return
 
 
 def settle(made: Made) -> None:

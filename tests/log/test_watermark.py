@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from itertools import count
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from mqstore.layout.checkpoint import decode
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from tests.faults import STEP, Crash, FaultyFileSystem
+from tests.faults import Crash, deaths
 from tests.log.support import SEGMENT, checkpointed, flip_log, kill, open_store, overwrite_log, reboot
 
 PROFILES = ("mqstore", "rocketmq")
@@ -137,18 +137,13 @@ def test_an_opening_that_is_killed_does_not_hide_that_the_machine_went_down(tmp_
     places, flushed = make(tmp_path / "made", "mqstore")
     torn = next(place for place in places if place >= flushed)
     damage(tmp_path / "made", torn)
-    for nth in count(1, STEP):
+    for nth, fs in deaths(torn=False):
         path = tmp_path / f"{nth}"
         shutil.copytree(tmp_path / "made", path)
-        fs = FaultyFileSystem()
-        fs.crash(nth)
-        try:
+        with suppress(Crash):
             kill(open_store(path, fs=fs))
-            break
-        except Crash:
-            with open_store(path) as store:
-                assert store.max_offset == torn, f"killed before change {nth}"
-            shutil.rmtree(path)
+        with open_store(path) as store:
+            assert store.max_offset == torn, f"killed before change {nth}"
     assert nth > 10
 
 
