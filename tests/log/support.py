@@ -39,6 +39,7 @@ __all__ = [
     "overwrite",
     "overwrite_log",
     "reboot",
+    "segment",
     "segment_of",
     "units_of",
     "until_parked",
@@ -122,6 +123,11 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def segment(root: Path, number: int) -> Path:
+    """The file of the log that bears this number, in a store of small ones."""
+    return root / "commitlog" / f"{number * SEGMENT:020d}"
 
 
 def segment_of(root: Path, position: int) -> Path:

@@ -18,13 +18,9 @@ from mqstore.log.snapshot import moment
 from mqstore.log.snapshot.take import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite, reboot
+from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite, reboot, segment
 
 BODY = b"x" * 600
-
-
-def segment(path: Path, number: int) -> Path:
-    return path / "commitlog" / f"{number * SEGMENT:020d}"
 
 
 def make(
@@ -135,9 +131,7 @@ def test_behind_the_end_that_a_power_cut_left_no_segment_is_missing(path: Path) 
     """The log ends at a torn record; of the segments behind it, never synced, a name in the middle is gone."""
     make(path, crash=True, flush=False)
     reboot(path)
-    with open(segment(path, 0), "r+b") as file:
-        file.truncate(SEGMENT // 2)
-        file.truncate(SEGMENT)
+    overwrite(segment(path, 0), SEGMENT // 2, bytes(SEGMENT // 2))
     segment(path, 1).unlink()
     with open_store(path) as store:
         assert store.recovery.findings == []

@@ -13,7 +13,7 @@ from mqstore.log.recovery.misnamed import MisnamedSegmentsError
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.faults import Crash, deaths
-from tests.log.support import SEGMENT, Unsynced, files, kill, open_store, overwrite
+from tests.log.support import SEGMENT, Unsynced, files, kill, open_store, overwrite, segment
 
 COUNT = 120
 
@@ -24,10 +24,6 @@ def make(path: Path, profile: str, *, killed: bool) -> None:
         store.put("orders", b"message %03d" % n * 5, n % 2, keys=f"k{n}")
     store.dispatch()
     kill(store) if killed else store.close()
-
-
-def segment(path: Path, number: int) -> Path:
-    return path / "commitlog" / f"{number * SEGMENT:020d}"
 
 
 def last(path: Path) -> int:

@@ -146,13 +146,6 @@ def held(store: MessageStore, made: Made) -> list[int]:
     return sorted(found)
 
 
-def zero(path: Path, start: int, stop: int | None = None) -> None:
-    with open(path, "r+b") as file:
-        stop = os.fstat(file.fileno()).st_size if stop is None else stop
-        file.seek(start)
-        file.write(bytes(stop - start))
-
-
 def killed_recoveries(damaged: Made, options: RecoverOptions, *, torn: bool = True) -> Iterator[tuple[int, Path]]:
     """(n, copy of a store whose recovery by `options` was killed before its n-th change): for n by STEP, as long
     as there is one. With `torn` every second time half of that change is there, even of one within a sector."""
@@ -204,7 +197,7 @@ def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: i
     last = crashed.receipts[-1]
     at = last.physical_offset % SEGMENT
     path = crashed.segment(last.physical_offset - at)
-    zero(path, at + kept_bytes, at + last.size)
+    overwrite(path, at + kept_bytes, bytes(last.size - kept_bytes))
     with crashed.open("r") as store:
         found = [finding.kind for finding in store.verify() if finding.file.startswith("commitlog")]
         assert found == (["torn_tail"] if kept_bytes else [])
@@ -226,7 +219,7 @@ def test_a_tail_lost_below_the_watermark_is_told(clean: Made) -> None:
     first_lost = clean.receipts[-3]
     at = first_lost.physical_offset % SEGMENT
     path = clean.segment(first_lost.physical_offset - at)
-    zero(path, at)
+    overwrite(path, at, bytes(SEGMENT - at))
     (clean.path / "commitlog" / f"{(first_lost.physical_offset // SEGMENT + 1) * SEGMENT:020d}").unlink(missing_ok=True)
     with clean.open("r") as store:
         assert "lost_tail" in kinds(store.verify())
@@ -343,7 +336,7 @@ def test_each_range_that_is_cut_is_kept(crashed: Made, damage: str) -> None:
     last = crashed.receipts[-1]
     at = last.physical_offset % SEGMENT
     path = crashed.segment(last.physical_offset - at)
-    zero(path, at + 60, at + last.size)  # a torn one, which nothing whole follows
+    overwrite(path, at + 60, bytes(last.size - 60))  # a torn one, which nothing whole follows
     if damage == "torn among whole ones":
         bad = crashed.receipts[72].physical_offset
         flip_log(crashed.path, bad + 95)
@@ -944,7 +937,7 @@ def test_a_proof_that_does_not_hold_means_reading(clean: Made, damage: str) -> N
     elif damage.endswith("unit"):  # RocketMQ gives its number to the next message (format#engine-runs)
         path = clean.path / "consumequeue" / last.topic / str(last.queue_id) / f"{last.offset // 8 * 160:020d}"
         at = last.offset % 8 * 20
-        zero(path, at, at + 20) if damage == "no unit" else flip(path, at + 6)
+        overwrite(path, at, bytes(20)) if damage == "no unit" else flip(path, at + 6)
     else:
         newest = sorted((clean.path / "index").iterdir())[-1]
         flip(newest, 36, 7)  # indexCount becomes negative
@@ -1033,13 +1026,8 @@ def test_java_watermark_is_the_first_record_stored_at_or_after_the_stamp(golden:
         messages = sorted(java.of("message"), key=lambda line: line["physical_offset"])
         third = messages[len(messages) // 3]
         stamp = messages[len(messages) // 2]["store_timestamp_ms"]
-        segments = {start: len(data) for start, data in java.segments}
-        size = min(segments.values())
-        with open(java.path / "checkpoint", "r+b") as file:
-            file.write(struct.pack(">qq", stamp if stamped else 0, stamp if stamped else 0))
-        start = third["physical_offset"] // size * size
-        at = third["physical_offset"] - start
-        flip(java.path / "commitlog" / f"{start:020d}", at + 88)
+        overwrite(java.path / "checkpoint", 0, struct.pack(">qq", *[stamp if stamped else 0] * 2))
+        flip_log(java.path, third["physical_offset"] + 88)
         with MessageStore(java.path, config=StoreConfig(clock=SimulatedClock())) as store:
             if stamped:
                 assert "bad_record" in kinds(store.recovery)
@@ -1118,7 +1106,7 @@ def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(t
 def test_index_entries_beyond_a_lost_tail_go_with_it(clean: Made) -> None:
     lost = clean.receipts[-5]
     at = lost.physical_offset % SEGMENT
-    zero(clean.segment(lost.physical_offset - at), at)
+    overwrite(clean.segment(lost.physical_offset - at), at, bytes(SEGMENT - at))
     clean.segment(lost.physical_offset - at + SEGMENT).unlink(missing_ok=True)
     with clean.open() as store:
         assert store.recovery.log_end == lost.physical_offset
@@ -1138,7 +1126,7 @@ def damage_a_lot(made: Made) -> None:
     flip(sorted((made.path / "index").iterdir())[0], 43)
     last = made.receipts[-1]
     at = last.physical_offset % SEGMENT
-    zero(made.segment(last.physical_offset - at), at + 30)
+    overwrite(made.segment(last.physical_offset - at), at + 30, bytes(SEGMENT - at - 30))
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": True}, {"rebuild_index": True}], ids=["plain", "prefix", "index"])

@@ -14,6 +14,7 @@ from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
+from tests.log.support import overwrite
 
 
 def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +58,7 @@ def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatc
 
     def look_later(run: SegmentRun, segment: Segment, *arguments: Any) -> int | None:
         for file, data in zip(files, whole, strict=True) if segment.start else ():
-            with open(file, "r+b") as opened:
-                opened.write(data)
+            overwrite(file, 0, data)
         return look(run, segment, *arguments)
 
     monkeypatch.setattr(scanner, "first_good_in", look_later)

@@ -58,12 +58,14 @@ def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
     altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2, "--order")
+    both = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
 
     assert (created["read_queues"], created["message_type"], created["perm"]) == (8, "FIFO", 4)
     assert (altered["read_queues"], altered["write_queues"], altered["perm"], altered["order"]) == (8, 2, 6, True)
+    assert (both["read_queues"], both["write_queues"]) == (9, 9)
     with tables(path) as parts:
         config = parts.topics.need("orders")
-        assert (config.read_queues, config.write_queues, config.perm, config.message_type) == (8, 2, 6, "FIFO")
+        assert (config.read_queues, config.write_queues, config.perm, config.message_type) == (9, 9, 6, "FIFO")
 
     assert mqstore("topics", "delete", path, "orders", "--yes").exit_code == 0
     assert mqstore_json("topics", path)["topics"] == []
@@ -138,10 +140,3 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
 
     assert "topics.json" in result.stderr
     assert "recover" in result.stderr
-
-
-def test_queues_are_altered_by_the_option_that_creates_them(path: Path) -> None:
-    library.engine.MessageStore(path).close()
-    mqstore_json("topics", "create", path, "orders", "--queues", 8)
-    altered = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
-    assert (altered["read_queues"], altered["write_queues"]) == (9, 9)

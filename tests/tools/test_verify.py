@@ -16,7 +16,7 @@ from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.recovery.ranges import RangeResult
 from mqstore.log.recovery.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import flip_log
+from tests.log.support import flip_log, overwrite
 from tests.tools.support import mqstore, mqstore_json, process
 
 
@@ -221,8 +221,7 @@ def test_a_checkpoint_of_random_bytes_is_found(tmp_path: Path, profile: Profile,
     """Of a store with a broker's checksums verify said that all was well, and opening believed the times in it."""
     with library.engine.MessageStore(tmp_path / "s", profile=profile) as store:
         store.put("orders", b"hello")
-    with open(tmp_path / "s" / "checkpoint", "r+b") as file:
-        file.write(random.Random(size).randbytes(size))
+    overwrite(tmp_path / "s" / "checkpoint", 0, random.Random(size).randbytes(size))
 
     [finding] = mqstore_json("verify", tmp_path / "s", exit_code=1)["findings"]
 
