@@ -23,8 +23,13 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "dlq replay": ("--group", "audit"),
     "dlq purge": ("--group", "audit"),
 }
-ASKING = ("topics delete", "groups delete", "offsets reset", "dlq purge")
-"""Commands that ask before what cannot be undone."""
+ASKING = {
+    "topics delete": "Delete topic orders, 20 messages, the progress of billing?",
+    "groups delete": "Delete group billing and its progress on orders?",
+    "offsets reset": "would reset group billing",
+    "dlq purge": "Purge 1 dead letters of audit?",
+}
+"""Commands that ask before what cannot be undone, and what they say of it."""
 
 
 @pytest.fixture
@@ -48,12 +53,13 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(store: Path, name:
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_program_that_does_not_say_yes_changes_nothing(store: Path, name: str) -> None:
+def test_a_program_that_does_not_say_yes_is_told_the_plan_and_changes_nothing(store: Path, name: str) -> None:
     before = snapshot(store)
 
     result = mqstore(*words(name, store))
 
     assert (result.exit_code, result.stdout) == (2, "")
+    assert ASKING[name] in result.stderr
     assert "? There is no terminal to ask at: give --yes" in result.stderr
     assert snapshot(store) == before
 

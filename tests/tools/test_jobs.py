@@ -73,13 +73,6 @@ def test_without_pyarrow_groups_are_reported_and_others_say_what_to_install(stor
     assert ["pip install 'mqstore[spark]'" in text for text in said[:4]] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_store_that_is_not_there_ends_with_3(name: str, tmp_path: Path) -> None:
-    result = mqstore(*arguments(name, tmp_path / "nowhere"))
-
-    assert (result.exit_code, "nowhere" in result.stderr) == (3, True)
-
-
 def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
     call = ("lag", store, "--group", "billing")
 

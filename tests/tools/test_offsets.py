@@ -11,7 +11,7 @@ import mqstore as library
 from mqstore import SimulatedClock
 from tests.conftest import Golden
 from tests.tools.brokers import broker, tables
-from tests.tools.support import mqstore, mqstore_json, snapshot
+from tests.tools.support import mqstore, mqstore_json
 
 STORED_MS = 1_750_000_000_000
 
@@ -70,11 +70,6 @@ def test_what_retention_took_before_a_group_came_is_lost(store: Path) -> None:
     row = mqstore_json("offsets", store)["offsets"][0]
 
     assert (row["min_offset"], row["committed"], row["lost"], row["behind"]) == (low, 4, low - 4, high - low)
-
-
-def test_an_unknown_group_or_topic_is_2(store: Path) -> None:
-    assert mqstore("offsets", store, "--group", "nonesuch").exit_code == 2
-    assert mqstore("offsets", store, "--topic", "nonesuch").exit_code == 2
 
 
 def test_a_java_store_without_config_has_no_progress(golden: Golden) -> None:
@@ -179,15 +174,3 @@ def test_what_cannot_be_is_2(store: Path, arguments: list[str], told: str, dry_r
 
     assert told in result.stderr
     assert committed(store, "billing") == before
-
-
-def test_a_program_that_does_not_say_yes_is_told_the_plan_and_nothing_more(store: Path) -> None:
-    before = snapshot(store)
-
-    result = mqstore("offsets", "reset", store, "--group", "billing", "--topic", "orders", "--to", "latest")
-
-    assert result.exit_code == 2
-    assert "would reset group billing" in result.stderr
-    assert "--yes" in result.stderr
-    assert result.stdout == ""
-    assert snapshot(store) == before
