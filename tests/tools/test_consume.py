@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -555,15 +554,6 @@ def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_pat
     result = mqstore("consume", store, "orders", "--group", "g", "--exec", script, exit_code=2)
 
     assert "is not executable" in result.stderr
-
-
-def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
-    assert mqstore("consume", tmp_path / "absent", "orders", "--group", "g").exit_code == 3
-    assert not (tmp_path / "absent").exists()
-    with library.open(store):
-        for more in ([], ["--dry-run"]):
-            result = mqstore("consume", store, "orders", "--group", "g", *more, exit_code=3)
-            assert str(os.getpid()) in result.stderr
 
 
 def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:

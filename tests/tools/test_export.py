@@ -25,7 +25,7 @@ from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.splicesupport import Row, stage
 from tests.log.support import EXPORTED, as_ours, delete_as_java, flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
-from tests.tools.support import mqstore, process, seen_on_a_terminal
+from tests.tools.support import mqstore, seen_on_a_terminal
 
 #: The contract, in its order.
 FIELDS = [*EXPORTED[:5], "body", *EXPORTED[5:]]
@@ -293,18 +293,6 @@ def test_nothing_is_written_into_the_store(ten: Path) -> None:
     mqstore("export", ten, "--output", ten / "all.jsonl", exit_code=2)
 
     assert not (ten / "all.jsonl").exists()
-
-
-def test_a_reader_that_goes_away_is_no_error(golden: Golden) -> None:
-    child = process("export", golden("rolled").path)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    child.stdout.readline()
-    child.stdout.close()
-
-    assert child.wait(60) == 141
-    assert child.stderr.read() == b""
-    child.stderr.close()
 
 
 def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[s
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
-@pytest.mark.parametrize("command", [("topics",), ("lag", "--json")])
+@pytest.mark.parametrize("command", [("topics",), ("lag", "--json"), ("export",)])
 def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Tables ended with 1, so `mqstore verify ... | head` with `pipefail` told of findings that there are not."""
     assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0

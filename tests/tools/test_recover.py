@@ -181,17 +181,6 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
     assert (again["changed"], again["findings"]) == (False, [])
 
 
-@pytest.mark.parametrize("options", [[], ["--rebuild", "config", "--yes"]])
-def test_beside_a_writer_plan_and_recovery_are_refused(tmp_path: Path, options: list[str]) -> None:
-    with library.engine.MessageStore(tmp_path / "s", config=CONFIG):
-        plan = mqstore("recover", tmp_path / "s", *options, "--dry-run")
-        run = mqstore("recover", tmp_path / "s", *options)
-
-    assert (plan.exit_code, run.exit_code) == (3, 3)
-    assert f"process {os.getpid()}" in plan.stderr
-    assert plan.stderr == run.stderr
-
-
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])
 @pytest.mark.parametrize(
     "name", ["config/spark/txn.json", "config/spark/overwrite.json", "local_offsets/caches/prices.json"]
