@@ -109,14 +109,6 @@ def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
     assert mqstore_json("dlq", "replay", store, "--group", "billing")["count"] == 4
 
 
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
-@pytest.mark.parametrize("to", ["%DLQ%billing", "%RETRY%nobody", "rmq_sys_mine", "a b"])
-def test_letters_are_not_sent_where_nobody_may_send(store: Path, to: str, dry_run: list[str]) -> None:
-    mqstore("dlq", "replay", store, "--group", "billing", "--to", to, *dry_run, exit_code=2)
-
-    assert left(store) == [0, 1, 2, 3, 4, 5]
-
-
 PURGES = [
     ([], 6, []),
     (["--before", at(1.5)], 2, [2, 3, 4, 5]),

@@ -71,31 +71,6 @@ def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
     assert mqstore_json("topics", path)["topics"] == []
 
 
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["create", "orders"], "exists already"),
-        (["create", "a b"], "letters"),
-        (["create", "rmq_sys_mine"], "belongs to the engine"),
-        (["create", "x", "--queues", "0"], "--queues"),
-        (["alter", "nonesuch", "--perm", "r"], "no topic"),
-        (["alter", "orders"], "say what to change"),
-        (["alter", "orders", "--read-queues", "1"], "never read"),
-        (["delete", "orders", "--yes"], "consumed by billing"),
-        (["delete", "nonesuch", "--yes"], "no topic"),
-        (["delete", "rmq_sys_pop_log", "--yes"], "belongs to the engine"),
-    ],
-)
-def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
-    before = mqstore_json("topics", store, "--system")
-
-    result = mqstore("topics", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)
-
-    assert told in result.stderr
-    assert mqstore_json("topics", store, "--system") == before
-
-
 def test_deleting_takes_messages_progress_and_deliveries_along_and_numbers_go_on(store: Path) -> None:
     assert mqstore("topics", "delete", store, "orders", "--force", "--yes").exit_code == 0
 
