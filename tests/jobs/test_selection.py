@@ -58,17 +58,6 @@ def test_bounds_that_leave_nothing_give_no_task(store: Path) -> None:
     assert select(store, topics="t", start=str(T0 + 7), stop=str(T0 + 7)).queue_tasks() == []
 
 
-def test_paths_are_absolute_and_stores_have_the_ids_they_are_given(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(store.parent)
-
-    assert [each.path for each in select("s").stores()] == [str(store)]
-    assert [(each.id, each.path) for each in select({"a": "s"}).stores()] == [("a", str(store))]
-    assert [each.path for each in select(["*"]).stores()] == [str(store)]
-    assert [each.path for each in select(f"file://{store}").stores()] == [str(store)]
-
-
 def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
     chosen = select(store, topics="t")
 
