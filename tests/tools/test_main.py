@@ -267,7 +267,6 @@ def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...])
         (("groups", "delete", "STORE", "nonesuch", "--yes"), 2, "GroupNotFoundError"),
         (("offsets", "STORE", "--group", "nonesuch"), 2, "GroupNotFoundError"),
         (("offsets", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
-        (("lag", "STORE", "--group", "nonesuch"), 2, "ConfigError"),
         (("delay", "cancel", "STORE", "garbage"), 2, "InvalidReceiptError"),
         (("delay", "cancel", "STORE", "garbage", "--dry-run"), 2, "InvalidReceiptError"),
     ],
