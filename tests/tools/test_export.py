@@ -22,7 +22,8 @@ from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.log.walk import walk_log
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.splicesupport import Row, stage
+from tests.faults import FaultyFileSystem
+from tests.log.splicesupport import Row, kill_in_splice, stage
 from tests.log.support import EXPORTED, as_ours, delete_as_java, flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, seen_on_a_terminal
@@ -104,15 +105,10 @@ def prepared_transaction(root: Path) -> set[tuple[str, int]]:
 
 def unfinished_bulk_append(root: Path) -> set[tuple[str, int]]:
     """All records are written, and nothing says yet that they count."""
-
-    def kill_at_end(done: int, total: int) -> None:
-        if done == total:
-            shutil.copytree(store.path, root)
-
-    with open_store(root.parent / "whole") as store:
-        store.put("orders", b"before", queue_id=0)
-        store.dispatch()
-        store.splice([stage(root.parent / "shard", [Row(b"batch")] * 3)], app="a", version=0, progress=kill_at_end)
+    store = open_store(root, fs=FaultyFileSystem())
+    store.put("orders", b"before", queue_id=0)
+    store.dispatch()
+    kill_in_splice(store, [stage(root.parent / "shard", [Row(b"batch")] * 3)])
     return {("orders", 0)}
 
 
