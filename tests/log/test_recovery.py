@@ -44,6 +44,7 @@ from tests.log.support import (
     overwrite,
     overwrite_log,
     reboot,
+    segment_of,
     units_of,
 )
 
@@ -69,6 +70,10 @@ class Made:
 
     def segment(self, start: int) -> Path:
         return self.path / "commitlog" / f"{start:020d}"
+
+    def place(self, receipt: SendReceipt) -> tuple[Path, int]:
+        """The segment of a record, and where it begins there."""
+        return segment_of(self.path, receipt.physical_offset), receipt.physical_offset % SEGMENT
 
     def last_of(self, segment: int) -> SendReceipt:
         """The last record of a segment."""
@@ -195,8 +200,7 @@ def test_a_store_in_order_has_nothing_to_report(clean: Made) -> None:
 @pytest.mark.parametrize("kept_bytes", [0, 4, 8, 60, 100])
 def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: int) -> None:
     last = crashed.receipts[-1]
-    at = last.physical_offset % SEGMENT
-    path = crashed.segment(last.physical_offset - at)
+    path, at = crashed.place(last)
     overwrite(path, at + kept_bytes, bytes(last.size - kept_bytes))
     with crashed.open("r") as store:
         found = [finding.kind for finding in store.verify() if finding.file.startswith("commitlog")]
@@ -217,8 +221,7 @@ def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: i
 
 def test_a_tail_lost_below_the_watermark_is_told(clean: Made) -> None:
     first_lost = clean.receipts[-3]
-    at = first_lost.physical_offset % SEGMENT
-    path = clean.segment(first_lost.physical_offset - at)
+    path, at = clean.place(first_lost)
     overwrite(path, at, bytes(SEGMENT - at))
     (clean.path / "commitlog" / f"{(first_lost.physical_offset // SEGMENT + 1) * SEGMENT:020d}").unlink(missing_ok=True)
     with clean.open("r") as store:
@@ -259,8 +262,7 @@ def test_a_reader_knows_that_a_crash_left_messages_in_no_queue(tmp_path: Path) -
 
 def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_aside(crashed: Made) -> None:
     torn = crashed.receipts[72]
-    at = torn.physical_offset % SEGMENT
-    path = crashed.segment(torn.physical_offset - at)
+    path, at = crashed.place(torn)
     flip(path, at + 50)
     flip(path, at + 95)  # the body, for the profile that looks at nothing else
     with crashed.open() as store:
@@ -288,8 +290,7 @@ def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_a
 def spoil_last(made: Made) -> tuple[Path, int, bytes]:
     """Flip a bit in the body of the last record: (its file, its position there, the bytes that it is now)."""
     last = made.receipts[-1]
-    at = last.physical_offset % SEGMENT
-    path = made.segment(last.physical_offset - at)
+    path, at = made.place(last)
     flip(path, at + 93)
     return path, at, path.read_bytes()[at : at + last.size]
 
@@ -334,8 +335,7 @@ def test_what_is_kept_of_a_lost_tail_has_the_zeros_that_it_ended_in(tmp_path: Pa
 @pytest.mark.parametrize("damage", ["torn among whole ones", "prefix"])
 def test_each_range_that_is_cut_is_kept(crashed: Made, damage: str) -> None:
     last = crashed.receipts[-1]
-    at = last.physical_offset % SEGMENT
-    path = crashed.segment(last.physical_offset - at)
+    path, at = crashed.place(last)
     overwrite(path, at + 60, bytes(last.size - 60))  # a torn one, which nothing whole follows
     if damage == "torn among whole ones":
         bad = crashed.receipts[72].physical_offset
@@ -432,8 +432,7 @@ def test_units_that_a_killed_writer_left_unsynced_are_synced_before_they_count(c
 
 def test_a_short_last_segment_is_extended_and_cut_as_a_torn_tail(crashed: Made) -> None:
     last = crashed.receipts[-1]
-    at = last.physical_offset % SEGMENT
-    path = crashed.segment(last.physical_offset - at)
+    path, at = crashed.place(last)
     os.truncate(path, at + 40)
     planned = crashed.recover(dry_run=True)
     with crashed.open("r") as store:
@@ -458,8 +457,7 @@ def test_a_plan_tells_of_a_short_last_segment_what_the_run_does(crashed: Made, l
         last = crashed.last_of(1)
         for each in sorted((crashed.path / "commitlog").iterdir())[2:]:
             each.unlink()
-    at = last.physical_offset % SEGMENT
-    path = crashed.segment(last.physical_offset - at)
+    path, at = crashed.place(last)
     sizes = {"in a header": at + 6, "in a record": at + 40, "behind a record": at + last.size}
     os.truncate(path, sizes.get(length, at + last.size + 8))
     if length == "torn":  # before a whole one
@@ -1105,9 +1103,9 @@ def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(t
 
 def test_index_entries_beyond_a_lost_tail_go_with_it(clean: Made) -> None:
     lost = clean.receipts[-5]
-    at = lost.physical_offset % SEGMENT
-    overwrite(clean.segment(lost.physical_offset - at), at, bytes(SEGMENT - at))
-    clean.segment(lost.physical_offset - at + SEGMENT).unlink(missing_ok=True)
+    path, at = clean.place(lost)
+    overwrite(path, at, bytes(SEGMENT - at))
+    path.with_name(f"{int(path.name) + SEGMENT:020d}").unlink(missing_ok=True)
     with clean.open() as store:
         assert store.recovery.log_end == lost.physical_offset
     keys_found(clean, list(range(75)))
@@ -1125,8 +1123,8 @@ def damage_a_lot(made: Made) -> None:
     (made.path / "consumequeue" / "orders" / "0" / f"{160:020d}").unlink()
     flip(sorted((made.path / "index").iterdir())[0], 43)
     last = made.receipts[-1]
-    at = last.physical_offset % SEGMENT
-    overwrite(made.segment(last.physical_offset - at), at + 30, bytes(SEGMENT - at - 30))
+    path, at = made.place(last)
+    overwrite(path, at + 30, bytes(SEGMENT - at - 30))
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": True}, {"rebuild_index": True}], ids=["plain", "prefix", "index"])
