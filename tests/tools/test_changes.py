@@ -32,6 +32,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "cut restore": (),
     "consume": ("orders", "--group", "billing"),
 }
+"""Other commands that nothing else may write beside."""
 ASKING = {
     "topics delete": "Delete topic orders, 20 messages, the progress of billing?",
     "groups delete": "Delete group billing and its progress on orders?",
@@ -39,8 +40,6 @@ ASKING = {
     "dlq purge": "Purge 1 dead letters of audit?",
 }
 """Commands that ask before what cannot be undone, and what they say of it."""
-
-
 REFUSED = {
     "topics create orders": "exists already",
     "topics create 'a b'": "letters",
