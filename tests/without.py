@@ -29,13 +29,21 @@ def compiled_parts_left_out() -> Iterator[None]:
 
 
 def put_by_python(door: Sending) -> None:
-    """Let `door` put all messages by Python."""
+    """Leave each put of `door` to Python from now on."""
     door._sender = None
 
 
-def sender_of(door: Sending) -> Any:
-    """The compiled part of a put of `door`."""
-    return door._sender
+class Door(Sending):
+    """An object that puts by a sender, and notes what that leaves to Python."""
+
+    def __init__(self, sender: object) -> None:
+        """Take a sender, or an object that has one."""
+        self._sender = sender._sender if isinstance(sender, Sending) else sender
+        self.left: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    @compiled_put
+    def put(self, *arguments: Any, **options: Any) -> Any:
+        self.left.append((arguments, options))
 
 
 def tip_put(tip: Any, *arguments: object) -> Any:
@@ -57,15 +65,3 @@ def read_by_compiled_put(store: MessageStore, name: Literal["fd", "acquire", "no
     setattr(log, f"_{name}", value)
     yield own
     setattr(log, f"_{name}", own)
-
-
-class Door(Sending):
-    """An object that puts by a sender, and notes what that leaves to Python."""
-
-    def __init__(self, sender: object) -> None:
-        self._sender = sender
-        self.left: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    @compiled_put
-    def put(self, *arguments: Any, **options: Any) -> Any:
-        self.left.append((arguments, options))

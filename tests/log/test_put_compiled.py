@@ -25,7 +25,7 @@ from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from mqstore.store import Store
-from tests.without import Door, compiled, put_by_python, sender_of
+from tests.without import Door, compiled, put_by_python
 
 kernel: Any = native.kernel
 
@@ -146,7 +146,7 @@ def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest
 )
 def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
     with MessageStore(tmp_path) as store:
-        door = Door(sender_of(store))
+        door = Door(store)
         receipt = door.put("t", b"body", 0, **options)
         assert door.left == ([(("t", b"body", 0), options)] if stored is None else [])
         if stored is not None:
