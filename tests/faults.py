@@ -29,8 +29,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, FileSystem, StrPath
@@ -38,7 +39,7 @@ from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, FileSystem, StrP
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem"]
+__all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem", "deaths"]
 
 STEP = 1 if "MQSTORE_CRASH_IMAGES" in os.environ else 7
 """Step of a test that tries a fault at every change of a run. `make crash` tries them all. Odd: every second one is
@@ -110,6 +111,10 @@ class FaultyFileSystem(FileSystem):
         super().__init__()
         self.calls: list[Call] = []
         self.crashed = False
+        self.before_change: Callable[[], object] | None = None
+        """Called before each change, if set."""
+        self.failed: list[Call] = []
+        """Calls that a `fail` has struck."""
         self._guard = threading.Lock()
         self._rules: list[_Rule] = []
         self._shorts: list[_Short] = []
@@ -119,13 +124,7 @@ class FaultyFileSystem(FileSystem):
     # -- the script -------------------------------------------------------------------------------------------------
 
     def fail(
-        self,
-        operations: str | Iterable[str],
-        errno: int,
-        *,
-        nth: int = 1,
-        times: int | None = 1,
-        path_part: str = "",
+        self, operations: str | Iterable[str], errno: int, *, nth: int = 1, times: int | None = 1, path_part: str = ""
     ) -> None:
         """Fail the `nth` of the coming calls of `operations` whose path contains `path_part`, and the `times - 1` after
         it (None: all after it), with `errno`."""
@@ -167,6 +166,8 @@ class FaultyFileSystem(FileSystem):
         """Record a call and let its fault happen; True when it shall be torn by a crash."""
         path = self.path_of(file) if isinstance(file, int) else os.fspath(file)
         call = Call(operation, path, position, length, os.fspath(target))
+        if self.before_change is not None and operation in CHANGES:
+            self.before_change()
         with self._guard:
             if self.crashed:
                 raise Crash(f"{operation} after the crash")
@@ -180,6 +181,7 @@ class FaultyFileSystem(FileSystem):
                     raise Crash(f"at {call}")
             failing = [rule for rule in self._rules if rule.fires(call)]
         if failing:
+            self.failed.append(call)
             number = failing[0].errno
             self._fail(OSError(number, os.strerror(number), path), file, operation)
         return False
@@ -294,6 +296,17 @@ class FaultyFileSystem(FileSystem):
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
         size = self._shortened("pwrite", fd, data.nbytes)
         return super()._pwrite_some(fd, data if size == data.nbytes else data.cast("B")[:size], position)
+
+
+def deaths(step: int = STEP, *, first: int = 1, torn: bool = True) -> Iterator[tuple[int, FaultyFileSystem]]:
+    """(n, a file system that dies at its n-th change), n by `step`, up to the first that outlives what is done with it.
+    With `torn` every second one dies in the middle of a write."""
+    for nth in count(first, step):
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=torn and nth % 2 == 0)
+        yield nth, fs
+        if not fs.crashed:
+            break
 
 
 def _set(operations: str | Iterable[str]) -> frozenset[str]:

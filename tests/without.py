@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, Literal
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from mqstore import native
 from mqstore.layout import dispatch, indexfile, pairs, scan
 from mqstore.log import checking
+from mqstore.log.store import MessageStore
 from mqstore.log.writer import Sending, compiled_put
 
 compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled parts: {native.why_not}")
@@ -43,3 +44,24 @@ class Door(Sending):
     @compiled_put
     def put(self, *arguments: Any, **options: Any) -> Any:
         self.left.append((arguments, options))
+
+
+def tip_put(tip: Any, *arguments: object) -> Any:
+    """The compiled call that appends a record to a log, with any arguments."""
+    return tip._put(*arguments)
+
+
+def append_compiled(store: MessageStore, topic: str, body: object) -> Any:
+    """Append to queue 0 of `topic` by the compiled call alone: its receipt, or None where it leaves that to Python."""
+    queue = store.queue_table.create(topic, 0)
+    return tip_put(store.wakeups.log, queue, body, queue.plain_tail, None)
+
+
+@contextmanager
+def read_by_compiled_put(store: MessageStore, name: Literal["fd", "acquire", "now_ns"], value: object) -> Iterator[Any]:
+    """Give the compiled call another `value` of what it reads of the log, whose own value it yields."""
+    log = store.wakeups.log
+    own = getattr(log, f"_{name}")
+    setattr(log, f"_{name}", value)
+    yield own
+    setattr(log, f"_{name}", own)

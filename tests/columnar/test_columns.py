@@ -37,7 +37,7 @@ from tests.columnar.support import (
     write_store,
 )
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import flip, open_store
+from tests.log.support import flip, open_store, overwrite
 
 
 def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -304,9 +304,7 @@ def test_records_of_a_tag_that_lie_far_apart_are_checked_as_all_others(tmp_path:
 
 def test_a_hole_in_a_queue_is_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(20)])
-    with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:
-        file.seek(5 * 20)
-        file.write(bytes(40))
+    overwrite(path / "consumequeue" / "t" / "0" / f"{0:020d}", 5 * 20, bytes(40))
     told: list[Finding] = []
     rows = rows_of(read_all(path, ["topic", "queue_offset"], policy=Policy(on_corrupt="skip", tell=told.append)))
     assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(20) if i not in (5, 6)]
@@ -356,9 +354,7 @@ def test_keys_and_expressions_choose_messages(tmp_path: Path) -> None:
 
 def test_a_void_unit_is_no_message_and_no_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(5)])
-    with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:
-        file.seek(2 * 20)
-        file.write(bytes(8) + b"\x7f\xff\xff\xff" + bytes(8))
+    overwrite(path / "consumequeue" / "t" / "0" / f"{0:020d}", 2 * 20, bytes(8) + b"\x7f\xff\xff\xff" + bytes(8))
     assert [row["body"] for row in rows_of(read_all(path, ["body"]))][1:] == [b"0", b"1", b"3", b"4"]
 
 

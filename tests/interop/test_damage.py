@@ -18,6 +18,7 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.interop.comparing import Rows, assert_same, new_store, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine
+from tests.log.support import flip_log, overwrite_log, segment_of
 
 SEGMENT = SIZES["segment_bytes"]
 Damage = Callable[[Path, list[SendReceipt]], object]
@@ -35,19 +36,8 @@ def make(path: Path) -> list[SendReceipt]:
         return [store.put("t", draw.randbytes(draw.randrange(600)), n % 3, keys=f"k{n}") for n in range(1400)]
 
 
-def segment(path: Path, receipt: SendReceipt) -> tuple[Path, int]:
-    """The file of a record, and where in it."""
-    start = receipt.physical_offset // SEGMENT * SEGMENT
-    return path / "commitlog" / f"{start:020d}", receipt.physical_offset - start
-
-
 def flip(path: Path, receipt: SendReceipt, at: int = 90) -> None:
-    file, position = segment(path, receipt)
-    with file.open("r+b") as opened:
-        opened.seek(position + at)
-        (byte,) = opened.read(1)
-        opened.seek(position + at)
-        opened.write(bytes([byte ^ 0x10]))
+    flip_log(path, receipt.physical_offset + at, bit=4)
 
 
 def crash(path: Path) -> None:
@@ -96,9 +86,11 @@ def test_what_can_be_built_again_is_and_java_reads_it(path: Path, engine: JavaEn
 TORN: dict[str, Damage] = {
     "the last record": lambda path, made: flip(path, made[-1]),
     "its length": lambda path, made: flip(path, made[-1], 1),
-    "the file": lambda path, made: os.truncate(*segment(path, made[-1])),
-    "zeros": lambda path, made: segment(path, made[-1])[0].write_bytes(
-        segment(path, made[-1])[0].read_bytes()[: segment(path, made[-1])[1]].ljust(SEGMENT, b"\0")
+    "the file": lambda path, made: os.truncate(
+        segment_of(path, made[-1].physical_offset), made[-1].physical_offset % SEGMENT
+    ),
+    "zeros": lambda path, made: overwrite_log(
+        path, made[-1].physical_offset, bytes(SEGMENT - made[-1].physical_offset % SEGMENT)
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from mqstore import StoreConfig
 from mqstore.log.snapshot.take import snapshot_store
 from tests.interop.comparing import assert_same, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -55,13 +56,6 @@ def test_of_a_store_that_java_has_open(tmp_path: Path, engine: JavaEngine, secon
         assert list(copy.verify()) == []
 
 
-def wait_for(condition: Callable[[], bool], patience_s: float = 40) -> bool:
-    until = time.monotonic() + patience_s
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.2)
-    return condition()
-
-
 def test_of_a_broker_with_messages_that_wait(tmp_path: Path, engine: JavaEngine, second: JavaEngine) -> None:
     with mqstore.open(tmp_path / "mq", profile="rocketmq", config=StoreConfig(**SIZES)) as store:
         store.create_topic("late", queues=1)
@@ -70,7 +64,7 @@ def test_of_a_broker_with_messages_that_wait(tmp_path: Path, engine: JavaEngine,
     engine.put("late", 0, b"at once")
     engine.put("late", 0, b"level 3", {"DELAY": "3"})
     engine.put("late", 0, b"a moment", {"TIMER_DELIVER_MS": str(time.time_ns() // 1_000_000 + 10_000)})
-    assert wait_for(lambda: engine.queues()["late", 0][1] == 1)
+    until(lambda: engine.queues()["late", 0][1] == 1, pause_s=0.2)
     time.sleep(2)  # so that the timer has placed what it found
     report = snapshot_store(tmp_path / "mq", tmp_path / "copy")
     assert report.findings == []
@@ -78,11 +72,11 @@ def test_of_a_broker_with_messages_that_wait(tmp_path: Path, engine: JavaEngine,
     wanted = [b"a moment", b"at once", b"level 3"]
 
     second.start_broker(tmp_path / "copy")
-    assert wait_for(lambda: second.queues()["late", 0][1] >= 3)
+    until(lambda: second.queues()["late", 0][1] >= 3, pause_s=0.2)
     assert sorted(row["body"] for row in seen_by_java(second)["late", 0]) == wanted
     assert "orders" not in second.config()["topics"]["topicConfigTable"]
     assert second.config()["offsets"]["offsetTable"]["late@billing"] == {"0": 0}
-    assert wait_for(lambda: engine.queues()["late", 0][1] >= 3)  # and the original goes on, as if nothing had been
+    until(lambda: engine.queues()["late", 0][1] >= 3, pause_s=0.2)  # and the original goes on, as if nothing had been
     assert sorted(row["body"] for row in seen_by_java(engine)["late", 0]) == wanted
     second.close()
     engine.close()
@@ -96,10 +90,10 @@ def test_of_a_broker_that_ours_takes_over(tmp_path: Path, engine: JavaEngine) ->
     engine.put("late", 0, b"at once")
     engine.put("late", 0, b"level 3", {"DELAY": "3"})
     engine.put("late", 0, b"a moment", {"TIMER_DELIVER_MS": str(time.time_ns() // 1_000_000 + 8_000)})
-    assert wait_for(lambda: engine.queues()["late", 0][1] == 1)
+    until(lambda: engine.queues()["late", 0][1] == 1, pause_s=0.2)
     time.sleep(2)
     assert snapshot_store(tmp_path / "mq", tmp_path / "copy").findings == []
     engine.close()
     with mqstore.open(tmp_path / "copy", config=StoreConfig(**SIZES)) as copy:
-        assert wait_for(lambda: copy.offsets("late", 0)[1] == 3)
+        until(lambda: copy.offsets("late", 0)[1] == 3, pause_s=0.2)
     assert sorted(shown(tmp_path / "copy")["late", 0]) == [b"a moment", b"at once", b"level 3"]

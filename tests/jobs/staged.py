@@ -16,6 +16,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
+from tests.log.support import all_queues
 
 
 def options_of(path: Path, **given: str) -> SinkOptions:
@@ -92,7 +93,7 @@ def bodies(path: Path) -> list[str]:
     """The bodies of all messages of a store, queue by queue; the store must verify."""
     with ReadOnlyMessageStore(path) as store:
         assert [*store.verify()] == []
-        refs = [ref for topic in store.topics() for ref in store.queues(topic)]
+        refs = all_queues(store)
         return [message.body.decode() for ref in refs for message in store.iter(*ref)]
 
 

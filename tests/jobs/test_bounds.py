@@ -15,13 +15,14 @@ from mqstore.jobs.plan import StoreName, open_store, queues_of
 from mqstore.layout.consumequeue import VOID_UNIT
 from tests.columnar.support import SEGMENT, Odd, odd_records, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
+from tests.log.support import all_queues
 
 
 def assert_bounds_are_those_of_the_store(path: Path) -> None:
     with open_store(StoreName("s", str(path))) as opened:
         found = {queue.ref: (queue.min_offset, queue.max_offset) for queue in queues_of(opened)}
     with ReadOnlyMessageStore(path) as opened:
-        refs = [ref for topic in opened.topics() for ref in opened.queues(topic)]
+        refs = all_queues(opened)
         assert [*found] == refs
         assert found == {ref: opened.offsets(*ref) for ref in refs}
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet
 from mqstore.jobs.export import read_manifest
+from mqstore.jobs.runner import Runner
 from mqstore.jobs.selection import select
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
-from tests.log.support import flip
+from tests.log.support import all_queues, flip
 
 DAY_MS = 86_400_000
 T0 = 1_700_000_000_000
@@ -54,7 +56,7 @@ def offsets(dest: Path) -> list[tuple[str, int, int]]:
 def model(path: Path) -> list[tuple[str, int, int]]:
     """What a loop over messages gives."""
     with ReadOnlyMessageStore(path) as store:
-        refs = [ref for topic in store.topics() for ref in store.queues(topic)]
+        refs = all_queues(store)
         return sorted((m.topic, m.queue_id, m.offset) for ref in refs for m in store.iter(*ref))
 
 
@@ -111,10 +113,7 @@ def test_messages_with_a_time_that_no_date_has_lie_in_a_folder_of_their_own(tmp_
 
 def test_columns_and_partitions_can_be_chosen(store: Path, tmp_path: Path) -> None:
     export_parquet(
-        {"one": store},
-        tmp_path / "out",
-        columns=["body", "keys", "topic"],
-        partition_by=["store", "topic", "queue_id"],
+        {"one": store}, tmp_path / "out", columns=["body", "keys", "topic"], partition_by=["store", "topic", "queue_id"]
     )
 
     first = visible(tmp_path / "out")[0]
@@ -500,14 +499,15 @@ def test_a_crash_at_any_step_leaves_the_old_export_or_the_new_one(
 def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = module._publish
+    rename = os.rename
 
-    def slow(*arguments: Any) -> None:
-        monkeypatch.setattr(module, "_publish", publish)
-        export_parquet(store, tmp_path / "out")
-        publish(*arguments)
+    def slow(source: str, target: str) -> None:
+        if os.path.basename(source) == "ready":
+            monkeypatch.setattr(os, "rename", rename)
+            export_parquet(store, tmp_path / "out")
+        rename(source, target)
 
-    monkeypatch.setattr(module, "_publish", slow)
+    monkeypatch.setattr(os, "rename", slow)
 
     with pytest.raises(ConfigError, match="another export has ended meanwhile"):
         export_parquet(store, tmp_path / "out")
@@ -515,19 +515,21 @@ def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
     assert [*(tmp_path / "out" / "_staging").iterdir()] == []
 
 
+def twice(work: Callable[[Any], Any], task: Any) -> Any:
+    work(task)
+    return work(task)
+
+
 def test_what_a_failed_attempt_of_a_task_left_is_not_published(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark runs a task again that failed; only what the last attempt tells of counts."""
-    write = module._write
+    run = Runner.run
 
-    def twice(job: Any, task: Any) -> Any:
-        write(job, task)
-        return write(job, task)
+    def run_twice(runner: Runner, tasks: Any, work: Any, title: str) -> Any:
+        return run(runner, tasks, partial(twice, work), title)
 
-    # `run` pickles the function by its name.
-    monkeypatch.setattr(module, "_write", twice)
-    twice.__module__, twice.__qualname__ = module.__name__, "_write"
+    monkeypatch.setattr(Runner, "run", run_twice)
 
     export_parquet(store, tmp_path / "out")
 

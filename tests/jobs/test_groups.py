@@ -21,6 +21,7 @@ from mqstore.jobs.plan import StoreName
 from mqstore.jobs.selection import select
 from mqstore.jobs.views import view_batch
 from tests.conftest import Golden
+from tests.log.support import all_queues
 from tests.tools.brokers import broker
 
 T0 = 1_760_000_000_000
@@ -327,7 +328,7 @@ def test_nothing_bears_it(travelled: Path) -> None:
 def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> None:
     store = golden("clean")
     with ReadOnlyMessageStore(store.path) as opened:
-        refs = [ref for topic in opened.topics() for ref in opened.queues(topic)]
+        refs = all_queues(opened)
         ids = {m.physical_offset: m.message_id for ref in refs for m in opened.iter(*ref)}
     for line in store.of("key")[:8]:
         found = {hop.message_id for hop in trace(store.path, line["key"]).hops if hop.topic == line["topic"]}

@@ -72,10 +72,14 @@ def test_a_queue_is_scanned_where_slices_would_cost_more(tmp_path: Path, monkeyp
     assert read(path, "k5") == ([("orders", 0, 1, "k5")], 19)  # of 25: a queue with nothing to look at costs nothing
 
 
-def test_near_slots_are_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_slots_are_one_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keyindex, "SLICE_COST", 10)
-    parts = [(0, 0), (5, 6), (16, 17), (28, 29), (30, 40), (60, 60)]
-    assert [*keyindex._joined(parts)] == [(5, 17), (28, 40)]
+    keys = dict.fromkeys((15, 26, 38, *range(40, 50)), "k") | dict.fromkeys((0, 99), "other")
+    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+        store.put_many("t", [OutgoingMessage(b"x", keys=keys.get(i)) for i in range(100)])
+    planned = plan(SourceOptions.parse({"path": str(tmp_path / "s"), "keys": "k"}))
+    slices = [piece for group in planned for piece in group if isinstance(piece, QueueSlice)]
+    assert [(piece.start, piece.stop) for piece in slices] == [(0, 1), (15, 27), (38, 50), (99, 100)]
 
 
 @pytest.mark.parametrize("damage", ["none", "gone", "short", "crashed", "record"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import ANY, SOURCE_OPTIONS, Key, SourceOptions
+from mqstore.jobs.options import ANY, ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
 from mqstore.jobs.views import VIEWS
 
 
@@ -18,80 +18,126 @@ def parse(**given: str) -> SourceOptions:
     return SourceOptions.parse({"path": "/p", **given})
 
 
+def to_write(**given: str) -> SinkOptions:
+    return SinkOptions.parse({"path": "/p", **given})
+
+
 def test_names_are_taken_in_any_case() -> None:
     options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "READBY": "Queue"})
     assert (options.paths, options.topics, options.read_by) == (["/p"], ("a", "b"), "queue")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "field", "value"),
-    [
-        ("subscribe", "a", "topics", ("a",)),
-        ("tags", "A || B", "tags", "A || B"),
-        ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
-        ("startingOffsets", "LATEST", "starting_offsets", {ANY: -1}),
-        (
-            *("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets"),
-            {ANY: -2, Key("", "a", 0): 23, Key("", "a", 1): -2},
-        ),
-        ("endingOffsets", '{"s":{"a":{"0":5}}}', "ending_offsets", {ANY: -1, Key("s", "a", 0): 5}),
-        ("startingTimestamp", "1700000000000", "starting_timestamp_ms", 1_700_000_000_000),
-        ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
-        ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),
-        ("endingTimestamp", "2023-11-15T00:13:20.000001+02:00", "ending_timestamp_ms", 1_700_000_000_001),
-        ("includeProperties", "FALSE", "include_properties", False),
-        ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
-        ("filter", "a > 3", "filter", "a > 3"),
-        ("keys", "k1,k2", "keys", ("k1", "k2")),
-        ("tags", "*", "tags", "*"),
-    ],
-)
-def test_values_become_what_they_mean(name: str, text: str, field: str, value: Any) -> None:
-    assert getattr(parse(**{name: text}), field) == value
+READING: list[tuple[str, str, str, Any]] = [
+    ("subscribe", "a", "topics", ("a",)),
+    ("tags", "A || B", "tags", "A || B"),
+    ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
+    ("startingOffsets", "LATEST", "starting_offsets", {ANY: -1}),
+    (
+        *("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets"),
+        {ANY: -2, Key("", "a", 0): 23, Key("", "a", 1): -2},
+    ),
+    ("endingOffsets", '{"s":{"a":{"0":5}}}', "ending_offsets", {ANY: -1, Key("s", "a", 0): 5}),
+    ("startingTimestamp", "1700000000000", "starting_timestamp_ms", 1_700_000_000_000),
+    ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
+    ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),
+    ("endingTimestamp", "2023-11-15T00:13:20.000001+02:00", "ending_timestamp_ms", 1_700_000_000_001),
+    ("includeProperties", "FALSE", "include_properties", False),
+    ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
+    ("filter", "a > 3", "filter", "a > 3"),
+    ("keys", "k1,k2", "keys", ("k1", "k2")),
+    ("tags", "*", "tags", "*"),
+]
+WRITING: list[tuple[str, str, str, Any]] = [
+    ("PATH", "file:///a/b", "path", "/a/b"),
+    ("topic", "t", "topic", "t"),
+    ("Target", "SET", "target", "set"),
+    ("queues", "16384", "queues", 16_384),
+    ("flush", "none", "flush", "none"),
+    ("validate", "False", "validate", False),
+    ("maxRowsPerShard", "7", "max_rows_per_shard", 7),
+    ("lockTimeout", "5", "lock_timeout_s", 5.0),
+    ("lockTimeout", "250ms", "lock_timeout_s", 0.25),
+    ("stagingTtl", "2 d", "staging_ttl_s", 172_800.0),
+    ("confirmOverwrite", "true", "confirm_overwrite", True),
+    ("checkpointLocation", "/cp", "path", "/p"),
+    ("queryName", "q", "path", "/p"),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
-        ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
-        ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
-        ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
-        ({"minPartitions": "many"}, r"option minPartitions='many'"),
-        ({"verify": "yes"}, "true or false"),
-        ({"subscribe": " , "}, "option subscribe"),
-        ({"subscribePattern": "("}, "no regular expression"),
-        ({"assign": '{"a": 1}'}, r'JSON \{"topic": \[queue id, ...\]\}'),
-        ({"assign": "a"}, "option assign='a'"),
-        ({"startingOffsets": "{}"}, "option startingOffsets"),
-        ({"startingOffsets": '{"a": 1}'}, "option startingOffsets"),
-        ({"startingOffsets": '{"a": {"x": 1}}'}, "option startingOffsets"),
-        ({"startingOffsets": '{"a": {"0": -3}}'}, "option startingOffsets"),
-        ({"startingOffsets": '{"a": {"b": {"c": {"0": 1}}}}'}, "option startingOffsets"),
-        ({"startingOffsets": '{"a": {"00": 1}}'}, r"option startingOffsets='.*': '00' is no queue id"),
-        ({"startingOffsets": '{"a": {"\\u0663": 1}}'}, "option startingOffsets"),
-        ({"endingOffsets": '{"s": {"a": {"01": 1}}}'}, "option endingOffsets"),
-        ({"assign": '{"a":[0],"a":[1]}'}, r"option assign=.*: 'a' is there twice; JSON"),
-        ({"startingOffsets": '{"a":{"0":1,"0":2}}'}, r"option startingOffsets=.*: '0' is there twice"),
-        ({"assign": "{}"}, r'option assign=.*not that form; JSON \{"topic": \[queue id, ...\]\}'),
-        ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
-        ({"tags": "a || *"}, r"option tags='a \|\| \*': .*'\*' stands for every tag"),
-        ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
-        ({"startingTimestamp": "yesterday"}, "ISO 8601"),
-        ({"filter": "a >"}, "option filter='a >': "),
-        ({"paths": '["a"]'}, "options 'path' and 'paths' are the same; give one of them"),
-        ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
-        ({"topic": "a"}, r"no option 'topic'"),
-        ({"scan": "log"}, r"no option 'scan'"),
-        ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
-        ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
-        ({"commitGroup": "a@b"}, "option commitGroup='a@b': .*a group is 1 to 120 letters"),
-        ({"commitGroup": "CID_RMQ_SYS_TRANS"}, "option commitGroup='CID_RMQ_SYS_TRANS': .*the engine's own"),
-    ],
+    ("options", "name", "text", "field", "value"),
+    [*((SourceOptions, *row) for row in READING), *((SinkOptions, *row) for row in WRITING)],
 )
-def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str, str], says: str) -> None:
+def test_values_become_what_they_mean(options: Any, name: str, text: str, field: str, value: Any) -> None:
+    given = {name: text} if field == "path" and value != "/p" else {"path": "/p", name: text}
+    assert getattr(options.parse(given), field) == value
+
+
+NO_READING: list[tuple[dict[str, str], str]] = [
+    ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
+    ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
+    ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
+    ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
+    ({"minPartitions": "many"}, r"option minPartitions='many'"),
+    ({"verify": "yes"}, "true or false"),
+    ({"subscribe": " , "}, "option subscribe"),
+    ({"subscribePattern": "("}, "no regular expression"),
+    ({"assign": '{"a": 1}'}, r'JSON \{"topic": \[queue id, ...\]\}'),
+    ({"assign": "a"}, "option assign='a'"),
+    ({"startingOffsets": "{}"}, "option startingOffsets"),
+    ({"startingOffsets": '{"a": 1}'}, "option startingOffsets"),
+    ({"startingOffsets": '{"a": {"x": 1}}'}, "option startingOffsets"),
+    ({"startingOffsets": '{"a": {"0": -3}}'}, "option startingOffsets"),
+    ({"startingOffsets": '{"a": {"b": {"c": {"0": 1}}}}'}, "option startingOffsets"),
+    ({"startingOffsets": '{"a": {"00": 1}}'}, r"option startingOffsets='.*': '00' is no queue id"),
+    ({"startingOffsets": '{"a": {"\\u0663": 1}}'}, "option startingOffsets"),
+    ({"endingOffsets": '{"s": {"a": {"01": 1}}}'}, "option endingOffsets"),
+    ({"assign": '{"a":[0],"a":[1]}'}, r"option assign=.*: 'a' is there twice; JSON"),
+    ({"startingOffsets": '{"a":{"0":1,"0":2}}'}, r"option startingOffsets=.*: '0' is there twice"),
+    ({"assign": "{}"}, r'option assign=.*not that form; JSON \{"topic": \[queue id, ...\]\}'),
+    ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
+    ({"tags": "a || *"}, r"option tags='a \|\| \*': .*'\*' stands for every tag"),
+    ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
+    ({"startingTimestamp": "yesterday"}, "ISO 8601"),
+    ({"filter": "a >"}, "option filter='a >': "),
+    ({"paths": '["a"]'}, "options 'path' and 'paths' are the same; give one of them"),
+    ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
+    ({"topic": "a"}, r"no option 'topic'"),
+    ({"scan": "log"}, r"no option 'scan'"),
+    ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
+    ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
+    ({"commitGroup": "a@b"}, "option commitGroup='a@b': .*a group is 1 to 120 letters"),
+    ({"commitGroup": "CID_RMQ_SYS_TRANS"}, "option commitGroup='CID_RMQ_SYS_TRANS': .*the engine's own"),
+]
+NO_WRITING: list[tuple[dict[str, str], str]] = [
+    ({"txnApId": "x"}, r"no option 'txnApId'; did you mean 'txnAppId'\?$"),
+    ({"target": "table"}, "option target='table': .*; store, set or inbox"),
+    ({"queues": "0"}, "option queues='0': out of range; a number from 1 to 16384"),
+    ({"queues": "16385"}, "option queues='16385': out of range"),
+    ({"txnAppId": "a/b", "txnVersion": "1"}, "option txnAppId='a/b': .*letters, digits"),
+    ({"txnAppId": "..", "txnVersion": "1"}, "option txnAppId='..'"),
+    ({"txnAppId": "_done", "txnVersion": "1"}, "option txnAppId='_done': .*; the first a letter or a digit"),
+    ({"txnAppId": "a" * 101, "txnVersion": "1"}, "option txnAppId"),
+    ({"txnAppId": "a", "txnVersion": "-1"}, "option txnVersion='-1': out of range"),
+    ({"txnAppId": "a", "txnVersion": str(1 << 63)}, "option txnVersion.*out of range"),
+    ({"txnAppId": "a"}, "txnAppId and txnVersion go together; txnVersion is missing"),
+    ({"txnVersion": "1"}, "txnAppId and txnVersion go together; txnAppId is missing"),
+    ({"lockTimeout": "soon"}, "option lockTimeout='soon': no length of time; seconds, or a number with ms"),
+    ({"stagingTtl": "-1s"}, "option stagingTtl='-1s'"),
+    ({"validate": "yes"}, "true or false"),
+    ({"topic": " "}, "option topic=' ': it is empty"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "says"),
+    [*((SourceOptions, *row) for row in NO_READING), *((SinkOptions, *row) for row in NO_WRITING)],
+)
+def test_what_does_not_fit_is_refused_with_name_value_and_remedy(
+    options: Any, given: dict[str, str], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        parse(**given)
+        options.parse({"path": "/p", **given})
 
 
 @pytest.mark.parametrize(
@@ -190,7 +236,51 @@ def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
             SourceOptions.parse(given)
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["hdfs://nn:9000/mq", "s3a://b/mq", "dbfs:/mq", "S3:x", "file://h/mq", "~/mq", "~x"])
+def test_a_path_that_is_not_local_is_never_taken_for_a_folder_below_the_working_directory(path: str) -> None:
+    for options in (SinkOptions, SourceOptions):
+        with pytest.raises(ConfigError, match=f"option path='{path}': (only local paths|'~' is not replaced)"):
+            options.parse({"path": path})
+    with pytest.raises(ConfigError, match=r"option paths=.*: (only local paths|'~' is not replaced)"):
+        SourceOptions.parse({"paths": f'["/a", "{path}"]'})
+
+
+@pytest.mark.parametrize("path", ["./s3:a", "/a/b:c", "file:a", "file:/a", "file:///a", "a b"])
+def test_a_local_path_may_hold_what_it_likes(path: str) -> None:
+    assert SinkOptions.parse({"path": path}).path == path.removeprefix("file://").removeprefix("file:")
+
+
+def test_a_write_says_where_it_goes() -> None:
+    with pytest.raises(ConfigError, match="no target: give"):
+        SinkOptions.parse({"topic": "t"})
+
+
+def test_a_stream_has_an_identity_of_its_own() -> None:
+    to_write().check_stream()
+    with pytest.raises(ConfigError, match="belong to batch writes: a stream is known by its checkpoint"):
+        to_write(txnAppId="a", txnVersion="1").check_stream()
+
+
+def test_overwriting_what_others_consume_has_to_be_confirmed() -> None:
+    to_write(target="set").check_overwrite()
+    to_write(confirmOverwrite="true").check_overwrite()
+    with pytest.raises(ConfigError, match=r"a queue is not a table.*confirmOverwrite=true"):
+        to_write().check_overwrite()
+    with pytest.raises(ConfigError, match="does not go with target=inbox"):
+        to_write(target="inbox", confirmOverwrite="true").check_overwrite()
+
+
+def test_an_option_that_tells_a_write_is_none_of_a_query() -> None:
+    assert [name for name in ONLY_FOR_WRITING if name in SOURCE_OPTIONS] == []
+
+
 def test_the_table_and_the_fields_are_one() -> None:
-    assert {option.field for option in SOURCE_OPTIONS.options.values()} == {
-        field.name for field in fields(SourceOptions)
-    }
+    for kind, table in ((SinkOptions, SINK_OPTIONS), (SourceOptions, SOURCE_OPTIONS)):
+        assert {option.field for option in table.options.values()} == {field.name for field in fields(kind)}
+    defaults = SinkOptions("/p")
+    for option in SINK_OPTIONS.options.values():
+        if option.default and option.field not in ("topic", "max_rows_per_shard"):
+            assert option.parse(option.default) == getattr(defaults, option.field)

@@ -56,11 +56,7 @@ def test_all_letters_of_all_stores_are_sent_once(stores: dict[str, Path]) -> Non
     assert (
         rows(done)
         == rows(planned)
-        == [
-            ("a", "billing", 6, {"orders": 6}),
-            ("b", "audit", 3, {"other": 3}),
-            ("b", "billing", 2, {"orders": 2}),
-        ]
+        == [("a", "billing", 6, {"orders": 6}), ("b", "audit", 3, {"other": 3}), ("b", "billing", 2, {"orders": 2})]
     )
     assert (planned.dry_run, done.dry_run, done.count) == (True, False, 11)
     assert left(stores["a"]) == left(stores["b"]) == left(stores["b"], "audit") == []

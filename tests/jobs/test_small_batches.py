@@ -82,11 +82,7 @@ def both_ways(path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], 
     ),
 )
 def test_slices_that_are_read_together_are_as_each_alone(
-    tmp_path_factory: pytest.TempPathFactory,
-    records: list[Odd],
-    profile: str,
-    size: int,
-    options: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory, records: list[Odd], profile: str, size: int, options: dict[str, str]
 ) -> None:
     path = write_store(tmp_path_factory.mktemp("odd") / "s", records, profile)
     pieces = pieces_of(path, size)

@@ -15,7 +15,7 @@ from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, sel
 from mqstore.jobs.export import read_manifest
 from mqstore.jobs.runner import Runner
 from tests.columnar.support import many, write_store
-from tests.log.support import flip
+from tests.log.support import flip_log
 from tests.tools.brokers import broker
 
 pytestmark = pytest.mark.spark
@@ -56,7 +56,7 @@ def traffic(stores: dict[str, Path], **where: Any) -> Result:
 def verified(stores: dict[str, Path], **where: Any) -> Result:
     damaged = stores["b"].with_name("damaged")
     shutil.copytree(stores["b"], damaged, dirs_exist_ok=True)
-    flip(damaged / "commitlog" / f"{0:020d}", 300)
+    flip_log(damaged, 300)
     found = verify({**stores, "damaged": damaged}, range_bytes=2_000, **where).to_dict()
     assert {row["store"] for row in found["findings"]} == {"damaged"}
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import crc32c
 import pytest
@@ -33,28 +34,21 @@ def test_the_page_equals_the_worked_vector() -> None:
     assert decode(page) == WORKED
 
 
-def test_the_field_of_the_queues_counts_with_its_own_checksum_and_within_the_extension() -> None:
-    closed = Checkpoint(1, 2, 3, 0, 1024, 1200, 1200, 1200, 0x0102_0304_0506_0708)
-    page = encode(closed)
-    assert page[100:108] == bytes(range(1, 9))
-    assert page[108:112] == crc32c.crc32c(page[64:108]).to_bytes(4, "big")
-    for at in range(64, 112):
-        changed = decode(page[:at] + bytes([page[at] ^ 0x10]) + page[at + 1 :])
-        assert changed.queues is None
-        assert (changed.flushed is None) == (at < 100)
-    assert decode(page[:100]).queues is None  # as a former version wrote it
-
-
-def test_the_start_of_the_log_counts_with_its_own_checksum_and_within_the_extension() -> None:
-    noted = Checkpoint(1, 2, 3, 0, 1024, 1200, 1200, -1, None, 0x0102_0304_0506_0708)
-    page = encode(noted)
-    assert page[112:120] == bytes(range(1, 9))
-    assert page[120:124] == crc32c.crc32c(page[64:100] + page[112:120]).to_bytes(4, "big")
-    for at in (*range(64, 100), *range(112, 124)):
-        changed = decode(page[:at] + bytes([page[at] ^ 0x10]) + page[at + 1 :])
-        assert changed.log_start is None
-        assert (changed.flushed is None) == (at < 100)
-    assert decode(page[:112]).log_start is None  # as a former version wrote it
+@pytest.mark.parametrize(
+    ("field", "at", "covered"),
+    [("queues", 100, [*range(64, 108)]), ("log_start", 112, [*range(64, 100), *range(112, 120)])],
+)
+def test_a_later_field_counts_with_its_own_checksum_and_within_the_extension(
+    field: str, at: int, covered: list[int]
+) -> None:
+    page = encode(replace(WORKED, **{field: 0x0102_0304_0506_0708}))
+    assert page[at : at + 8] == bytes(range(1, 9))
+    assert page[at + 8 : at + 12] == crc32c.crc32c(bytes(page[i] for i in covered)).to_bytes(4, "big")
+    for i in (*covered, *range(at + 8, at + 12)):
+        changed = decode(page[:i] + bytes([page[i] ^ 0x10]) + page[i + 1 :])
+        assert getattr(changed, field) is None
+        assert (changed.flushed is None) == (i < 100)
+    assert getattr(decode(page[:at]), field) is None  # as a former version wrote it
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mqstore.layout.consumequeue import (
-    UNIT,
-    UNIT_BYTES,
-    UNIT_DTYPE,
-    VOID_UNIT,
-    is_message,
-    is_void,
-)
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_message, is_void
 from mqstore.layout.javahash import tag_hash
 
 

@@ -16,15 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout import scan
-from mqstore.layout.record import (
-    MAGIC_V1,
-    MAGIC_V2,
-    Checksum,
-    check_record,
-    decode_record,
-    encode_blank,
-    encode_record,
-)
+from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank, encode_record
 from mqstore.layout.scan import content_end, find_next, gather, topic_is, verify, walk
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from crc32c import crc32c
 
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.store import MessageStore
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import all_queues, kill
 
-__all__ = ["Row", "bodies", "bundle", "put_one_by_one", "shown", "stage", "staged"]
+__all__ = ["Halfway", "Row", "bodies", "bundle", "kill_in_splice", "put_one_by_one", "shown", "stage", "staged"]
 
 BORN_MS = 1_600_000_000_000
 
@@ -54,13 +57,7 @@ def staged(row: Row, store_host: str = "127.0.0.1:0") -> bytes:
     return bytes(record)
 
 
-def stage(
-    folder: Path,
-    rows: Sequence[Row],
-    profile: str = "mqstore",
-    *,
-    store_host: str = "127.0.0.1:0",
-) -> Path:
+def stage(folder: Path, rows: Sequence[Row], profile: str = "mqstore", *, store_host: str = "127.0.0.1:0") -> Path:
     """A shard of `rows` in `folder`, which it makes."""
     records = [staged(row, store_host) for row in rows]
     return write(folder, records, described(rows, records, profile))
@@ -131,15 +128,43 @@ def put_one_by_one(store: MessageStore, rows: Sequence[Row]) -> None:
 def shown(store: MessageStore) -> dict[tuple[str, int], list[bytes]]:
     """The bodies of every queue, each message having the offset that its place in the list says."""
     found = {}
-    for topic in store.topics():
-        for ref in store.queues(topic):
-            first, _ = store.offsets(*ref)
-            messages = list(store.iter(*ref))
-            assert [message.offset for message in messages] == list(range(first, first + len(messages)))
-            found[topic, ref.queue_id] = [message.body for message in messages]
+    for ref in all_queues(store):
+        first, _ = store.offsets(*ref)
+        messages = list(store.iter(*ref))
+        assert [message.offset for message in messages] == list(range(first, first + len(messages)))
+        found[ref.topic, ref.queue_id] = [message.body for message in messages]
     return found
 
 
 def bodies(store: MessageStore) -> list[bytes]:
     """Those of all queues, sorted."""
     return sorted(body for queue in shown(store).values() for body in queue)
+
+
+class Halfway:
+    """A progress that does something once, at the end of copying: all bytes are written, nothing is recorded."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._action = action
+
+    def __call__(self, done: int, total: int) -> None:
+        self.seen.append((done, total))
+        if done == total:
+            self._action()
+
+
+def kill_in_splice(store: MessageStore, shards: Sequence[Path], version: int = 0) -> None:
+    """Kill the owner of `store`, which has a FaultyFileSystem, when all bytes of a splice are written and nothing is
+    recorded."""
+    fs = store.fs
+    assert isinstance(fs, FaultyFileSystem)
+
+    def die() -> None:
+        fs.crash(1)
+        raise Crash
+
+    with pytest.raises(Crash):
+        store.splice(shards, app="a", version=version, progress=Halfway(die))
+    fs.heal()
+    kill(store)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reput import Dispatcher
 from mqstore.log.store import MessageStore
+from mqstore.log.tip import QueueRef
 from mqstore.options import Durability, Profile, StoreConfig
 
 __all__ = [
@@ -19,13 +25,24 @@ __all__ = [
     "HEADER",
     "SEGMENT",
     "Unsynced",
+    "all_queues",
     "as_ours",
+    "checkpointed",
+    "delete_as_java",
+    "dispatcher_of",
     "files",
     "flip",
+    "flip_log",
     "kill",
+    "note_in_checkpoint",
     "open_store",
+    "overwrite",
+    "overwrite_log",
     "reboot",
+    "segment",
+    "segment_of",
     "units_of",
+    "until_parked",
 ]
 
 SEGMENT = 4096
@@ -83,6 +100,17 @@ def kill(store: MessageStore) -> None:
     store._release()
 
 
+def dispatcher_of(store: MessageStore) -> Dispatcher:
+    """The dispatcher, of which the store shows only `dispatch` and `on_growth`."""
+    return store._dispatcher
+
+
+def until_parked(store: MessageStore, count: int = 1) -> None:
+    """Return when so many threads wait for a message of one queue."""
+    while len(next(iter(store._dispatcher._parked.copy().values()), ())) < count:
+        pass
+
+
 def reboot(root: Path) -> None:
     """Make it look as if the machine had gone down with its writer: the abort mark is of an earlier boot."""
     (root / "abort").write_text("4711 8c6f2a0e-earlier-boot")
@@ -95,6 +123,62 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(position)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def segment(root: Path, number: int) -> Path:
+    """The file of the log that bears this number, in a store of small ones."""
+    return root / "commitlog" / f"{number * SEGMENT:020d}"
+
+
+def segment_of(root: Path, position: int) -> Path:
+    """The file of the log that this physical offset lies in."""
+    starts = (int(file.name) for file in (root / "commitlog").iterdir() if file.name.isdigit())
+    return root / "commitlog" / f"{max(start for start in starts if start <= position):020d}"
+
+
+def flip_log(root: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of the log at a physical offset."""
+    segment = segment_of(root, position)
+    flip(segment, position - int(segment.name), bit)
+
+
+def overwrite(file: Path, position: int, data: bytes) -> None:
+    """Write over bytes of a file."""
+    with open(file, "r+b") as opened:
+        opened.seek(position)
+        opened.write(data)
+
+
+def overwrite_log(root: Path, position: int, data: bytes) -> None:
+    """Write over bytes of the log, from a physical offset on."""
+    segment = segment_of(root, position)
+    overwrite(segment, position - int(segment.name), data)
+
+
+def checkpointed(store: MessageStore) -> None:
+    """Dispatch and flush all, and have the checkpoint say so."""
+    store.flush()
+    store.dispatch()
+    store.run_once(1)
+    store.run_once(2000)
+
+
+def note_in_checkpoint(root: Path, **said: Any) -> None:
+    """Have the checkpoint say something else."""
+    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
+    checkpoint.load()
+    checkpoint.save(replace(checkpoint.current, **said))
+
+
+def delete_as_java(root: Path, topic: str) -> None:
+    """Delete a topic as a Java broker does, which keeps no note of queues: its records stay in the log."""
+    shutil.rmtree(root / "consumequeue" / topic)
+    note_in_checkpoint(root, queues=None)
+
+
+def all_queues(store: StoreReader) -> list[QueueRef]:
+    """All queues of all topics."""
+    return [ref for topic in store.topics() for ref in store.queues(topic)]
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, no
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from tests.conftest import GoldenStore
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import SEGMENT, files, open_in, open_store
 
 MODES: list[Any] = ["r", "rw"]
@@ -294,16 +295,10 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_creation_killed_at_any_change_can_be_done_again(tmp_path: Path) -> None:
     """A kill between `abort` and the manifest once left a directory that no opening would take."""
-    for n in range(1, 100):
-        fs = FaultyFileSystem()
-        fs.crash(n, torn=n % 2 == 0)
+    for n, fs in deaths(1):
         root = tmp_path / str(n)
-        try:
+        with contextlib.suppress(Crash):
             open_store(root, fs=fs).close()
-        except Crash:
-            pass
-        else:
-            break
         with open_store(root) as store:
             assert store.put("t", b"x").offset == 0
             assert list(store.verify()) == []
@@ -366,7 +361,7 @@ def test_a_checkpoint_in_the_middle_of_dispatch_has_no_time_of_what_is_not_dispa
     with open_store(tmp_path / "s", clock=clock) as store:
         store.put("t", b"0", durability="flush")
         store.dispatch()
-        store._dispatcher.listeners.append(lambda *_: store.background.save_checkpoint())
+        store.on_growth.append(lambda *_: store.background.save_checkpoint())
         clock.advance(5000)
         store.put("t", b"1")
         store.dispatch()

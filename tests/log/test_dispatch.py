@@ -9,7 +9,6 @@ import errno
 import shutil
 import struct
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from mqstore.engine import MessageStore
 from mqstore.errors import StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
-from mqstore.layout.spares import Spares
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -28,11 +26,10 @@ from mqstore.log.reput import Dispatcher
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import NEVER
 from mqstore.signalsafe import Bell
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, files, flip, open_store, units_of
+from tests.log.support import SEGMENT, dispatcher_of, files, flip_log, open_store, units_of, until_parked
 
-Golden = Callable[[str], GoldenStore]
 VOID = (0, 0x7FFFFFFF, 0)
 HOST = encode_host("127.0.0.1:0")
 
@@ -41,8 +38,7 @@ HOST = encode_host("127.0.0.1:0")
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"),
-    [*((name, "both") for name in GOLDEN_NAMES), ("crashed", "consumequeue"), ("clean", "index")],
+    ("name", "missing"), [*((name, "both") for name in GOLDEN_NAMES), ("crashed", "consumequeue"), ("clean", "index")]
 )
 def test_units_and_index_are_rebuilt_as_the_java_engine_wrote_them(golden: Golden, name: str, missing: str) -> None:
     java = golden(name)
@@ -136,7 +132,7 @@ def java_log(path: Path, records: list[tuple[bytes, int, int, bytes]]) -> list[i
 def test_the_slot_of_a_record_that_was_lost_is_void(tmp_path: Path) -> None:
     positions = java_log(tmp_path / "s", [(b"t", 0, i, b"%d" % i) for i in range(12)])
     for lost in (3, 4, 8):
-        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", positions[lost] + 88)
+        flip_log(tmp_path / "s", positions[lost] + 88)
     with open_store(tmp_path / "s", consumequeue_units=8) as store:
         assert store.offsets("t") == (0, 12)
         assert [m.offset for m in store.read("t")] == [i for i in range(12) if i not in (3, 4, 8)]
@@ -195,7 +191,7 @@ def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) 
     """A record that turns bad between append and dispatch: its slot becomes void, those behind it are built."""
     with open_store(tmp_path / "s") as store:
         receipts = [store.put("t", b"%d" % i) for i in range(6)]
-        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 5)  # its magic
+        flip_log(tmp_path / "s", receipts[2].physical_offset + 5)  # its magic
         assert [m.body for m in store.read("t")] == [b"0", b"1", b"3", b"4", b"5"]
         assert store.offsets("t") == (0, 6)
         assert store.put("t", b"6").offset == 6
@@ -233,7 +229,7 @@ def test_a_queue_is_seen_though_another_found_no_room(tmp_path: Path) -> None:
         store.put("b", b"0")
         store.dispatch()
         grown: list[str] = []
-        store._dispatcher.listeners.append(lambda topic, *_: grown.append(topic))
+        store.on_growth.append(lambda topic, *_: grown.append(topic))
         fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue/b", times=None)
         store.put("a", b"1")
         store.put("b", b"1")
@@ -336,8 +332,7 @@ def test_waiting_ends_only_with_the_message_that_was_asked_for(store: MessageSto
     thread = threading.Thread(target=wait)
     thread.start()
     for i in range(1, 4):
-        while not store._dispatcher.is_awaited:
-            pass
+        until_parked(store)
         assert seen == []
         store.put("t", b"%d" % i)
         store.dispatch()
@@ -387,8 +382,7 @@ def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
     threads = [threading.Thread(target=lambda: results.append(store.wait("t", 0, 1, timeout=3600))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    while len(next(iter(store._dispatcher._parked.copy().values()), ())) < 5:
-        pass
+    until_parked(store, 5)
     store.close()
     for thread in threads:
         thread.join()
@@ -399,13 +393,13 @@ def test_who_comes_to_wait_as_the_store_closes_is_let_go(tmp_path: Path, monkeyp
     """Between its last look and its parking all others had been woken: it slept until its time was up."""
     store: MessageStore = open_store(tmp_path / "s")
     store.put("t", b"0")
-    wait = store._dispatcher.wait
+    wait = Dispatcher.wait
 
     def late(*arguments: Any) -> bool:
         store.close()
         return wait(*arguments)
 
-    monkeypatch.setattr(store._dispatcher, "wait", late)
+    monkeypatch.setattr(Dispatcher, "wait", late)
     assert store.wait("t", 0, 1, timeout=3600) is False
 
 
@@ -418,7 +412,7 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         queue.next_offset += 1  # a number that was given and lost, so that the units are written in two pieces
         store.put("t", b"2")
         grown: list[int] = []
-        store._dispatcher.listeners.append(lambda *grew: grown.append(grew[3]))
+        store.on_growth.append(lambda *grew: grown.append(grew[3]))
         fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue", nth=2)
         with pytest.raises(StoreFullError):
             store.dispatch()
@@ -430,35 +424,36 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
 def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(store: MessageStore) -> None:
     store.put("t", b"0")
     # A writer that has always put another one when a pass is over.
-    store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
+    store.on_growth.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
     assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
     assert store.stats().puts < 10
 
 
-def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore) -> None:
     """Beside constant puts the background thread has always more to do, and took the lock again at once."""
-    store.put("t", b"0")
-    dispatcher = store._dispatcher
-    passes: list[str] = []
-    one_pass = dispatcher._pass
+    came, passes = threading.Event(), []
 
-    def noted(end: int, spares: Spares) -> None:
-        passes.append(threading.current_thread().name)
-        one_pass(end, spares)
+    def end() -> int:
+        if threading.current_thread() is reader:
+            came.set()
+        return store.max_offset
+
+    def noted(*_: object) -> None:
+        passes.append(threading.current_thread())
         if len(passes) == 1:
-            store.put("t", b"more")  # there is something for the other one, too
+            store.put("t", b"more")
+            reader.start()
+            came.wait()
 
-    monkeypatch.setattr(dispatcher, "_pass", noted)
-    with dispatcher._lock:
-        reader = threading.Thread(target=dispatcher.run_once, name="reader")
-        reader.start()
-        while turn_is_free(dispatcher):  # the reader waits
-            pass
-        again = threading.Thread(target=dispatcher.run_again, name="again")
-        again.start()
+    parts = (store.wakeups.log, store.queue_table, store.index)
+    dispatcher = Dispatcher(*parts, checksum=store.checksum, end_of=end)
+    dispatcher.listeners.append(noted)
+    reader = threading.Thread(target=dispatcher.run_once)
+    store.put("t", b"0")
+    dispatcher.run_again()
+    dispatcher.run_again()
     reader.join()
-    again.join()
-    assert passes[0] == "reader"
+    assert passes[1] is reader
 
 
 # -- pacing ----------------------------------------------------------------------------------------------------------
@@ -487,7 +482,7 @@ def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, gro
     """While `put_many` went on it slept, and the first read had nearly everything to dispatch."""
     with open_store(tmp_path / "s", segment_bytes=32 << 20) as store:
         seen: list[str] = []
-        wakeups, dispatcher = store.wakeups, store._dispatcher
+        wakeups, dispatcher = store.wakeups, dispatcher_of(store)
 
         class NotedBell(Bell):
             def wait(self, timeout_s: float | None = None) -> bool:
@@ -507,10 +502,3 @@ def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, gro
         assert seen == waits
         assert store.stats().dispatch_lag_bytes == 0
         wakeups.stopping = False
-
-
-def turn_is_free(dispatcher: Dispatcher) -> bool:
-    free = dispatcher._turn.acquire(blocking=False)
-    if free:
-        dispatcher._turn.release()
-    return free

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mqstore.jobs.verifying import verify
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
-from tests.log.support import Unsynced, files, open_store
+from tests.log.support import delete_as_java, files, note_in_checkpoint, open_store
 
 Rows = list[tuple[int, bytes]]
 SEGMENTS = {"one segment": 1 << 16, "many segments": 4096}
@@ -26,19 +24,6 @@ SEGMENTS = {"one segment": 1 << 16, "many segments": 4096}
 def put(store: MessageStore, topic: str, numbers: range) -> None:
     for i in numbers:
         store.put(topic, b"%s %05d" % (topic.encode(), i) * 6, queue_id=i % 2, keys=f"{topic}{i}")
-
-
-def deleted(root: Path, topic: str) -> None:
-    """As a Java broker does it, which keeps no note of queues."""
-    shutil.rmtree(root / "consumequeue" / topic)
-    note(root, queues=None)
-
-
-def note(root: Path, **said: None) -> None:
-    """Have the checkpoint say something else."""
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, **said))
 
 
 def rows(root: Path, topic: str = "orders", queue_id: int = 0) -> Rows:
@@ -67,7 +52,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         put(store, "orders", range(90))
         put(store, "others", range(40))
     for numbers in (range(200, 290), range(500, 530)):
-        deleted(path, "orders")
+        delete_as_java(path, "orders")
         with open_store(path) as store:
             put(store, "orders", numbers)
             put(store, "others", range(4))
@@ -96,11 +81,11 @@ def test_an_opening_keeps_it(tmp_path: Path, killed: bool) -> None:
         put(store, "others", range(180))
         put(store, "orders", range(40))
         put(store, "others", range(2))
-    deleted(root, "orders")
+    delete_as_java(root, "orders")
     with open_store(root) as store:
         put(store, "orders", range(500, 530))
     before = rows(root)
-    note(root, queues=None, flushed=None, dispatched=None, clean_end=None)  # as a Java broker's
+    note_in_checkpoint(root, queues=None, flushed=None, dispatched=None, clean_end=None)  # as a Java broker's
     if killed:
         (root / "abort").write_text("1")
     with open_store(root) as store:
@@ -182,7 +167,7 @@ def test_a_wrong_unit_is_found_and_mended(tmp_path: Path, damage: Callable[[Path
             with open_store(root, "r") as store:
                 old = store.queue_table.create("orders", 0).max_offset
             assert old > 15
-            deleted(root, "orders")
+            delete_as_java(root, "orders")
         with open_store(root) as store:
             put(store, "orders", range(500, 530))
         before = rows(root)

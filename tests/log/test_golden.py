@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from mqstore import SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.message import row_of
-from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import EXPORTED, as_ours, files, open_store
-
-Golden = Callable[[str], GoldenStore]
+from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
+from tests.log.support import EXPORTED, as_ours, open_store
 
 
 def by_queue(store: GoldenStore, kind: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -49,28 +46,6 @@ def test_every_message_of_a_java_store_is_read_field_by_field(golden: Golden, na
                 assert struct.unpack_from(">ii", message.record_bytes(), 4) == (line["magic"], line["body_crc"])
                 count += 1
         assert count == java.of("store")[0]["readable"]
-
-
-@pytest.mark.parametrize("mode", ["r", "rw"])
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_queues_and_bounds_of_a_java_store(golden: Golden, name: str, mode: Any) -> None:
-    java = golden(name)
-    lost = by_queue(java, "lost")
-    (bounds,) = java.of("store")
-    with open_store(java.path, mode) as store:
-        for line in java.of("queue"):
-            key = (line["topic"], line["queue_id"])
-            # Where records are gone, ours is the first that is there, or the end.
-            first = lost[key][-1]["queue_offset"] + 1 if key in lost else line["min_offset"]
-            assert store.offsets(*key) == (first, line["max_offset"])
-        listed = {(line["topic"], line["queue_id"]) for line in java.of("queue") if line["max_offset"]}
-        assert {ref for topic in store.topics() for ref in store.queues(topic)} == listed
-        assert store.min_offset == bounds["min_physical_offset"]
-        if mode == "rw":
-            assert store.max_offset == bounds["max_physical_offset"]
-        assert store.manifest.commitlog_segment_bytes == bounds["commitlog_segment_bytes"]
-        assert store.manifest.consumequeue_segment_bytes == bounds["consumequeue_segment_bytes"]
-        assert store.clean_shutdown == bounds["clean"]
 
 
 def test_reading_below_what_retention_left_of_a_java_store_tells_the_bounds(golden: Golden) -> None:
@@ -107,18 +82,6 @@ def test_every_message_of_a_java_store_is_found_by_its_id_and_its_unique_key(gol
             if line["unique_key"]:
                 found = store.find(line["topic"], unique_key=line["unique_key"], limit=100)
                 assert line["physical_offset"] in [m.physical_offset for m in found]
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_reading_a_java_store_changes_none_of_its_bytes(golden: Golden, name: str) -> None:
-    java = golden(name)
-    before = files(java.path)
-    with open_store(java.path, "r") as store:
-        for topic in store.topics():
-            for message in store.iter(topic):
-                assert message.topic == topic
-        list(store.verify())
-    assert files(java.path) == before
 
 
 def test_a_java_store_gets_no_manifest_and_no_guard_from_being_written_to(golden: Golden) -> None:
@@ -171,9 +134,7 @@ def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
         MessageStore(java.path, profile="mqstore")
 
 
-def test_a_java_store_is_read_without_write_permission(
-    golden: Golden,
-) -> None:
+def test_a_java_store_is_read_without_write_permission(golden: Golden) -> None:
     java = golden("propcrc")
     for folder in [java.path, *java.path.rglob("*")]:
         folder.chmod(0o500 if folder.is_dir() else 0o400)

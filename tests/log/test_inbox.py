@@ -29,7 +29,7 @@ from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, shown
-from tests.log.support import files, open_store
+from tests.log.support import files, kill, open_store
 
 ONE, TWO = [Row(b"1"), Row(b"2", queue_id=1)], [Row(b"3"), Row(b"4", "clicks")]
 
@@ -225,15 +225,14 @@ def test_a_crash_at_any_change_neither_loses_nor_doubles_a_bundle(tmp_path: Path
         try:
             store.take_inbox()
         except Crash:
-            store._closed = True
             fs.heal()
-            store._release()
+            kill(store)
         else:
             break
         with open_store(root) as store:
             assert bodies(store) == [b"0", b"1", b"2", b"3", b"4"], nth
             assert os.listdir(root / "inbox") == [], nth
-            assert store._errors.messages == {}
+            assert store.stats().errors == {}
     assert nth > 20
 
 
@@ -283,10 +282,7 @@ def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        (_pipe("0-0-abc/records.bin"), "records.bin: it is a"),
-        (_folder("0-0-abc/records.bin"), "records.bin: it is a"),
-    ],
+    [(_pipe("0-0-abc/records.bin"), "records.bin: it is a"), (_folder("0-0-abc/records.bin"), "records.bin: it is a")],
 )
 def test_what_is_no_file_is_moved_aside_at_once(tmp_path: Path, change: Callable[[Path], None], why: str) -> None:
     change(bundle(tmp_path, "job", 0, [ONE]))
@@ -353,12 +349,12 @@ def test_an_error_of_another_kind_refuses_its_bundle_only(tmp_path: Path, monkey
 def test_a_store_that_takes_none_keeps_bundles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: MQStoreError
 ) -> None:
-    def take(*_: object) -> int:
+    def take(*_: object, **__: object) -> SpliceResult:
         raise error
 
     with open_store(tmp_path) as store:
         bundle(tmp_path, "job", 0, [ONE])
-        monkeypatch.setattr(store._bulk.inbox, "_splice", take)
+        monkeypatch.setattr(Splicer, "splice", take)
         with pytest.raises(type(error)):
             store.take_inbox()
         assert inbox_state(tmp_path, REAL).waiting == ("job-0",)

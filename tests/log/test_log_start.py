@@ -18,13 +18,9 @@ from mqstore.log.snapshot import moment
 from mqstore.log.snapshot.take import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, kill, open_store, reboot
+from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite, reboot, segment
 
 BODY = b"x" * 600
-
-
-def segment(path: Path, number: int) -> Path:
-    return path / "commitlog" / f"{number * SEGMENT:020d}"
 
 
 def make(
@@ -36,9 +32,7 @@ def make(
         receipts.append(store.put("t", BODY, keys=f"k{len(receipts)}"))
     store.dispatch()
     if flush:
-        store.flush()
-        store.run_once(1)
-        store.run_once(2000)
+        checkpointed(store)
     if crash:
         kill(store)
     else:
@@ -137,9 +131,7 @@ def test_behind_the_end_that_a_power_cut_left_no_segment_is_missing(path: Path) 
     """The log ends at a torn record; of the segments behind it, never synced, a name in the middle is gone."""
     make(path, crash=True, flush=False)
     reboot(path)
-    with open(segment(path, 0), "r+b") as file:
-        file.truncate(SEGMENT // 2)
-        file.truncate(SEGMENT)
+    overwrite(segment(path, 0), SEGMENT // 2, bytes(SEGMENT // 2))
     segment(path, 1).unlink()
     with open_store(path) as store:
         assert store.recovery.findings == []
@@ -162,9 +154,7 @@ def test_the_profile_of_the_java_broker_notes_nothing(path: Path) -> None:
 
 def test_a_store_that_notes_no_start_is_opened_and_notes_it(path: Path) -> None:
     make(path)
-    with open(path / "checkpoint", "r+b") as file:  # as a former version wrote it
-        file.seek(112)
-        file.write(bytes(16))
+    overwrite(path / "checkpoint", 112, bytes(16))  # as a former version wrote it
     segment(path, 0).unlink()
     with open_store(path) as store:
         assert "missing_segment" not in {finding.kind for finding in store.recovery.findings}
@@ -224,10 +214,7 @@ def test_an_older_queue_file_that_was_cut_loses_no_message(path: Path) -> None:
     store = open_store(path, consumequeue_units=4)
     for number in range(20):
         store.put("t", b"%d" % number)
-    store.dispatch()
-    store.flush()
-    store.run_once(1)
-    store.run_once(2000)
+    checkpointed(store)
     for number in range(20, 30):
         store.put("t", b"%d" % number)
     store.dispatch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,8 +12,8 @@ import pytest
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, Unsynced, files, kill, open_store
+from tests.faults import Crash, deaths
+from tests.log.support import SEGMENT, Unsynced, files, kill, open_store, overwrite, segment
 
 COUNT = 120
 
@@ -25,10 +24,6 @@ def make(path: Path, profile: str, *, killed: bool) -> None:
         store.put("orders", b"message %03d" % n * 5, n % 2, keys=f"k{n}")
     store.dispatch()
     kill(store) if killed else store.close()
-
-
-def segment(path: Path, number: int) -> Path:
-    return path / "commitlog" / f"{number * SEGMENT:020d}"
 
 
 def last(path: Path) -> int:
@@ -49,9 +44,7 @@ def shift(path: Path) -> None:
 
 def damage_first_record(path: Path) -> None:
     swap(path, 1, 2)
-    with segment(path, 1).open("r+b") as file:
-        file.seek(95)
-        file.write(b"\xff")
+    overwrite(segment(path, 1), 95, b"\xff")
 
 
 def one_of_zeros(path: Path) -> None:
@@ -136,11 +129,9 @@ def test_renaming_may_be_killed_at_every_change_and_run_again(tmp_path: Path, na
         RENAMED[name][0](tmp_path / "made")
     renamed = recover_store(tmp_path / "made", RecoverOptions(dry_run=True), fs=Unsynced()).renamed
     renames = 0
-    for nth in itertools.count(1):
+    for nth, fs in deaths(1, torn=False):
         path = tmp_path / f"{nth}"
         shutil.copytree(tmp_path / "made", path)
-        fs = FaultyFileSystem()
-        fs.crash(nth)
         with pytest.raises(Crash):
             recover_store(path, RecoverOptions(), fs=fs)
         with suppress(MisnamedSegmentsError):

@@ -25,7 +25,7 @@ from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from mqstore.store import Store
-from tests.without import Door, compiled
+from tests.without import Door, compiled, put_by_python
 
 kernel: Any = native.kernel
 
@@ -50,13 +50,7 @@ _MORE: dict[str, st.SearchStrategy[Any]] = {
 
 
 def log_of(
-    folder: Path,
-    puts: Puts,
-    host: str | None,
-    durability: Durability,
-    name: str = "put",
-    *,
-    by_python: bool = False,
+    folder: Path, puts: Puts, host: str | None, durability: Durability, name: str = "put", *, by_python: bool = False
 ) -> tuple[bytes, list[Any], int]:
     """The commitlog that these calls of method `name` make, the receipt or the error of each, and how many failed."""
     clock = SimulatedClock(1_700_000_000_000)
@@ -65,7 +59,7 @@ def log_of(
     results: list[Any] = []
     with MessageStore(folder, durability=durability, config=config) as store:
         if by_python:
-            store._sender = None
+            put_by_python(store)
         for body, options in puts:
             try:
                 results.append(tuple(getattr(store, name)("topic", body, **options)))
@@ -90,10 +84,7 @@ def log_of(
     st.sampled_from(["append", "flush"]),
 )
 def test_a_compiled_put_does_what_a_put_of_python_does(
-    tmp_path_factory: pytest.TempPathFactory,
-    puts: Puts,
-    host: str | None,
-    durability: Durability,
+    tmp_path_factory: pytest.TempPathFactory, puts: Puts, host: str | None, durability: Durability
 ) -> None:
     ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +146,7 @@ def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest
 )
 def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
     with MessageStore(tmp_path) as store:
-        door = Door(store._sender)
+        door = Door(store)
         receipt = door.put("t", b"body", 0, **options)
         assert door.left == ([(("t", b"body", 0), options)] if stored is None else [])
         if stored is not None:
@@ -169,7 +160,7 @@ def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], st
 def test_what_is_no_sender_leaves_every_put_to_python(sender: object) -> None:
     door = Door(sender)
     door.put("t", b"", 0, tag="a")
-    del door._sender
+    delattr(door, "_sender")
     door.put("t", b"")
     assert door.left == [(("t", b"", 0), {"tag": "a"}), (("t", b""), {})]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,8 +20,12 @@ RECORD = 100
 """Bytes of every record: unit i of a queue points at i * RECORD."""
 
 
-def queue_of(root: Path, units: Sequence[bytes], per_file: int, first_file: int = 0) -> ConsumeQueue:
-    """A queue whose files are full-length and hold these units from the first file on, loaded with no message known."""
+@contextmanager
+def queue_of(
+    root: Path, units: Sequence[bytes], per_file: int, first_file: int = 0
+) -> Iterator[tuple[QueueTable, ConsumeQueue]]:
+    """A queue whose files are full-length and hold these units from the first file on, loaded with no message known,
+    and the table that it is in."""
     folder = root / "consumequeue" / "t" / "0"
     folder.mkdir(parents=True)
     data = b"".join(units)
@@ -33,7 +38,8 @@ def queue_of(root: Path, units: Sequence[bytes], per_file: int, first_file: int 
     table.load(exact=False)
     queue = table.get("t", 0)
     assert queue is not None
-    return queue
+    yield table, queue
+    descriptors.close()
 
 
 def live(slot: int) -> bytes:
@@ -44,32 +50,27 @@ def live(slot: int) -> bytes:
 def test_the_end_is_behind_the_last_unit_in_use(tmp_path: Path, per_file: int) -> None:
     edges = {0, 1, 2, 203, 204, 205, 407, 408, 409, 999, per_file - 1, per_file, per_file + 1, 2 * per_file}
     for number, count in enumerate(sorted(edges)):
-        queue = queue_of(tmp_path / str(number), [live(i) for i in range(count)], per_file)
-        assert queue.max_offset == count
-        queue._table.descriptors.close()
+        with queue_of(tmp_path / str(number), [live(i) for i in range(count)], per_file) as (_, queue):
+            assert queue.max_offset == count
 
 
 def test_a_hole_is_no_end(tmp_path: Path) -> None:
     units = [live(i) for i in range(300)]
     units[7] = units[290] = bytes(UNIT_BYTES)
-    queue = queue_of(tmp_path, units, 1000)
-    assert queue.max_offset == 300
-    queue._table.descriptors.close()
+    with queue_of(tmp_path, units, 1000) as (_, queue):
+        assert queue.max_offset == 300
 
 
 def test_the_last_message_is_found_before_void_and_empty_units(tmp_path: Path) -> None:
     units = [live(i) for i in range(100)] + [VOID_UNIT, bytes(UNIT_BYTES)] * 40 + [VOID_UNIT]
-    queue = queue_of(tmp_path / "a", units, 64)
-    assert queue.max_offset == 181
-    assert queue.last_message() == (99 * RECORD, RECORD, 99)
-    queue._table.descriptors.close()
-    queue = queue_of(tmp_path / "b", [VOID_UNIT] * 3, 64)
-    assert queue.last_message() == (-1, 0, -1)
-    queue._table.descriptors.close()
+    with queue_of(tmp_path / "a", units, 64) as (_, queue):
+        assert queue.max_offset == 181
+        assert queue.last_message() == (99 * RECORD, RECORD, 99)
+    with queue_of(tmp_path / "b", [VOID_UNIT] * 3, 64) as (_, queue):
+        assert queue.last_message() == (-1, 0, -1)
 
 
 def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path) -> None:
-    queue = queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000)
     read: list[int] = []
     plain = ConsumeQueue.read
 
@@ -78,12 +79,12 @@ def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path) -> None:
             read.append(count)
             return plain(self, offset, count)
 
-    again = Counting(queue._table, "t", 0)
-    again.load(exact=False)
-    assert again.max_offset == 123_456
+    with queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000) as (table, _):
+        again = Counting(table, "t", 0)
+        again.load(exact=False)
+        assert again.max_offset == 123_456
     assert len(read) <= 13
     assert max(read) * UNIT_BYTES <= 4096
-    queue._table.descriptors.close()
 
 
 UNITS = st.lists(st.booleans(), max_size=40)
@@ -94,13 +95,11 @@ def test_the_front_is_the_first_message_left(is_live: list[bool], per_file: int,
     """Void units stand between the messages, files in front are deleted, and so is the log before message `gone`."""
     base = first_file * per_file
     units = [live(base + i) if here else VOID_UNIT for i, here in enumerate(is_live)]
-    with TemporaryDirectory() as folder:
-        queue = queue_of(Path(folder), units, per_file, first_file)
+    with TemporaryDirectory() as folder, queue_of(Path(folder), units, per_file, first_file) as (_, queue):
         queue.correct_min(gone * RECORD)
         end = base + len(units)
         expected = next((base + i for i, here in enumerate(is_live) if here and base + i >= gone), end)
         assert (queue.min_offset, queue.max_offset) == (expected, end)
-        queue._table.descriptors.close()
 
 
 @pytest.mark.parametrize("at", ["load", "refresh"])

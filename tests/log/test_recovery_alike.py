@@ -29,7 +29,7 @@ from mqstore.options import Profile, StoreConfig
 from tests.damage.kinds import KINDS, Kind, Target
 from tests.damage.support import FORMATS, STATES, Made, write
 from tests.damage.support import make as make_store
-from tests.log.support import SEGMENT, Unsynced, files, kill, open_store
+from tests.log.support import SEGMENT, Unsynced, checkpointed, files, kill, open_store
 from tests.without import compiled, compiled_parts_left_out
 
 COUNT = 120
@@ -49,10 +49,7 @@ def make(path: Path, profile: Profile) -> list[int]:
         keys, tag = source.choice(KEYS), source.choice(TAGS)
         places.append(store.put(topic, body, queue_id, keys=keys, tag=tag).physical_offset)
         if n == COUNT - 30:
-            store.flush()
-            store.dispatch()
-            store.run_once(1)
-            store.run_once(2000)
+            checkpointed(store)
     store.dispatch()
     kill(store)
     return places

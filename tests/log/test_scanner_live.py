@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
+from tests.log.support import overwrite
 
 
 def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,15 +54,14 @@ def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatc
     whole = [file.read_bytes() for file in files]
     files[0].write_bytes(whole[0][: places[100]].ljust(1 << 14, bytes(1)))
     files[1].write_bytes(bytes(1 << 14))
-    look = scanner._next_good
+    look = scanner.first_good_in
 
-    def look_later(*arguments: object) -> tuple[int, int] | None:
-        for file, data in zip(files, whole, strict=True):
-            with open(file, "r+b") as opened:
-                opened.write(data)
-        return look(*arguments)  # type: ignore[arg-type]  # passed through
+    def look_later(run: SegmentRun, segment: Segment, *arguments: Any) -> int | None:
+        for file, data in zip(files, whole, strict=True) if segment.start else ():
+            overwrite(file, 0, data)
+        return look(run, segment, *arguments)
 
-    monkeypatch.setattr(scanner, "_next_good", look_later)
+    monkeypatch.setattr(scanner, "first_good_in", look_later)
     with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
         events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import itertools
 import os
 import random
 import resource
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,24 +28,35 @@ from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
 from mqstore.files.treecopy import TreeCopy
-from mqstore.log.bulk.inbox import Bundle
-from mqstore.log.bulk.splice import Splicer
-from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState
-from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnState
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.tail import Tail
 from mqstore.log.snapshot import moment as looking
 from mqstore.log.snapshot import take as module
-from mqstore.log.snapshot.moment import Moment, Original
+from mqstore.log.snapshot.moment import Original
 from mqstore.log.snapshot.take import plan_snapshot, snapshot_store
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
-from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem
-from tests.log.splicesupport import Row, bodies, bundle, stage
-from tests.log.support import SEGMENT, Unsynced, files, flip, kill, open_store, reboot, units_of
+from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem, deaths
+from tests.log.splicesupport import Row, bodies, bundle, kill_in_splice, stage
+from tests.log.support import (
+    SEGMENT,
+    Unsynced,
+    all_queues,
+    delete_as_java,
+    files,
+    flip_log,
+    kill,
+    note_in_checkpoint,
+    open_store,
+    overwrite_log,
+    reboot,
+    segment_of,
+    units_of,
+)
+from tests.waiting import until
 
-Golden = Callable[[str], GoldenStore]
 Bounds = dict[tuple[str, int], tuple[int, int]]
 
 
@@ -68,16 +78,13 @@ def told(path: Path) -> dict[tuple[str, int], list[tuple[int, int, bytes]]]:
     with open_store(path, "r") as store:
         return {
             (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.record_bytes()) for m in store.iter(*ref)]
-            for topic in store.topics()
-            for ref in store.queues(topic)
+            for ref in all_queues(store)
         }
 
 
 def bounds(path: Path) -> Bounds:
     with open_store(path, "r") as store:
-        return {
-            (ref.topic, ref.queue_id): store.offsets(*ref) for topic in store.topics() for ref in store.queues(topic)
-        }
+        return {(ref.topic, ref.queue_id): store.offsets(*ref) for ref in all_queues(store)}
 
 
 def sound(path: Path) -> None:
@@ -123,6 +130,9 @@ def test_a_store_at_rest_is_copied_and_stays_as_it_is(root: Path, tmp_path: Path
             assert copied[name] == before[name][0], name
     with open_store(tmp_path / "copy", "r") as store:
         assert [m.body[:5] for m in store.find("orders", key="k77")] == [b"00077"]
+        copy_id = store.manifest.store_id
+    with open_store(root, "r") as store:
+        assert store.manifest.store_id == copy_id != ""
     assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
 
 
@@ -144,17 +154,6 @@ def test_a_segment_keeps_its_times_and_its_mode(root: Path, tmp_path: Path) -> N
     assert (tmp_path / "copy" / "config" / "mine.json").stat().st_mode & 0o7777 == 0o706
 
 
-def test_copy_and_original_go_on_apart_and_bear_one_id(root: Path, tmp_path: Path) -> None:
-    taken(root, tmp_path / "copy")
-    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
-        assert store.manifest.store_id == copy.manifest.store_id != ""
-        put(store, range(200, 260))
-        put(copy, range(900, 1000))
-    for path, count in ((root, 260), (tmp_path / "copy", 300)):
-        sound(path)
-        assert sum(map(len, told(path).values())) == count
-
-
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_a_store_of_the_java_engine(golden: Golden, tmp_path: Path, name: str) -> None:
     java = golden(name)
@@ -170,8 +169,7 @@ def test_a_store_of_the_java_engine(golden: Golden, tmp_path: Path, name: str) -
     with open_store(tmp_path / "copy", "r") as store:
         found = {
             (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.body) for m in store.iter(*ref)]
-            for topic in store.topics()
-            for ref in store.queues(topic)
+            for ref in all_queues(store)
         }
         assert {key: value for key, value in found.items() if value} == expected
         assert store.manifest == shape  # the index, which is not copied, has the shape it had
@@ -230,9 +228,7 @@ def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: P
     put(store, range(100))
     end = store.max_offset
     kill(store)
-    with open(tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}", "r+b") as file:
-        file.seek(end % SEGMENT)
-        file.write(b"\0\0\1\0half a record")
+    overwrite_log(tmp_path / "mq", end, b"\0\0\1\0half a record")
     report = taken(tmp_path / "mq", tmp_path / "copy")
     assert report.messages == 100
     assert report.findings == []  # nothing was promised of it
@@ -248,7 +244,7 @@ def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: P
 def test_damage_is_copied_and_told(root: Path, tmp_path: Path, live: bool) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
-    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    flip_log(root, hit.physical_offset + 95)
     if live:
         with open_store(root):
             report = taken(root, tmp_path / "copy")
@@ -310,8 +306,7 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
     listener = threading.Thread(target=listen)
     listener.start()
     try:
-        while newest < 8_000:  # from here on the oldest go
-            time.sleep(0.01)
+        until(lambda: newest >= 8_000)  # from here on the oldest go
         for round_ in range(4):
             known = newest
             target = tmp_path / f"copy{round_}"
@@ -334,24 +329,35 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
         assert store.recovery.findings == [] or {f.kind for f in store.recovery.findings} == {"torn_tail"}
 
 
+STEPS: dict[str, tuple[type, str]] = {
+    "small files": (Original, "_read_small"),
+    "end": (Original, "_written_end"),
+    "copy": (module._Making, "_bring_rest"),
+}
+"""Steps of a snapshot: reading the small files, seeking the end of the log, copying queues and segments."""
+
+
 @contextmanager
-def hooked(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[int], None]) -> Iterator[list[int]]:
-    """Let `act(n)` happen before the n-th call of a method of the source."""
+def hooked(
+    step: str, act: Callable[[int], object], after: Callable[[int, Any], Any] | None = None
+) -> Iterator[list[int]]:
+    """Let `act(n)` happen before a step is taken for the n-th time, from 0. `after(n, found)` gives what it finds."""
     calls: list[int] = []
-    owner = next(each for each in (Original, module._Making) if hasattr(each, name))
+    owner, name = STEPS[step]
     real = getattr(owner, name)
 
-    def wrapped(self: object, *arguments: object, **named: object) -> object:
+    def wrapped(*arguments: object, **named: object) -> object:
         calls.append(len(calls))
         act(calls[-1])
-        return real(self, *arguments, **named)
+        found = real(*arguments, **named)
+        return found if after is None else after(calls[-1], found)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, wrapped)
         yield calls
 
 
-def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path) -> None:
     rows = [Row(b"spliced")]
     with open_store(root) as store:
 
@@ -360,7 +366,7 @@ def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monk
                 bundle(root, "job", 0, [rows])
                 assert store.take_inbox() == 1
 
-        with hooked(monkeypatch, "_written_end", splice) as calls:
+        with hooked("end", splice) as calls:
             taken(root, tmp_path / "copy")
         assert len(calls) == 2
     with open_store(tmp_path / "copy") as copy:
@@ -368,28 +374,22 @@ def test_a_splice_between_the_looks_is_recorded(root: Path, tmp_path: Path, monk
         assert copy.splice([], app="job", version=0).already  # what it has it will not take again
 
 
-def test_a_splice_without_record_is_in_whole_or_not(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_splice_without_record_is_in_whole_or_not(root: Path, tmp_path: Path) -> None:
     """The file of splices says behind it what it said before."""
     shards = [stage(tmp_path / "shard", [Row(b"%d" % i) for i in range(20)])]
     with open_store(root) as store:
         store.splice(shards, app="before", version=0)
         record = (root / TXN_FILE).read_bytes()
-        real = Original._written_end
-        looks: list[int] = []
 
-        def end(self: Original, checkpoint: bytes) -> int:
-            found = real(self, checkpoint)
-            looks.append(found)
-            if len(looks) == 1:
+        def splice(call: int, end: int) -> int:
+            if call == 0:
                 # Half of it is what a scan could have seen: such a job's intent came after the look at the file.
                 store.splice(shards, app="job", version=0, remembered=False)
-                return found + 100
-            return found
+                return end + 100
+            return end
 
-        monkeypatch.setattr(Original, "_written_end", end)
-        report = taken(root, tmp_path / "copy")
+        with hooked("end", lambda call: None, splice) as looks:
+            report = taken(root, tmp_path / "copy")
         assert (root / TXN_FILE).read_bytes() == record
         assert len(looks) == 2
     assert (report.findings, report.truncated) == ([], [])
@@ -397,23 +397,16 @@ def test_a_splice_without_record_is_in_whole_or_not(
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_a_file_being_replaced_is_kept(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
+def test_a_file_being_replaced_is_kept(root: Path, tmp_path: Path, comes: bool) -> None:
     """It removes the file, and then renames the new one to it: a second look is the first that counts."""
     file = root / "config" / "consumerOffset.json"
     file.with_name(f"{file.name}.bak").write_text('{"offsetTable": {}}')
-    looks: list[None] = []
-    real = Original._read_small
 
-    def read(self: Original) -> Iterator[tuple[str, bytes]]:
-        if comes and looks:
+    def come(call: int) -> None:
+        if comes and call:
             file.write_text('{"offsetTable": {"t@g": {"0": 2}}}')
-        looks.append(None)
-        return real(self)
 
-    monkeypatch.setattr(Original, "_read_small", read)
-    with open_store(root):
+    with hooked("small files", come) as looks, open_store(root):
         report = taken(root, tmp_path / "copy")
     assert len(looks) == 2
     assert (tmp_path / "copy" / "config" / file.name).read_text() == (
@@ -423,21 +416,18 @@ def test_a_file_being_replaced_is_kept(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_half_written_backup_is_fine(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+def test_a_half_written_backup_is_fine(root: Path, tmp_path: Path, ends: bool) -> None:
     """It writes them in place. What stays as it is, is damaged."""
     file = root / "config" / "consumerOffset.json"
     file.write_text('{"offsetTable": {"t@g": {"0": 2}}}')
     backup = file.with_name(f"{file.name}.bak")
     contents = iter(["", '{"offsetTa', '{"offsetTable"'] + (['{"offsetTable": {}}'] if ends else []))
-    real = Original._read_small
 
-    def read(self: Original) -> Iterator[tuple[str, bytes]]:
+    def write(call: int) -> None:
         with suppress(StopIteration):
             backup.write_text(next(contents))
-        return real(self)
 
-    monkeypatch.setattr(Original, "_read_small", read)
-    with open_store(root):
+    with hooked("small files", write), open_store(root):
         report = taken(root, tmp_path / "copy")
     assert [finding.kind for finding in report.findings] == ([] if ends else ["bad_json"])
 
@@ -469,12 +459,12 @@ def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_pat
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool) -> None:
+def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, link: bool) -> None:
     """Or it would copy what comes meanwhile, of topics that are not in the table yet."""
     with open_store(root) as store:
         before, end = told(root), store.max_offset
         (root / "commitlog" / f"{end // SEGMENT * SEGMENT + SEGMENT:020d}").write_bytes(bytes(SEGMENT))
-        with hooked(monkeypatch, "_bring_rest", lambda call: (store.put("new", b"x"), None)[1]):
+        with hooked("copy", lambda call: store.put("new", b"x")):
             report = taken(root, tmp_path / "copy", link=link)
         assert store.max_offset < end // SEGMENT * SEGMENT + SEGMENT
     assert report.plan.log_end == report.log_end == end
@@ -483,12 +473,12 @@ def test_a_segment_made_ahead_is_left(root: Path, tmp_path: Path, monkeypatch: p
     sound(tmp_path / "copy")
 
 
-def test_a_segment_dropped_during_the_look(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_dropped_during_the_look(root: Path, tmp_path: Path) -> None:
     """As when a splice that rolled is taken back."""
     with open_store(root) as store:
         name = root / "commitlog" / f"{store.max_offset // SEGMENT * SEGMENT + SEGMENT:020d}"
         name.write_bytes(bytes(SEGMENT))
-        with hooked(monkeypatch, "_written_end", lambda call: name.unlink() if call == 0 else None) as calls:
+        with hooked("end", lambda call: name.unlink() if call == 0 else None) as calls:
             taken(root, tmp_path / "copy")
     assert len(calls) == 2
     assert told(tmp_path / "copy") == told(root)
@@ -527,10 +517,7 @@ def test_a_topic_that_a_java_broker_deleted_and_made_anew_is_the_new_one(tmp_pat
     with open_store(root, profile="rocketmq") as store:
         put(store, range(90))
         put(store, range(30), "others")
-    shutil.rmtree(root / "consumequeue" / "orders")
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, queues=None))  # a broker keeps no such note
+    delete_as_java(root, "orders")
     with open_store(root) as store:
         put(store, range(500, 515))
         store.dispatch()
@@ -568,14 +555,12 @@ def test_the_end_is_sought_from_what_was_flushed(root: Path, tmp_path: Path, mon
     monkeypatch.setattr(looking, "scan_log", scan)
     with open_store(root) as store:
         put(store, range(200, 205))
-        flushed = store._commit.flushed
+        flushed = store.max_offset - store.stats().flush_lag_bytes
         store.put("orders", b"not flushed")
         first = taken(root, tmp_path / "first")
         assert starts == [flushed]
         # Somebody wrote nonsense where it says that whole records begin.
-        decoded = CheckpointFile(root, Unsynced(), 0o600)
-        decoded.load()
-        decoded.save(replace(decoded.current, flushed=flushed + 7))
+        note_in_checkpoint(root, flushed=flushed + 7)
         second = plan_snapshot(root, tmp_path / "second")
         assert starts[1:] == [flushed + 7, flushed // SEGMENT * SEGMENT]
     assert first.plan.log_end == second.log_end == first.log_end
@@ -638,7 +623,7 @@ def test_what_is_of_root_is_not_given_away(root: Path, tmp_path: Path, link: boo
     assert (root / segment).stat().st_uid == 0
 
 
-def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path) -> None:
     table = root / "config" / "topics.json"
     with open_store(root) as store:
 
@@ -647,27 +632,16 @@ def test_a_topic_made_between_the_looks_is_there(root: Path, tmp_path: Path, mon
                 table.write_text('{"topicConfigTable": {}}')
                 store.put("new", b"x")
 
-        with hooked(monkeypatch, "_written_end", make):
+        with hooked("end", make):
             taken(root, tmp_path / "copy")
     assert files(tmp_path / "copy")["config/topics.json"] == table.read_bytes()
     assert ("new", 0) in bounds(tmp_path / "copy")
 
 
-class Looking(FaultyFileSystem):
-    """Calls `look` before each change."""
-
-    look: Callable[[], None] | None = None
-
-    def _enter(self, operation: str, *arguments: Any, **named: Any) -> bool:
-        if operation in CHANGES and self.look is not None:
-            self.look()
-        return super()._enter(operation, *arguments, **named)
-
-
 def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path: Path) -> None:
     rows = [Row(b"%d" % i * 40, queue_id=i % 2) for i in range(40)]
     before = told(root)
-    fs = Looking()
+    fs = FaultyFileSystem()
     copies: list[Path] = []
 
     def look() -> None:
@@ -677,9 +651,9 @@ def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path:
 
     with open_store(root, fs=fs) as store:
         bundle(root, "job", 0, [rows])
-        fs.look = look
+        fs.before_change = look
         assert store.take_inbox() == 1
-        fs.look = None
+        fs.before_change = None
     after = told(root)
     kinds = set()
     for copy in copies:
@@ -694,7 +668,7 @@ def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path:
     assert kinds == {(True, False), (True, True), (False, True)}
 
 
-def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path) -> None:
     with open_store(root) as store:
         bundle(root, "job", 0, [[Row(b"first")], [Row(b"second")]])
         (root / "inbox" / ".job-1").mkdir()
@@ -703,7 +677,7 @@ def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, m
         def take(call: int) -> None:
             assert store.take_inbox() == 1 - call
 
-        with hooked(monkeypatch, "_bring_rest", take):  # it is gone before its turn comes, and was a part of the moment
+        with hooked("copy", take):  # it is gone before its turn comes, and was a part of the moment
             report = taken(root, tmp_path / "copy")
         assert report.plan.bundles == 1
         assert files(tmp_path / "copy" / "inbox") == waiting
@@ -717,6 +691,7 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
     """Their owner takes in one after the other: a look that copied all of them anew would never see it at rest."""
     monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
     brought: list[str] = []
+    inbox = root / "inbox"
     real = TreeCopy.file
     with open_store(root) as store:
         for version in range(6):
@@ -729,7 +704,10 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
                 version = len(brought)
                 store.splice([stage(tmp_path / f"shard{version}", [Row(b"other")])], app="other", version=version)
                 if version == 3:
-                    store._bulk.inbox._take(Bundle.load(root / "inbox" / "job-0", store.fs))
+                    waiting = [path.rename(path.with_name(f".{path.name}")) for path in sorted(inbox.glob("job-[1-5]"))]
+                    assert store.take_inbox() == 1
+                    for path in waiting:
+                        path.rename(path.with_name(path.name[1:]))
 
         monkeypatch.setattr(TreeCopy, "file", file)
         report = taken(root, tmp_path / "copy")
@@ -743,23 +721,15 @@ def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monke
     assert found.count(b"other") == 6
 
 
-def test_an_opening_meanwhile_makes_it_begin_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def come(call: int) -> None:
+def test_an_opening_meanwhile_makes_it_begin_again(root: Path, tmp_path: Path) -> None:
+    def come(call: int, _: object) -> None:
         if call == 0:
             with open_store(root) as store:
                 put(store, range(500, 520))
 
-    real = module._Making._bring_rest
-
-    def copied(self: module._Making, copy: TreeCopy, moment: Moment) -> None:
-        real(self, copy, moment)
-        come(len(seen))
-        seen.append(moment)
-
-    seen: list[Moment] = []
-    monkeypatch.setattr(module._Making, "_bring_rest", copied)
-    report = taken(root, tmp_path / "copy")
-    assert len(seen) == 2
+    with hooked("copy", lambda call: None, come) as calls:
+        report = taken(root, tmp_path / "copy")
+    assert len(calls) == 2
     assert report.messages == 220
     assert told(tmp_path / "copy") == told(root)
 
@@ -773,22 +743,15 @@ def test_a_writer_killed_between_looks_is_noticed(root: Path, tmp_path: Path, mo
     def alive(*arguments: Any) -> bool:
         found = real(*arguments)
         if not came:
-            came.append(open_store(root))
+            came.append(open_store(root, fs=FaultyFileSystem()))
         return found
 
     def splice(call: int) -> None:
         if call == 0:
-            with monkeypatch.context() as patch:
-                patch.setattr(Splicer, "_take_back", lambda *arguments: None)
-                patch.setattr(Splicer, "_is_recorded", lambda *arguments: False)
-                saves = iter([TxnFile.save])
-                patch.setattr(TxnFile, "save", lambda *arguments: next(saves)(*arguments))
-                with pytest.raises(StopIteration):
-                    came[0].splice(shards, app="job", version=0)
-            kill(came[0])
+            kill_in_splice(came[0], shards)
 
     monkeypatch.setattr(looking, "writer_alive", alive)
-    with hooked(monkeypatch, "_bring_rest", splice) as calls:
+    with hooked("copy", splice) as calls:
         report = taken(root, tmp_path / "copy")
     assert report.messages == 200
     assert [cut.reason for cut in report.truncated] == ["unfinished_splice"]
@@ -800,7 +763,7 @@ def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatc
     topics = root / "config" / "topics.json"
     with (
         open_store(root),
-        hooked(monkeypatch, "_written_end", lambda call: (topics.write_text(str(call)), None)[1]) as calls,
+        hooked("end", lambda call: topics.write_text(str(call))) as calls,
         pytest.raises(StoreBusyError, match="try again"),
     ):
         taken(root, tmp_path / "copy")
@@ -853,7 +816,6 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
     """The writer dies, and a recovery cuts the log; another writer goes on from there."""
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
-    segment = root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}"
     calls: list[str] = []
     real = TreeCopy.file
     writer = open_store(root)
@@ -864,7 +826,7 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
             calls.append(name)
             if len(calls) == 5:
                 kill(writer)
-                flip(segment, hit.physical_offset % SEGMENT + 95)
+                flip_log(root, hit.physical_offset + 95)
                 recover_store(root, RecoverOptions(prefix=True), fs=Unsynced())
                 with open_store(root) as other:
                     put(other, range(800, 900))
@@ -880,7 +842,7 @@ def test_a_log_cut_meanwhile_is_copied_again(root: Path, tmp_path: Path, monkeyp
 def test_a_cut_by_recovery_is_seen(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key=f"k{at}")
-    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    flip_log(root, hit.physical_offset + 95)
     copied: list[str] = []
     reports: list[SnapshotReport] = []
     real, copy = Tail.cut, TreeCopy.file
@@ -919,7 +881,7 @@ def test_a_last_segment_taken_is_no_cut(root: Path, tmp_path: Path, monkeypatch:
                 store.flush()
                 store.clean()
 
-        with hooked(monkeypatch, "_bring_rest", clean) as calls:
+        with hooked("copy", clean) as calls:
             report = taken(root, tmp_path / "copy")
         assert len(calls) == (1 if held else 2)
     assert report.findings == []
@@ -952,8 +914,7 @@ def test_who_cuts_into_a_shared_segment_takes_a_copy_of_it(root: Path, tmp_path:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
     taken(root, tmp_path / "copy", link=True)
-    segment = f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
-    flip(root / segment, hit.physical_offset % SEGMENT + 95)  # a bad disk: both have it
+    flip_log(root, hit.physical_offset + 95)  # a bad disk: both have it
     other = tmp_path / ("copy" if cut == "mq" else "mq")
     before = files(other)
     report = recover_store(tmp_path / cut, RecoverOptions(prefix=True), fs=Unsynced())
@@ -1027,16 +988,13 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
     store.dispatch()
     end = store.max_offset
     kill(store)
-    segment = tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}"
-    with open(segment, "r+b") as file:
-        file.seek(end % SEGMENT)
-        file.write(b"\0\0\1\0half a record")
-    os.link(segment, tmp_path / "other")
+    overwrite_log(tmp_path / "mq", end, b"\0\0\1\0half a record")
+    os.link(segment_of(tmp_path / "mq", end), tmp_path / "other")
     with open_store(tmp_path / "mq", "r") as reader:
         assert len(list(reader.iter("orders", 0))) == 9
         with open_store(tmp_path / "mq") as store:
             put(store, range(25, 31))
-        reader.news._next_listing = 0
+        reader.news.list_again()
         assert len(list(reader.iter("orders", 0))) == 11
 
 
@@ -1053,21 +1011,16 @@ def counts_behind(root: Path, more: range, copy: Path, others: range) -> tuple[i
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("left", ["a file made ahead", "a splice"])
 def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any, left: str
+    tmp_path: Path, profile: Any, left: str
 ) -> None:
     """It need not be the last file: a Java broker makes the next one ahead, and a kill leaves half a splice."""
     root = tmp_path / "mq"
-    store = open_store(root, profile=profile)
+    store = open_store(root, profile=profile, fs=FaultyFileSystem())
     put(store, range(100))
     store.flush()
     if left == "a splice":
         shards = [stage(tmp_path / "shard", [Row(b"%d" % i * 20) for i in range(100)], profile)]
-        with monkeypatch.context() as patch:
-            patch.setattr(Splicer, "_take_back", lambda *arguments: None)
-            patch.setattr(store._bulk.splicer, "_sync", lambda end: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                store.splice(shards, app="job", version=0)
-        kill(store)
+        kill_in_splice(store, shards)
     else:
         end = store.max_offset
         store.close()
@@ -1085,12 +1038,8 @@ def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(r
     reboot(root)
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k150")
-    at, name = hit.physical_offset % SEGMENT, f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
-    os.truncate(root / name, at)
-    os.truncate(root / name, SEGMENT)
-    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
-    checkpoint.load()
-    checkpoint.save(replace(checkpoint.current, flushed=hit.physical_offset, dispatched=0))
+    overwrite_log(root, hit.physical_offset, bytes(SEGMENT - hit.physical_offset % SEGMENT))
+    note_in_checkpoint(root, flushed=hit.physical_offset, dispatched=0)
     taken(root, tmp_path / "copy", link=True)
     copied = told(tmp_path / "copy")  # a recovery reads the copy back: it passes over the zeros
     with open_store(root) as store:
@@ -1265,12 +1214,12 @@ def test_nothing_that_bears_such_a_name_is_touched(root: Path, tmp_path: Path) -
     assert told(tmp_path / "copy") == told(root)
 
 
-def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path) -> None:
     def other(call: int) -> None:
         if call == 0:
             taken(root, tmp_path / "copy")
 
-    with hooked(monkeypatch, "_bring_rest", other), pytest.raises(ConfigError, match="has come meanwhile"):
+    with hooked("copy", other), pytest.raises(ConfigError, match="has come meanwhile"):
         taken(root, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
     assert told(tmp_path / "copy") == told(root)
@@ -1320,22 +1269,13 @@ def _names(root: Path) -> list[str]:
     return sorted(name if not name.startswith("index") else "index" for name in files(root))
 
 
-def changes(root: Path, target: Path) -> int:
-    fs = FaultyFileSystem()
-    taken(root, target, fs=fs, link=True)
-    return len(fs.changes())
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_killed_at_any_change_there_is_a_whole_one_or_none(few: Path, tmp_path: Path, part: int) -> None:
-    count = changes(few, tmp_path / "first")
+    taken(few, tmp_path / "first", link=True)
     before = files(few)
-    assert count > 100
-    for nth in range(1 + part * STEP, count + 1, 4 * STEP):
+    for nth, fs in deaths(4 * STEP, first=1 + part * STEP):
         target = tmp_path / f"copy{nth}"
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
-        with pytest.raises(Crash):
+        with contextlib.suppress(Crash):
             taken(few, target, fs=fs, link=True)
         if target.exists():
             assert _names(target) == _names(tmp_path / "first")
@@ -1344,13 +1284,13 @@ def test_killed_at_any_change_there_is_a_whole_one_or_none(few: Path, tmp_path: 
             taken(few, target, link=True)
         assert len(units_of(target, "orders", 0)) == 10
         assert files(few) == before
+    assert nth > 100
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path, part: int) -> None:
-    count = changes(few, tmp_path / "first" / "b" / "copy")
     before = files(few)
-    for nth in range(1 + part * STEP, count + 1, 4 * STEP):
+    for nth in itertools.count(1 + part * STEP, 4 * STEP):
         target = tmp_path / f"a{nth}" / "b" / "copy"
         fs = FaultyFileSystem()
         fs.fail(CHANGES, errno.EIO, nth=nth)
@@ -1364,13 +1304,15 @@ def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path,
         else:
             sound(target)
         assert files(few) == before
+        if not fs.failed:
+            break
+    assert nth > 100
 
 
 def test_a_read_error_of_the_original_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(self: FaultyFileSystem, fd: int, *_: object) -> int:
         self._fail(OSError(errno.EIO, os.strerror(errno.EIO)), fd, "pread")
 
-    monkeypatch.setattr(FaultyFileSystem, "_copy_some", lambda *_: 0)
     monkeypatch.setattr(FaultyFileSystem, "read_into", read)
     with pytest.raises(StoreIOError) as caught:
         taken(root, tmp_path / "copy", fs=FaultyFileSystem())

@@ -14,13 +14,16 @@ from mqstore.engine import Finding
 from mqstore.errors import TopicNotFoundError
 from mqstore.log.reader import GetResult
 from mqstore.log.walk import walk_queue
+from tests.log.support import flip_log, overwrite
 
 _SEGMENT = 1 << 16
 _UNITS = 64
 
+Made = tuple[Path, list[SendReceipt]]
+
 
 @pytest.fixture
-def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
+def store(tmp_path: Path) -> Made:
     """1500 messages in one queue, more than a step of the walk, with their receipts."""
     config = StoreConfig(segment_bytes=_SEGMENT, consumequeue_units=_UNITS)
     with mqstore.engine.MessageStore(tmp_path / "s", config=config) as opened:
@@ -28,18 +31,9 @@ def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     return tmp_path / "s", receipts
 
 
-def spoil(path: Path, receipt: SendReceipt) -> None:
-    start = receipt.physical_offset // _SEGMENT * _SEGMENT
-    with open(path / "commitlog" / f"{start:020d}", "r+b") as file:
-        file.seek(receipt.physical_offset - start + 88)
-        file.write(b"\xff")
-
-
 def write_units(path: Path, offset: int, data: bytes) -> None:
     name = f"{offset // _UNITS * _UNITS * 20:020d}"
-    with open(path / "consumequeue" / "orders" / "0" / name, "r+b") as file:
-        file.seek(offset % _UNITS * 20)
-        file.write(data)
+    overwrite(path / "consumequeue" / "orders" / "0" / name, offset % _UNITS * 20, data)
 
 
 def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
@@ -54,7 +48,7 @@ def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     return offsets, findings
 
 
-def test_a_whole_queue_comes_whole_and_in_order(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_a_whole_queue_comes_whole_and_in_order(store: Made) -> None:
     assert walked(store[0]) == (list(range(1500)), [])
 
 
@@ -62,9 +56,7 @@ def test_a_whole_queue_comes_whole_and_in_order(store: tuple[Path, list[SendRece
     ("bounds", "expected"),
     [((1490, None), range(1490, 1500)), ((None, 3), range(3)), ((5, 5), []), ((2000, None), []), ((10, 9), [])],
 )
-def test_bounds_are_kept(
-    store: tuple[Path, list[SendReceipt]], bounds: tuple[int | None, int | None], expected: range
-) -> None:
+def test_bounds_are_kept(store: Made, bounds: tuple[int | None, int | None], expected: range) -> None:
     assert walked(store[0], *bounds) == (list(expected), [])
 
 
@@ -83,11 +75,11 @@ def test_bounds_are_kept(
     ],
     ids=str,
 )
-def test_each_bad_record_is_told_once(store: tuple[Path, list[SendReceipt]], victims: range | list[int]) -> None:
+def test_each_bad_record_is_told_once(store: Made, victims: range | list[int]) -> None:
     """Wherever it lies: at either end, across the steps of the walk, and whole steps of it."""
     path, receipts = store
     for i in victims:
-        spoil(path, receipts[i])
+        flip_log(path, receipts[i].physical_offset + 88)
 
     offsets, findings = walked(path)
 
@@ -103,9 +95,7 @@ def test_each_bad_record_is_told_once(store: tuple[Path, list[SendReceipt]], vic
     ]
 
 
-def test_a_missing_segment_is_told_once(
-    store: tuple[Path, list[SendReceipt]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_segment_is_told_once(store: Made, caplog: pytest.LogCaptureFixture) -> None:
     """Each of its messages was a record that does not verify, in a file that is not there."""
     path, receipts = store
     (path / "commitlog" / f"{_SEGMENT:020d}").unlink()
@@ -119,7 +109,7 @@ def test_a_missing_segment_is_told_once(
     assert caplog.text == ""
 
 
-def test_missing_units_are_told_by_the_files_they_lack_in(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_missing_units_are_told_by_the_files_they_lack_in(store: Made) -> None:
     path, _ = store
     write_units(path, 60, bytes(4 * 20))
     write_units(path, 64, bytes(2 * 20))
@@ -133,7 +123,7 @@ def test_missing_units_are_told_by_the_files_they_lack_in(store: tuple[Path, lis
     ]
 
 
-def test_void_units_are_passed_over_in_silence(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_void_units_are_passed_over_in_silence(store: Made) -> None:
     path, _ = store
     write_units(path, 10, bytes(8) + (0x7FFF_FFFF).to_bytes(4, "big") + bytes(8))
 
@@ -143,7 +133,7 @@ def test_void_units_are_passed_over_in_silence(store: tuple[Path, list[SendRecei
     assert findings == []
 
 
-def test_a_unit_that_points_nowhere_is_told(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_a_unit_that_points_nowhere_is_told(store: Made) -> None:
     path, _ = store
     write_units(path, 10, (1 << 60).to_bytes(8, "big") + (100).to_bytes(4, "big"))
 
@@ -154,7 +144,7 @@ def test_a_unit_that_points_nowhere_is_told(store: tuple[Path, list[SendReceipt]
     assert [f.kind for f in findings] == ["bad_record"]
 
 
-def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_what_retention_took_is_no_finding(store: Made) -> None:
     path, receipts = store
     with mqstore.engine.MessageStore(path) as opened:
         opened.drop_before(receipts[1000].physical_offset)
@@ -166,14 +156,12 @@ def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]
     assert walked(path, 0) == (list(range(first, 1500)), [])
 
 
-def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_an_unknown_queue_is_an_error(store: Made) -> None:
     with mqstore.engine.ReadOnlyMessageStore(store[0]) as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))
 
 
-def test_retention_during_a_step_is_no_gap(
-    store: tuple[Path, list[SendReceipt]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_during_a_step_is_no_gap(store: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of units that went between the read and the look at its gaps were reported as missing units."""
     path, receipts = store
     with mqstore.engine.MessageStore(path) as writer, mqstore.engine.ReadOnlyMessageStore(path) as reader:

@@ -6,8 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import SendReceipt, StoreConfig
+from mqstore.engine import MessageStore
+from tests.tools.brokers import filled
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Where a store will be."""
     return tmp_path / "s"
+
+
+@pytest.fixture
+def hundred(path: Path) -> tuple[Path, list[SendReceipt]]:
+    """A hundred messages over several segments, closed cleanly."""
+    with MessageStore(path, config=StoreConfig(segment_bytes=1 << 14)) as store:
+        return path, [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
+    return filled(tmp_path_factory.mktemp("store") / "s")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.options import Profile
-from tests.log.support import SEGMENT, flip, kill, open_store
+from tests.log.support import flip_log, kill, open_store, segment_of
 
 __all__ = ["DAMAGES", "Damage", "Put", "filled", "flipped"]
 
@@ -38,16 +38,12 @@ def filled(path: Path, profile: Profile, *, killed: bool) -> list[Put]:
     return puts
 
 
-def segment_of(root: Path, place: int) -> Path:
-    return root / "commitlog" / f"{place // SEGMENT * SEGMENT:020d}"
-
-
 def flipped(*which: int) -> Damage:
     """One bit in the body of each of these messages."""
 
     def damage(root: Path, puts: list[Put]) -> None:
         for place in (puts[i]["physical_offset"] + 100 for i in which):
-            flip(segment_of(root, place), place % SEGMENT)
+            flip_log(root, place)
 
     return damage
 

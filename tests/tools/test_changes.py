@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore as library
 from mqstore.broker.names import is_dlq_topic
 from tests.tools.brokers import filled, tables
-from tests.tools.support import mqstore, snapshot
+from tests.tools.support import mqstore, mqstore_json, snapshot
 
 CHANGES: dict[str, tuple[str, ...]] = {
     "topics create": ("payments", "--queues", "2"),
@@ -23,18 +26,78 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "dlq replay": ("--group", "audit"),
     "dlq purge": ("--group", "audit"),
 }
-ASKING = ("topics delete", "groups delete", "offsets reset", "dlq purge")
-"""Commands that ask before what cannot be undone."""
+OTHERS: dict[str, tuple[str, ...]] = {
+    "recover": (),
+    "recover, config": ("--rebuild", "config", "--yes"),
+    "cut restore": (),
+    "consume": ("orders", "--group", "billing"),
+}
+"""Other commands that nothing else may write beside."""
+ASKING = {
+    "topics delete": "Delete topic orders, 20 messages, the progress of billing?",
+    "groups delete": "Delete group billing and its progress on orders?",
+    "offsets reset": "would reset group billing",
+    "dlq purge": "Purge 1 dead letters of audit?",
+}
+"""Commands that ask before what cannot be undone, and what they say of it."""
+REFUSED = {
+    "topics create orders": "exists already",
+    "topics create 'a b'": "letters",
+    "topics create rmq_sys_mine": "belongs to the engine",
+    "topics create x --queues 0": "--queues",
+    "topics alter nonesuch --perm r": "no topic",
+    "topics alter orders": "say what to change",
+    "topics alter orders --read-queues 1": "never read",
+    "topics delete orders --yes": "consumed by billing",
+    "topics delete nonesuch --yes": "no topic",
+    "topics delete rmq_sys_pop_log --yes": "belongs to the engine",
+    "groups create billing": "exists already",
+    "groups create 'a b'": "letters",
+    "groups create CID_RMQ_SYS_X": "belongs to the engine",
+    "groups create x --retry soon": "'5s x2 2h'",
+    "groups create x --retry '5s x0 2h'": "'5s x2 2h'",
+    "groups create x --retry ''": "'5s x2 2h'",
+    "groups create x --max-attempts 0": "x>=1",
+    "groups create x --max-attempts many": "--max-attempts",
+    "groups create x --start yesterday": "2026-01-31T12:00:00Z",
+    "groups create x --start 999999999d": "too long ago",
+    "groups alter nonesuch --fifo": "no group",
+    "groups alter billing": "say what to change",
+    "groups delete nonesuch --yes": "no group",
+    "offsets reset --group nonesuch --topic orders --to latest --yes": "no group",
+    "offsets reset --group billing --topic nonesuch --to latest --yes": "no topic",
+    "offsets reset --group billing --topic orders --to 11 --yes": "from 0 to 10",
+    "offsets reset --group billing --topic orders --to -1 --yes": "neither a time",
+    "offsets reset --group billing --topic orders --to noon --yes": "neither a time",
+    "offsets reset --group billing --topic orders --to 0 --queue-id 2 --yes": "queues 0..1",
+    "offsets reset --group billing --topic orders --yes": "--to",
+    "dlq replay --group audit --to %DLQ%audit": "a topic of dead letters",
+    "dlq replay --group audit --to %RETRY%nobody": "there is no topic",
+    "dlq replay --group audit --to rmq_sys_mine": "belongs to the engine",
+    "dlq replay --group audit --to 'a b'": "letters",
+}
+"""Changes that cannot be made -> why."""
+
+
+def listed(path: Path) -> list[Any]:
+    """All that those commands may change."""
+    return [mqstore_json(*what.split(), path) for what in ("topics list --system", "groups", "offsets", "dlq")]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    path = filled(tmp_path_factory.mktemp("original") / "s")
+    return path, listed(path)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
+def store(original: tuple[Path, list[Any]], tmp_path: Path) -> Path:
     """`orders`, which `billing` consumes, and a dead letter of `audit`."""
-    return filled(tmp_path / "s")
+    return Path(shutil.copytree(original[0], tmp_path / "s"))
 
 
 def words(name: str, path: Path, *more: str) -> list[object]:
-    return [*name.split(), path, *CHANGES[name], *more]
+    return [*name.partition(",")[0].split(), path, *(CHANGES | OTHERS)[name], *more]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -48,18 +111,19 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(store: Path, name:
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_program_that_does_not_say_yes_changes_nothing(store: Path, name: str) -> None:
+def test_a_program_that_does_not_say_yes_is_told_the_plan_and_changes_nothing(store: Path, name: str) -> None:
     before = snapshot(store)
 
     result = mqstore(*words(name, store))
 
     assert (result.exit_code, result.stdout) == (2, "")
+    assert ASKING[name] in result.stderr
     assert "? There is no terminal to ask at: give --yes" in result.stderr
     assert snapshot(store) == before
 
 
 @pytest.mark.parametrize("dry_run", [False, True], ids=["real", "dry"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", CHANGES | OTHERS)
 def test_beside_a_writer_a_change_is_3_and_names_the_holder(store: Path, name: str, dry_run: bool) -> None:
     with library.engine.MessageStore(store):
         result = mqstore(*words(name, store, *(["--dry-run"] if dry_run else ["--yes"] if name in ASKING else [])))
@@ -72,9 +136,22 @@ def test_beside_a_writer_a_change_is_3_and_names_the_holder(store: Path, name: s
         assert any(map(is_dlq_topic, parts.store.topics()))
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", sorted((CHANGES | OTHERS).keys() - {"recover, config"}))
 def test_a_change_makes_no_store(tmp_path: Path, name: str) -> None:
     result = mqstore(*words(name, tmp_path / "absent"))
 
     assert (result.exit_code, "absent" in result.stderr) == (3, True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_cannot_be_done_is_2(
+    original: tuple[Path, list[Any]], store: Path, command: str, dry_run: list[str]
+) -> None:
+    group, name, *more = shlex.split(command)
+
+    result = mqstore(group, name, store, *more, *dry_run, exit_code=2)
+
+    assert REFUSED[command] in result.stderr.replace("1<=x", "x>=1")
+    assert listed(store) == original[1]

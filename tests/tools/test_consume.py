@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -18,9 +17,9 @@ import pytest
 
 import mqstore as library
 from mqstore.layout.properties import DLQ_REASON
-from mqstore_tools.handled import _environment
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
+from tests.waiting import until
 
 LIMIT_S = 60
 
@@ -68,13 +67,6 @@ def ran(folder: Path) -> list[tuple[str, int]]:
     file = folder / "done"
     rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     return [(body, int(attempt)) for body, attempt in rows]
-
-
-def until(happened: Any) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def letters(path: Path, group: str = "g") -> list[str]:
@@ -239,12 +231,15 @@ def test_it_ends_when_nothing_came_for_a_while_and_not_before(store: Path) -> No
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, path: Path) -> None:
+def test_a_command_has_the_body_and_knows_the_message(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No property can name another variable, nor one of the run in which this one runs."""
+    monkeypatch.setenv("MQSTORE_PROPERTY_outer", "of the run in which this one runs")
+    properties = {"region": "eu", "x-y.z": "\u00fc", "A=B": "c", "LD\u00fc-": "d"}
     with library.open(path) as opened:
         opened.create_topic("orders", queues=3)
-        receipt = opened.put(
-            "orders", b"a\0body", queue_id=2, tag="t", keys=["k1", "k2"], properties={"region": "eu", "x-y.z": "\u00fc"}
-        )
+        receipt = opened.put("orders", b"a\0body", queue_id=2, tag="t", keys=["k1", "k2"], properties=properties)
     code = (
         "import os, sys, json\n"
         f"file = open({str(tmp_path / 'seen')!r}, 'w')\n"
@@ -270,22 +265,10 @@ def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, path: Path
         "MQSTORE_GROUP": "g",
         "MQSTORE_PROPERTY_region": "eu",
         "MQSTORE_PROPERTY_x_y_z": "\u00fc",
+        "MQSTORE_PROPERTY_A_B": "c",
+        "MQSTORE_PROPERTY_LD__": "d",
     }
     assert left(path) == 0
-
-
-def test_no_property_can_name_another_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MQSTORE_PROPERTY_region", "of the run in which this one runs")
-    with library.open(tmp_path / "s") as opened:
-        receipt = opened.put("orders", b"", properties={"A=B": "c", "LD\u00fc-": "d"})
-        [message] = opened.read(*receipt.queue, 0)
-        found = _environment(message, "g")
-
-    assert {name for name in found if name.startswith(b"MQSTORE_PROPERTY")} == {
-        b"MQSTORE_PROPERTY_A_B",
-        b"MQSTORE_PROPERTY_LD__",
-    }
-    assert all(b"\0" not in value and b"=" not in name for name, value in found.items())
 
 
 @pytest.mark.parametrize(("code", "given"), [(65, ()), (3, ("--reject-code", 3))], ids=["default", "another"])
@@ -571,15 +554,6 @@ def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_pat
     result = mqstore("consume", store, "orders", "--group", "g", "--exec", script, exit_code=2)
 
     assert "is not executable" in result.stderr
-
-
-def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
-    assert mqstore("consume", tmp_path / "absent", "orders", "--group", "g").exit_code == 3
-    assert not (tmp_path / "absent").exists()
-    with library.open(store):
-        for more in ([], ["--dry-run"]):
-            result = mqstore("consume", store, "orders", "--group", "g", *more, exit_code=3)
-            assert str(os.getpid()) in result.stderr
 
 
 def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:

@@ -173,14 +173,6 @@ def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path
         assert mqstore_json("delay", "cancel", path, handle, *dry_run, exit_code=1)["cancelled"] is False
 
 
-def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
-    library.engine.MessageStore(tmp_path / "s").close()
-
-    for dry_run in ([], ["--dry-run"]):
-        result = mqstore("delay", "cancel", tmp_path / "s", "garbage", *dry_run, exit_code=2)
-        assert "recall handle" in result.stderr
-
-
 def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
     library.engine.MessageStore(tmp_path / "s").close()
 

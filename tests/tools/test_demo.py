@@ -24,18 +24,7 @@ from mqstore_tools import demo as demo_module
 from mqstore_tools.demo import demo
 from tests.tools.support import environment
 
-CHECKS = {
-    "killed",
-    "acknowledged",
-    "complete",
-    "once",
-    "files",
-    "keys",
-    "verified",
-    "found",
-    "mended",
-    "passed_over",
-}
+CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}
 
 
 @pytest.fixture(scope="module")

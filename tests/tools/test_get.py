@@ -16,7 +16,7 @@ from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.layout.record import COMPRESSED
 from mqstore.options import Profile
 from tests.conftest import Golden
-from tests.log.support import flip
+from tests.log.support import flip_log
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
 
@@ -192,7 +192,7 @@ def test_questions_that_make_no_sense_are_refused(store: tuple[Path, list[SendRe
 
 def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
-    flip(path / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 90)
+    flip_log(path, receipts[2].physical_offset + 90)
 
     result = mqstore("get", path, "--topic", "orders", "--max-messages", 5, "--json", exit_code=1)
 
@@ -202,7 +202,7 @@ def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) 
 def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendReceipt]]) -> None:
     """A reader takes it for a record that is being written, and must not wait for it."""
     path, receipts = store
-    flip(path / "commitlog" / f"{0:020d}", receipts[4].physical_offset + 90)
+    flip_log(path, receipts[4].physical_offset + 90)
 
     result = mqstore("get", path, "--topic", "orders", "--offset", 4)
 
@@ -296,7 +296,7 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
 def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
     with library.engine.ReadOnlyMessageStore(turns) as store:
         [last] = store.read("orders", 2, 9)
-    flip(turns / "commitlog" / f"{0:020d}", last.physical_offset + 88)
+    flip_log(turns, last.physical_offset + 88)
 
     result = mqstore("get", turns, "--topic", "orders", "--last", 3, exit_code=1)
 

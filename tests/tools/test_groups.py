@@ -131,31 +131,3 @@ def test_deleting_forgets_settings_progress_and_deliveries(store: Path) -> None:
         assert running.pending("billing") == []
         again = running.pop("billing", "orders", 10)
         assert [each.message.body for each in again] == [b"0", b"1", b"2", b"3", b"4"]
-
-
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["create", "billing"], "exists already"),
-        (["create", "a b"], "letters"),
-        (["create", "CID_RMQ_SYS_X"], "belongs to the engine"),
-        (["create", "x", "--retry", "soon"], "'5s x2 2h'"),
-        (["create", "x", "--retry", "5s x0 2h"], "'5s x2 2h'"),
-        (["create", "x", "--retry", ""], "'5s x2 2h'"),
-        (["create", "x", "--max-attempts", "0"], "x>=1"),
-        (["create", "x", "--max-attempts", "many"], "--max-attempts"),
-        (["create", "x", "--start", "yesterday"], "2026-01-31T12:00:00Z"),
-        (["create", "x", "--start", "999999999d"], "too long ago"),
-        (["alter", "nonesuch", "--fifo"], "no group"),
-        (["alter", "billing"], "say what to change"),
-        (["delete", "nonesuch", "--yes"], "no group"),
-    ],
-)
-def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
-    before: Any = mqstore_json("groups", store)
-
-    result = mqstore("groups", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)
-
-    assert told in result.stderr.replace("1<=x", "x>=1")
-    assert mqstore_json("groups", store) == before

@@ -12,14 +12,7 @@ import pytest
 
 from mqstore.jobs import traffic_report
 from mqstore.log.store import MessageStore
-from tests.tools.brokers import filled
 from tests.tools.support import environment, mqstore, mqstore_json, seen_on_a_terminal
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
-    return filled(tmp_path_factory.mktemp("store") / "s")
 
 
 def arguments(name: str, *stores: Path) -> list[object]:
@@ -79,13 +72,6 @@ def test_without_pyarrow_groups_are_reported_and_others_say_what_to_install(stor
     assert ends == [("lag", "0"), ("dlq", "0"), ("traffic", "2"), ("trace", "2")], done.stderr
     said = re.split(r"^ended .*$", done.stderr, flags=re.MULTILINE)
     assert ["pip install 'mqstore[spark]'" in text for text in said[:4]] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_store_that_is_not_there_ends_with_3(name: str, tmp_path: Path) -> None:
-    result = mqstore(*arguments(name, tmp_path / "nowhere"))
-
-    assert (result.exit_code, "nowhere" in result.stderr) == (3, True)
 
 
 def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from mqstore.client.producer import Producer
 from mqstore.layout.properties import SHARDINGKEY
 from mqstore_tools import produce as module
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
+from tests.waiting import until
 
 WAIT_S = 30
 
@@ -393,16 +392,14 @@ def running(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
 
 def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     """Wait until so many messages are stored."""
-    end = time.monotonic() + WAIT_S
-    while time.monotonic() < end:
-        try:
-            if len(bodies(path)) >= count:
-                return
-        except (library.MQStoreError, OSError):
-            pass
+
+    def stored_so_many() -> bool:
         assert command.poll() is None, command.communicate()
-        threading.Event().wait(0.05)
-    raise AssertionError("nothing was stored")
+        with suppress(library.MQStoreError, OSError):
+            return len(bodies(path)) >= count
+        return False
+
+    until(stored_so_many)
 
 
 @pytest.mark.parametrize(

@@ -15,28 +15,20 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.commands import looking
-from tests.log.support import flip, reboot
+from tests.log.support import flip_log, overwrite_log, reboot, segment_of
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 CONFIG = StoreConfig(segment_bytes=1 << 14)
+Store = tuple[Path, list[SendReceipt]]
 
 #: What a program may rely on; there is more.
 CONTRACT = {"changed", "truncated", "rebuilt", "messages"}
 COUNTS = {"damaged_ranges", "kept_behind_damage", "moved_to_cut"}
 
 
-@pytest.fixture
-def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
-    """A hundred messages over several segments, closed cleanly."""
-    with library.engine.MessageStore(tmp_path / "s", config=CONFIG) as store:
-        receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
-    return tmp_path / "s", receipts
-
-
 def spoil(path: Path, receipt: SendReceipt) -> None:
-    start = receipt.physical_offset // (1 << 14) * (1 << 14)
-    flip(path / "commitlog" / f"{start:020d}", receipt.physical_offset - start + 95)
+    flip_log(path, receipt.physical_offset + 95)
 
 
 def bodies(path: Path) -> list[bytes]:
@@ -85,7 +77,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     assert [finding["kind"] for finding in report["findings"]] == ([] if cut else ["bad_record"])
 
 
-def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_people_are_told_how_many_messages_lie_behind_damage(hundred: Store) -> None:
     path, receipts = hundred
     spoil(path, receipts[40])
     spoil(path, receipts[50])
@@ -97,7 +89,7 @@ def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path
     assert mqstore_json("verify", path)["ok"]
 
 
-def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_the_index_is_rebuilt_alone_when_asked(hundred: Store) -> None:
     path, _ = hundred
 
     report = mqstore_json("recover", path, "--rebuild", "index")
@@ -107,7 +99,7 @@ def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendRec
 
 
 @pytest.fixture
-def without_manifest(hundred: tuple[Path, list[SendReceipt]]) -> Path:
+def without_manifest(hundred: Store) -> Path:
     path, _ = hundred
     for manifest in path.glob("mqstore.json*"):
         manifest.unlink()
@@ -189,17 +181,6 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
     assert (again["changed"], again["findings"]) == (False, [])
 
 
-@pytest.mark.parametrize("options", [[], ["--rebuild", "config", "--yes"]])
-def test_beside_a_writer_plan_and_recovery_are_refused(tmp_path: Path, options: list[str]) -> None:
-    with library.engine.MessageStore(tmp_path / "s", config=CONFIG):
-        plan = mqstore("recover", tmp_path / "s", *options, "--dry-run")
-        run = mqstore("recover", tmp_path / "s", *options)
-
-    assert (plan.exit_code, run.exit_code) == (3, 3)
-    assert f"process {os.getpid()}" in plan.stderr
-    assert plan.stderr == run.stderr
-
-
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])
 @pytest.mark.parametrize(
     "name", ["config/spark/txn.json", "config/spark/overwrite.json", "local_offsets/caches/prices.json"]
@@ -230,7 +211,7 @@ def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name:
     assert mqstore("verify", tmp_path / "s").exit_code == 0
 
 
-def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:
+def test_for_people_it_says_what_was_done(hundred: Store) -> None:
     path, receipts = hundred
     spoil(path, receipts[40])
     shutil.rmtree(path / "consumequeue")
@@ -269,34 +250,25 @@ def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to
         assert [delivery.message.body for delivery in running.pop("billing", "orders")] == [b"next"]
 
 
-Store = tuple[Path, list[SendReceipt]]
-
-
-def segment_of(path: Path, receipt: SendReceipt) -> Path:
-    return path / "commitlog" / f"{receipt.physical_offset >> 14 << 14:020d}"
-
-
-def overwrite(path: Path, first: SendReceipt, last: SendReceipt) -> None:
+def zero(path: Path, first: SendReceipt, last: SendReceipt) -> None:
     """Zeros over the records from `first` to `last`, which lie in one segment."""
     start, stop = first.physical_offset, last.physical_offset + last.size
-    with open(segment_of(path, first), "r+b") as file:
-        file.seek(start % (1 << 14))
-        file.write(bytes(stop - start))
+    overwrite_log(path, start, bytes(stop - start))
 
 
 #: What no recovery brings back, in a store of a hundred messages.
 LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
     "a flipped bit": lambda path, receipts: spoil(path, receipts[50]),
     "two flipped bits": lambda path, receipts: [spoil(path, receipts[n]) for n in (20, 50)],
-    "zeros over three records": lambda path, receipts: overwrite(path, receipts[60], receipts[62]),
-    "a missing segment": lambda path, receipts: segment_of(path, receipts[50]).unlink(),
+    "zeros over three records": lambda path, receipts: zero(path, receipts[60], receipts[62]),
+    "a missing segment": lambda path, receipts: segment_of(path, receipts[50].physical_offset).unlink(),
     "a missing segment behind a flipped bit": lambda path, receipts: [
         spoil(path, receipts[receipts.index(next(r for r in receipts if r.physical_offset >= 1 << 14)) - 1]),
         (path / "commitlog" / f"{1 << 14:020d}").unlink(),
     ],
-    "a short segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50]), 5000),
-    "a missing first segment": lambda path, receipts: segment_of(path, receipts[0]).unlink(),
-    "an empty segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50]), 0),
+    "a short segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50].physical_offset), 5000),
+    "a missing first segment": lambda path, receipts: segment_of(path, receipts[0].physical_offset).unlink(),
+    "an empty segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50].physical_offset), 0),
 }
 
 
@@ -334,9 +306,9 @@ def test_damage_that_recover_has_reported_is_known(path: Path, profile: library.
     ("new", "count"),
     [
         (lambda path, receipts: spoil(path, receipts[70]), 1),
-        (lambda path, receipts: overwrite(path, receipts[50], receipts[51]), 0),  # the same place, but longer
-        (lambda path, receipts: overwrite(path, receipts[49], receipts[50]), 0),
-        (lambda path, receipts: segment_of(path, receipts[50]).unlink(), 0),  # of another kind
+        (lambda path, receipts: zero(path, receipts[50], receipts[51]), 0),  # the same place, but longer
+        (lambda path, receipts: zero(path, receipts[49], receipts[50]), 0),
+        (lambda path, receipts: segment_of(path, receipts[50].physical_offset).unlink(), 0),  # of another kind
     ],
     ids=["elsewhere", "longer", "earlier", "another kind"],
 )
@@ -393,7 +365,7 @@ def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> N
 def test_a_segment_that_was_put_back_is_forgotten(hundred: Store) -> None:
     """If it is lost once more, that is news."""
     path, receipts = hundred
-    segment = segment_of(path, receipts[50])
+    segment = segment_of(path, receipts[50].physical_offset)
     whole = segment.read_bytes()
     segment.unlink()
     mqstore_json("recover", path, exit_code=1)
@@ -420,28 +392,27 @@ def test_a_damaged_table_of_known_damage_makes_all_damage_new(hundred: Store, co
     assert mqstore("verify", path).exit_code == 0
 
 
-@pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize("surplus", [b"surplus", bytes(5000)], ids=["text", "zeros"])
-def test_a_segment_that_is_too_long_is_mended(hundred: Store, which: str, surplus: bytes) -> None:
+def test_segments_that_are_too_long_are_mended(hundred: Store, surplus: bytes) -> None:
     path, _ = hundred
-    segment = sorted((path / "commitlog").glob("0*"))[0 if which == "first" else -1]
-    with open(segment, "ab") as file:
-        file.write(surplus)
+    first, *_, last = sorted((path / "commitlog").glob("0*"))
+    for segment in (first, last):
+        with open(segment, "ab") as file:
+            file.write(surplus)
     assert mqstore("verify", path).exit_code == 1
 
     planned = mqstore_json("recover", path, "--dry-run", exit_code=1)
-    assert segment.stat().st_size == (1 << 14) + len(surplus)
+    assert first.stat().st_size == last.stat().st_size == (1 << 14) + len(surplus)
     done = mqstore_json("recover", path)
 
     for report in (planned, done):
         assert report["changed"]
         assert report["findings"] == []
-        cut = {"file": f"commitlog/{segment.name}", "from": 1 << 14, "to": (1 << 14) + len(surplus)}
-        assert report["truncated"] == [{**cut, "reason": "surplus"}]
-    assert segment.stat().st_size == 1 << 14
-    [kept] = (path / "cut").iterdir()
-    assert done["kept"] == [str(kept)]
-    assert kept.read_bytes() == surplus
+        cut = {"from": 1 << 14, "to": (1 << 14) + len(surplus), "reason": "surplus"}
+        assert report["truncated"] == [{"file": f"commitlog/{each.name}", **cut} for each in (first, last)]
+    assert first.stat().st_size == last.stat().st_size == 1 << 14
+    assert sorted(done["kept"]) == sorted(map(str, (path / "cut").iterdir()))
+    assert [Path(kept).read_bytes() for kept in done["kept"]] == [surplus] * 2
     assert len(bodies(path)) == 100
     assert mqstore("recover", path).exit_code == 0
     assert mqstore_json("verify", path)["findings"] == []

@@ -96,7 +96,6 @@ def test_damage_is_told_and_copied(store: Path, tmp_path: Path) -> None:
         (("mq", "mq/copy"), 2, "lies in the store itself"),
         (("mq", "."), 2, "above the store"),
         (("mq", "there"), 2, "is there already"),
-        (("nowhere", "copy"), 3, "holds no store"),
         (("mq",), 2, "Missing argument 'DEST'"),
     ],
 )

@@ -14,14 +14,7 @@ from mqstore.jobs.publish import Commit, commit
 from mqstore.jobs.staging import STAGING
 from mqstore.spark import sessions
 from tests.jobs.staged import batch_of, options_of, set_bodies, stage, write
-from tests.tools.brokers import filled
 from tests.tools.support import mqstore, mqstore_json
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
-    return filled(tmp_path_factory.mktemp("store") / "s")
 
 
 @pytest.fixture

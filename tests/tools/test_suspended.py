@@ -73,12 +73,7 @@ def test_a_suspended_queue_is_shown_until_it_goes_on(path: Path, mode: str, show
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize(
     "command",
-    [
-        ("lag", "DIR"),
-        ("lag", "DIR", "--group", "g"),
-        ("groups", "list", "DIR"),
-        ("groups", "show", "DIR", "g"),
-    ],
+    [("lag", "DIR"), ("lag", "DIR", "--group", "g"), ("groups", "list", "DIR"), ("groups", "show", "DIR", "g")],
 )
 def test_a_suspended_queue_has_its_line(path: Path, mode: str, command: tuple[str, ...]) -> None:
     outage = Outage(path, mode)
