@@ -491,10 +491,12 @@ class Producer(Closing):
         """Store what was submitted, and refuse more. Repeating it is harmless.
         Futures that are left after `timeout` seconds fail with StoreClosedError, so none hangs."""
         timeout_s = seconds(timeout, "timeout")
+        if self._forked():  # a thread of the parent may hold the lock
+            return
         with self._lock:
             closed, self._closed = self._closed, True
             joined, self._joined = self._joined, False
-        if closed or self._forked():
+        if closed:
             return
         try:
             left = self._submitter.close(timeout_s)
