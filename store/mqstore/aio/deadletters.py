@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Twin, called, paged
+from mqstore.aio.forwards import DeadLettersForwards
 from mqstore.aio.made import Pages
 from mqstore.broker import deadletters
 from mqstore.log.message import Message
@@ -13,7 +13,7 @@ from mqstore.log.message import Message
 __all__ = ["DeadLetters"]
 
 
-class DeadLetters(Twin[deadletters.DeadLetters]):
+class DeadLetters(DeadLettersForwards[deadletters.DeadLetters]):
     """Dead letters of a group: list, replay and purge them, as with the synchronous class.
 
     >>> import asyncio, mqstore, mqstore.aio, tempfile
@@ -46,7 +46,3 @@ class DeadLetters(Twin[deadletters.DeadLetters]):
     def __aiter__(self) -> AsyncIterator[Message]:
         """Iterate over the letters, oldest first."""
         return Pages(self._bridge, self.sync.__iter__)
-
-    select = paged(deadletters.DeadLetters.select)
-    replay = called(deadletters.DeadLetters.replay)
-    purge = called(deadletters.DeadLetters.purge)

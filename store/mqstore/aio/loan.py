@@ -14,9 +14,8 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mqstore.aio.forward import Twin, Value, called
+from mqstore.aio.forwards import LoanForwards
 from mqstore.client import delivery
-from mqstore.log.message import Message
 from mqstore.queue import Task
 
 __all__ = ["Loan"]
@@ -25,15 +24,10 @@ L = TypeVar("L", Task, delivery.Delivery)
 T = TypeVar("T")
 
 
-class Loan(Twin[L]):
+class Loan(LoanForwards[L]):
     """A delivery that has to be settled. No verb can be cancelled half way."""
 
     __slots__ = ()
-
-    message = Value[Message](delivery.Loan)
-    attempt = Value[int](delivery.Loan)
-    expires_at = Value[float](delivery.Loan)
-    settled = Value[bool](delivery.Loan)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await self._bridge.finish(work)
@@ -45,10 +39,6 @@ class Loan(Twin[L]):
             await self._bridge.breathe()
         else:
             await self._call(self.sync.ack)
-
-    nack = called(delivery.Loan.nack)
-    extend = called(delivery.Loan.extend)
-    reject = called(delivery.Loan.reject)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

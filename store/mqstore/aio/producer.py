@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable, apart, called, in_order, owned
+from mqstore.aio.forward import Closable, owned
+from mqstore.aio.forwards import ProducerForwards
 from mqstore.aio.puts import Puts, size_of
 from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
@@ -37,7 +38,7 @@ from mqstore.store import Store
 __all__ = ["Producer", "Transaction"]
 
 
-class Producer(Closable[producer.Producer]):
+class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer]):
     """Producer with coroutines, made by `Store.producer`.
     Interceptors, selector and checker are plain functions, called on the loop and on other threads.
 
@@ -107,9 +108,6 @@ class Producer(Closable[producer.Producer]):
         durability = options.get("durability")
         flushes = self._flushes if durability is None else durability == "flush"
         return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
-
-    send_oneway = in_order(producer.Producer.send_oneway)
-    send_many = in_order(producer.Producer.send_many)
 
     async def submit(
         self,
@@ -215,9 +213,6 @@ class Producer(Closable[producer.Producer]):
         return Transaction(self._bridge, self.sync.transaction)
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    flush = apart(producer.Producer.flush)
-    run_once = called(producer.Producer.run_once)
 
     async def close(self, timeout: Duration = 30) -> None:
         """Close as `mqstore.Producer.close`. A cancellation is raised once it is closed."""

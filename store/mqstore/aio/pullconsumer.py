@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable, Value, called
+from mqstore.aio.forward import Closable
+from mqstore.aio.forwards import PullConsumerForwards
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
@@ -31,7 +32,7 @@ __all__ = ["PullConsumer"]
 T = TypeVar("T")
 
 
-class PullConsumer(Closable[pullconsumer.PullConsumer]):
+class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pullconsumer.PullConsumer]):
     """Pull consumer with coroutines, made by `Store.pull_consumer`.
     A `poll` that is cancelled, at any moment, has returned nothing, and the next one begins at the same message.
     `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
@@ -60,10 +61,6 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
         sync.caller = lambda: self._caller or threading.current_thread()
 
     # -- subscriptions ----------------------------------------------------------------------------------------------
-
-    subscribe = called(pullconsumer.PullConsumer.subscribe)
-    unsubscribe = called(pullconsumer.PullConsumer.unsubscribe)
-    assign = called(pullconsumer.PullConsumer.assign)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -113,18 +110,7 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
 
     # -- positions --------------------------------------------------------------------------------------------------
 
-    assignment = called(pullconsumer.PullConsumer.assignment)
-    position = called(pullconsumer.PullConsumer.position)
-    committed = called(pullconsumer.PullConsumer.committed)
-    commit = called(pullconsumer.PullConsumer.commit)
-    seek = called(pullconsumer.PullConsumer.seek)
-    pause = called(pullconsumer.PullConsumer.pause)
-    resume = called(pullconsumer.PullConsumer.resume)
-    paused = called(pullconsumer.PullConsumer.paused)
-
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    closed = Value[bool](pullconsumer.PullConsumer)
 
     async def close(self, *, done: bool = True) -> None:
         """Close as `mqstore.PullConsumer.close`. A cancellation is raised once it is closed.

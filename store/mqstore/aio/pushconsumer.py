@@ -29,7 +29,8 @@ from types import FrameType
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
-from mqstore.aio.forward import Closable, called
+from mqstore.aio.forward import Closable
+from mqstore.aio.forwards import PushConsumerForwards
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.signals import at_signals
@@ -156,7 +157,7 @@ def _stack_with(frame: FrameType | None) -> list[str]:
     return []
 
 
-class PushConsumer(Closable[pushconsumer.PushConsumer]):
+class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pushconsumer.PushConsumer]):
     """Push consumer with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
     Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
 
@@ -348,9 +349,3 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         await self.stop()
 
     # -- manual control ---------------------------------------------------------------------------------------------
-
-    pause = called(pushconsumer.PushConsumer.pause)
-    resume = called(pushconsumer.PushConsumer.resume)
-    assignment = called(pushconsumer.PushConsumer.assignment)
-    seek = called(pushconsumer.PushConsumer.seek)
-    stats = called(pushconsumer.PushConsumer.stats)

@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forward import Closable, Value, called
+from mqstore.aio.forward import Closable
+from mqstore.aio.forwards import QueueForwards, TaskForwards
 from mqstore.aio.loan import Loan as AsyncLoan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
@@ -54,7 +55,7 @@ def release(loans: Iterable[Loan]) -> None:
         loan.__exit__(type(cancelled), cancelled, None)
 
 
-class Task(AsyncLoan[queue.Task]):
+class Task(AsyncLoan[queue.Task], TaskForwards[queue.Task]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
     released at once, and the attempt does not count.
@@ -71,8 +72,6 @@ class Task(AsyncLoan[queue.Task]):
     """
 
     __slots__ = ()
-
-    value = Value[Any](queue.Task)
 
     async def __aenter__(self) -> Task:
         return self
@@ -126,7 +125,7 @@ class _Told(queue.Queue):
         self._note_delay(receipt)
 
 
-class Queue(Closable[_Told]):
+class Queue(Closable[_Told], QueueForwards[_Told]):
     """Persistent queue with coroutines, made by `Store.queue`.
     An `await queue.get()` that is cancelled, at any moment, has taken nothing. A cancelled `put` has stored the item or
     has not.
@@ -324,10 +323,6 @@ class Queue(Closable[_Told]):
                 news.set_result(None)
 
     # -- state ------------------------------------------------------------------------------------------------------
-
-    qsize = called(queue.Queue.qsize)
-    empty = called(queue.Queue.empty)
-    full = called(queue.Queue.full)
 
     @property
     def dead_letters(self) -> DeadLetters:

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable, Value, called
+from mqstore.aio.forward import Closable
+from mqstore.aio.forwards import DeliveryForwards, SimpleConsumerForwards
 from mqstore.aio.loan import Loan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
@@ -21,7 +22,7 @@ from mqstore.store import Store
 __all__ = ["Delivery", "SimpleConsumer"]
 
 
-class Delivery(Loan[delivery.Delivery]):
+class Delivery(Loan[delivery.Delivery], DeliveryForwards[delivery.Delivery]):
     """Delivery with coroutines.
     `async with delivery as message:` acknowledges it at a clean end, gives it back after an exception, and obeys
     `Retry` and `Reject`. If cancelled, it is released unseen.
@@ -40,14 +41,11 @@ class Delivery(Loan[delivery.Delivery]):
 
     __slots__ = ()
 
-    receipt = Value[str](delivery.Delivery)
-    received_at = Value[float](delivery.Delivery)
-
     async def __aenter__(self) -> Message:
         return self.sync.message
 
 
-class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
+class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer], SimpleConsumerForwards[simpleconsumer.SimpleConsumer]):
     """Simple consumer with coroutines, made by `Store.simple_consumer`.
     A `receive` that is cancelled, at any moment, has received nothing. Interceptors are called on the loop and on the
     store's thread.
@@ -72,13 +70,6 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
         self.group = sync.group
         self.ordered = sync.ordered
         self.client_id = sync.client_id
-
-    subscriptions = Value[dict[str, str]](simpleconsumer.SimpleConsumer)
-    closed = Value[bool](simpleconsumer.SimpleConsumer)
-
-    subscribe = called(simpleconsumer.SimpleConsumer.subscribe)
-    unsubscribe = called(simpleconsumer.SimpleConsumer.unsubscribe)
-    pending = called(simpleconsumer.SimpleConsumer.pending)
 
     async def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None

@@ -19,14 +19,14 @@ from datetime import datetime
 from functools import partial
 from heapq import merge
 from os import PathLike
-from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 from weakref import WeakSet
 
 from mqstore import store
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forward import Closable, Value, apart, called, in_order, made, paged, takes
+from mqstore.aio.forward import Closable, takes
+from mqstore.aio.forwards import StoreForwards
 from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
 from mqstore.aio.pullconsumer import PullConsumer
@@ -40,10 +40,11 @@ from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body
-from mqstore.log.recovery.report import RecoveryReport
 from mqstore.options import Duration, seconds
 
 __all__ = ["Store", "open"]
+
+M = TypeVar("M", bound=Closable[Any])
 
 _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
@@ -71,7 +72,7 @@ def _close(made: Closable[Any]) -> None:
     made.sync.close()
 
 
-class Store(Closable[store.Store]):
+class Store(Closable[store.Store], StoreForwards[store.Store]):
     """Store with coroutines: the same names, arguments, results and errors as `mqstore.Store`.
     Opened by `mqstore.aio.open`. `async with` closes it. Calls from another loop than its own raise RuntimeError.
     Any thread may use `sync`.
@@ -93,20 +94,12 @@ class Store(Closable[store.Store]):
         self._consumers: WeakSet[PushConsumer] = WeakSet()
         self._end: asyncio.Task[None] | None = None
 
-    path = Value[Path](store.Store)
-    mode = Value[str](store.Store)
-    recovery = Value[RecoveryReport](store.Store)
-
     @property
     def closed(self) -> bool:
         """True if `close` was called, or this is a forked child of the process that opened it."""
         return self._bridge.closed or self.sync.closed
 
     # -- topics -----------------------------------------------------------------------------------------------------
-
-    create_topic = called(store.Store.create_topic)
-    topics = called(store.Store.topics)
-    queues = called(store.Store.queues)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -118,12 +111,7 @@ class Store(Closable[store.Store]):
         stored whole or not at all."""
         return await self._puts.put(topic, body, queue_id, options)
 
-    put_many = in_order(store.Store.put_many)
-    recall = called(store.Store.recall)
-
     # -- out --------------------------------------------------------------------------------------------------------
-
-    read = called(store.Store.read)
 
     def iter(
         self,
@@ -142,24 +130,40 @@ class Store(Closable[store.Store]):
             return _Follower(self._bridge, self.sync, topic, queue_id, start, stop, tags)
         return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
 
-    to_arrow = called(store.Store.to_arrow)
-    find = called(store.Store.find)
-    get = called(store.Store.get)
-
     # -- positions --------------------------------------------------------------------------------------------------
-
-    offsets = called(store.Store.offsets)
-    offset_at = called(store.Store.offset_at)
-    committed = called(store.Store.committed)
-    commit_offset = called(store.Store.commit_offset)
-    lag = called(store.Store.lag)
 
     # -- queues, producers, consumers -------------------------------------------------------------------------------
 
-    queue = made(store.Store.queue, Queue)
-    producer = made(store.Store.producer, Producer, _close)
-    simple_consumer = made(store.Store.simple_consumer, SimpleConsumer, _close)
-    pull_consumer = made(store.Store.pull_consumer, PullConsumer, _close)
+    @takes(store.Store.queue)
+    def queue(self, *args: Any, **options: Any) -> Made[Queue]:
+        """Return a persistent queue, to be awaited, or entered by `async with`, which shuts it down at its end."""
+        return self._made(Queue, args, options)
+
+    @takes(store.Store.producer)
+    def producer(self, *args: Any, **options: Any) -> Made[Producer]:
+        """Return a producer, to be awaited, or entered by `async with`, which closes it at its end."""
+        return self._made(Producer, args, options, _close)
+
+    @takes(store.Store.simple_consumer)
+    def simple_consumer(self, *args: Any, **options: Any) -> Made[SimpleConsumer]:
+        """Return a simple consumer, to be awaited, or entered by `async with`, which closes it at its end."""
+        return self._made(SimpleConsumer, args, options, _close)
+
+    @takes(store.Store.pull_consumer)
+    def pull_consumer(self, *args: Any, **options: Any) -> Made[PullConsumer]:
+        """Return a pull consumer, to be awaited, or entered by `async with`, which closes it at its end."""
+        return self._made(PullConsumer, args, options, _close)
+
+    def _made(
+        self,
+        twin: Callable[..., M],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        undo: Callable[[M], object] | None = None,
+    ) -> Made[M]:
+        """Have the store's thread make a `twin`. If the call is cancelled, `undo` is called with it."""
+        make = partial(twin, self._bridge, self._puts, self.sync, *args, **options)
+        return Made(partial(self._bridge.call, make, undo))
 
     @takes(store.Store.push_consumer)
     def push_consumer(self, *args: Any, **options: Any) -> Made[PushConsumer]:
@@ -177,11 +181,6 @@ class Store(Closable[store.Store]):
         return DeadLetters(self._bridge, self.sync.dead_letters(group))
 
     # -- the store --------------------------------------------------------------------------------------------------
-
-    stats = called(store.Store.stats)
-    verify = paged(store.Store.verify)
-    flush = called(store.Store.flush)
-    snapshot = apart(store.Store.snapshot)
 
     async def close(self, timeout: Duration = 30) -> None:
         """Close as `mqstore.Store.close`. A cancellation is raised once it is closed.
