@@ -22,7 +22,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +31,7 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Lender, Loan, loan_seconds
+from mqstore.client.delivery import Lender, Loan, loan_seconds, release
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
@@ -308,9 +307,7 @@ class Queue:
             if not tasks:
                 raise
         except BaseException:  # Ctrl-C, or an error of a signal handler: no caller will get the items
-            for task in tasks:
-                with suppress(MQStoreError):
-                    task.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # releases it: no failed attempt
+            release(tasks)
             raise
         return tasks
 

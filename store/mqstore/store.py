@@ -507,7 +507,8 @@ class Store(Closing, Sending):
             return
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
-        # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs.
+        # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs. Halting again
+        # only tells how many handlers run.
         pushing.sort(key=PushConsumer.halt)
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import _thread
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from mqstore.admin import Broker
 from mqstore.client.poppush import PopEngine
 from mqstore.client.waits import Waits
 from mqstore.client.workers import Workers
+from tests import waiting
 
 __all__ = [
     "advance",
@@ -60,12 +60,7 @@ def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -
     return outcome[0]
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for another thread to get somewhere."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+until = partial(waiting.until, limit_s=20, pause_s=0.001)
 
 
 def failing(call: Callable[..., Any], *errors: BaseException | None) -> Callable[..., Any]:

@@ -74,11 +74,11 @@ _BODIES = {
     "apart": ("self._check()", "return await asyncio.to_thread({work})"),
     "paged": ("return Pages(self._bridge, {work})",),
 }
-_MUTABLE = ("Iterable", "Sequence", "Mapping", "Body", "Any", "object")
-"""Words in the types of arguments that their caller may change while the call waits."""
+_MUTABLE = ("Iterable", "Sequence", "Mapping", "Body", "Any", "object", "QueueRef")
+"""Words in the types of arguments that their caller may change while the call waits. A list may be a queue, too."""
 
 _HEAD = '''\
-"""What the asyncio classes only forward, written by `make docs` (`mqstore_tools/forwards.py`); don't edit it."""
+"""Methods that the asyncio classes only forward. `make docs` writes this file (`mqstore_tools/forwards.py`)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TypeVar
 
-from mqstore.aio.forward import Twin, owned
+from mqstore.aio.twin import Twin, owned
 from mqstore.aio.made import Pages
 from mqstore.aio.puts import Puts
 '''
@@ -96,7 +96,7 @@ from mqstore.aio.puts import Puts
 def aio_forwards() -> str:
     """Return the file."""
     classes = ["\n".join(_class(name, source, kinds)) for name, (source, kinds) in _FORWARDS.items()]
-    imports = {line for source, kinds in _FORWARDS.values() for line in _imports(source, kinds)}
+    imports = {line for name, (source, kinds) in _FORWARDS.items() for line in _imports(name, source, kinds)}
     bounds = {name: f"{source.rpartition('.')[2]}.{name}" for name, (source, _) in _FORWARDS.items()}
     types = [f'{name}T = TypeVar("{name}T", bound="{bound}")' for name, bound in bounds.items()]
     text = "\n".join([_HEAD, *sorted(imports), "", *types, "", *classes])
@@ -170,7 +170,8 @@ def _arguments(args: ast.arguments) -> Iterator[str]:
     for each in [*args.posonlyargs, *args.args][1:]:
         yield _owned(each)
     if args.vararg is not None:
-        yield f"*{args.vararg.arg}"
+        name = args.vararg.arg
+        yield f"*{name}" if _owned(args.vararg) == name else f"*map(owned, {name})"
     for each in args.kwonlyargs:
         yield f"{each.arg}={_owned(each)}"
     if args.kwarg is not None:
@@ -182,11 +183,13 @@ def _owned(argument: ast.arg) -> str:
     return f"owned({argument.arg})" if any(word in annotation for word in _MUTABLE) else argument.arg
 
 
-def _imports(source: str, kinds: dict[str, str]) -> Iterator[str]:
+def _imports(owner: str, source: str, kinds: dict[str, str]) -> Iterator[str]:
     """Yield the imports of what the signatures name."""
     package, _, local = source.rpartition(".")
     yield f"from {package} import {local}"
-    used = {each.id for name in " ".join(kinds.values()).split() for each in _names(source, name)}
+    methods = [_function(source, owner, name) for name in " ".join(kinds.values()).split() if ":" not in name]
+    parts = [part for method in methods for part in (method.args, method.returns) if part is not None]
+    used = {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
     for node in _tree(source).body:
         names, origin = [], source
         if isinstance(node, ast.ImportFrom):
@@ -196,10 +199,3 @@ def _imports(source: str, kinds: dict[str, str]) -> Iterator[str]:
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             names = [node.targets[0].id]
         yield from (f"from {origin} import {each}" for each in names if each in used)
-
-
-def _names(source: str, name: str) -> Iterator[ast.Name]:
-    for node in ast.walk(_tree(source)):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            for part in (node.args, node.returns):
-                yield from (each for each in ast.walk(part or ast.Pass()) if isinstance(each, ast.Name))

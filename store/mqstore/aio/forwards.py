@@ -1,4 +1,4 @@
-"""What the asyncio classes only forward, written by `make docs` (`mqstore_tools/forwards.py`); don't edit it."""
+"""Methods that the asyncio classes only forward. `make docs` writes this file (`mqstore_tools/forwards.py`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore import queue, store
-from mqstore.aio.forward import Twin, owned
 from mqstore.aio.made import Pages
 from mqstore.aio.puts import Puts
+from mqstore.aio.twin import Twin, owned
 from mqstore.broker import deadletters
 from mqstore.broker.deadletters import Replay
 from mqstore.broker.road import SendOptions
@@ -196,7 +196,7 @@ class StoreForwards(Twin[StoreT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.committed, group, queue))
+        return await self._call(partial(self.sync.committed, group, owned(queue)))
 
     async def commit_offset(
         self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None
@@ -206,7 +206,7 @@ class StoreForwards(Twin[StoreT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.commit_offset, group, queue, offset, durability=durability))
+        return await self._call(partial(self.sync.commit_offset, group, owned(queue), offset, durability=durability))
 
     async def lag(self, group: str) -> dict[QueueRef, int]:
         """Return the number of unconsumed messages of the group in each queue that it has started.
@@ -497,7 +497,7 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.assign, *queues))
+        return await self._call(partial(self.sync.assign, *map(owned, queues)))
 
     async def assignment(self) -> frozenset[QueueRef]:
         """Return the queues that it reads now.
@@ -511,14 +511,14 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.position, queue))
+        return await self._call(partial(self.sync.position, owned(queue)))
 
     async def committed(self, queue: QueueRef) -> int | None:
         """Return the group's committed offset in any queue, or None if there is none.
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.committed, queue))
+        return await self._call(partial(self.sync.committed, owned(queue)))
 
     async def commit(
         self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None
@@ -540,7 +540,7 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.seek, queue, to))
+        return await self._call(partial(self.sync.seek, owned(queue), to))
 
     async def pause(self, *queues: QueueRef) -> None:
         """Stop reading these queues, or all if none is named, until `resume`. They stay this consumer's.
@@ -548,14 +548,14 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.pause, *queues))
+        return await self._call(partial(self.sync.pause, *map(owned, queues)))
 
     async def resume(self, *queues: QueueRef) -> None:
         """Read these queues again, or all if none is named. Raises ConfigError as `pause` does.
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.resume, *queues))
+        return await self._call(partial(self.sync.resume, *map(owned, queues)))
 
     async def paused(self) -> frozenset[QueueRef]:
         """Return the queues that are not read until `resume`.
@@ -581,14 +581,14 @@ class PushConsumerForwards(Twin[PushConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.pause, *queues))
+        return await self._call(partial(self.sync.pause, *map(owned, queues)))
 
     async def resume(self, *queues: QueueRef) -> None:
         """Fetch from these queues again, or from all if none is named.
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.resume, *queues))
+        return await self._call(partial(self.sync.resume, *map(owned, queues)))
 
     async def assignment(self) -> frozenset[QueueRef]:
         """Return the queues that are handled here now. In mode "pop" there are none.
@@ -603,7 +603,7 @@ class PushConsumerForwards(Twin[PushConsumerT]):
 
         Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.seek, queue, to))
+        return await self._call(partial(self.sync.seek, owned(queue), to))
 
     async def stats(self) -> ConsumerStats:
         """Return a snapshot of the statistics.

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable, owned
 from mqstore.aio.forwards import ProducerForwards
 from mqstore.aio.puts import Puts, size_of
+from mqstore.aio.twin import Closable, owned
 from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector

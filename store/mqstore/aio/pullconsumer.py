@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable
 from mqstore.aio.forwards import PullConsumerForwards
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
+from mqstore.aio.twin import Closable
 from mqstore.client import pullconsumer
 from mqstore.errors import MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef

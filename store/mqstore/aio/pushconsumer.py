@@ -29,8 +29,8 @@ from types import FrameType
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
-from mqstore.aio.forward import Closable
 from mqstore.aio.forwards import PushConsumerForwards
+from mqstore.aio.twin import Closable
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.signals import at_signals

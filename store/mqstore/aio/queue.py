@@ -23,21 +23,21 @@ from weakref import WeakKeyDictionary
 from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forward import Closable
 from mqstore.aio.forwards import QueueForwards, TaskForwards
 from mqstore.aio.loan import Loan as AsyncLoan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
+from mqstore.aio.twin import Closable
 from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES
-from mqstore.client.delivery import Loan, loan_seconds
+from mqstore.client.delivery import loan_seconds, release
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, seconds
 from mqstore.store import Store
 
-__all__ = ["Queue", "Task", "limit", "release"]
+__all__ = ["Queue", "Task", "limit"]
 
 _LOOK_S = 0.25
 
@@ -46,13 +46,6 @@ def limit(timeout: Duration | None) -> float | None:
     """Return the longest wait in seconds, or None for ever. Raises ConfigError for a bad time."""
     wait_s = None if timeout is None else seconds(timeout, "timeout")
     return None if wait_s == math.inf else wait_s
-
-
-def release(loans: Iterable[Loan]) -> None:
-    """Release what a cancelled call took, as a cancelled block does. The attempt does not count."""
-    cancelled = asyncio.CancelledError()
-    for loan in loans:
-        loan.__exit__(type(cancelled), cancelled, None)
 
 
 class Task(AsyncLoan[queue.Task], TaskForwards[queue.Task]):

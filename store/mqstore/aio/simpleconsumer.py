@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable
 from mqstore.aio.forwards import DeliveryForwards, SimpleConsumerForwards
 from mqstore.aio.loan import Loan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
-from mqstore.aio.queue import limit, release
+from mqstore.aio.queue import limit
+from mqstore.aio.twin import Closable
 from mqstore.client import delivery, simpleconsumer
+from mqstore.client.delivery import release
 from mqstore.errors import StoreClosedError
 from mqstore.log.message import Message
 from mqstore.options import Duration

@@ -25,7 +25,6 @@ from weakref import WeakSet
 from mqstore import store
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forward import Closable, takes
 from mqstore.aio.forwards import StoreForwards
 from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
@@ -34,6 +33,7 @@ from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
+from mqstore.aio.twin import Closable, takes
 from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError

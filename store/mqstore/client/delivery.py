@@ -19,7 +19,7 @@ itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds"]
+__all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds", "release"]
 
 _log = logging.getLogger("mqstore")
 
@@ -249,6 +249,13 @@ def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay:
         return "dlq"
     again = broker.nack(group, delivery.topic, delivery.receipt, delay, error=reason)
     return "dlq" if again is None else "retry"
+
+
+def release(loans: Iterable[Loan]) -> None:
+    """Release the leases of a call that was interrupted or cancelled, as a cancelled block does.
+    The attempts do not count. A failure is logged."""
+    for loan in loans:
+        loan.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
 def loan_seconds(visibility: Duration) -> float:

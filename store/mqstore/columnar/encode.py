@@ -614,7 +614,7 @@ def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
 
 _DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")
 _TOO_LONG: Final = 10**18
-"""Limit in seconds. A delay of so many digits counts as none where it is read from its property."""
+"""Limit in seconds. A property with a longer delay is read as no delay."""
 _LONG: Final = f"properties, the columns that become such included, take {props.MAX_PROPERTIES_BYTES} bytes at most"
 
 

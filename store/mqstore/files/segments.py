@@ -190,7 +190,7 @@ class SegmentRun:
             last.mapping, last.length, last.in_memory = whole, last.size, True
 
     def map_again(self) -> None:
-        """Have each segment mapped again when it is next used: behind a cut, names may have new files."""
+        """Map each segment again at its next use, since names may have new files after a cut."""
         with self._lock:
             for segment in self._by_start.values():
                 self._let_go(segment)
