@@ -87,7 +87,26 @@ static PyObject *located_encoded_properties(Located *self, void *closure)
 }
 
 /* Whether the record has a property of this name, and its value: as `decode_properties` would have it, the last of its name
-   that has one. -1 with an exception; else `view` is to be released. */
+   that has one. */
+static bool value_of(const char *record, const Parts *parts, const char *name, Py_ssize_t name_size, const char **value,
+                     Py_ssize_t *value_size)
+{
+    const char *at = record + parts->properties, *end = at + parts->properties_size;
+    *value = NULL;
+    *value_size = 0;
+    while (at < end) {
+        const char *closing = memchr(at, 2, (size_t)(end - at));
+        Py_ssize_t size = (closing ? closing : end) - at;
+        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, name, (size_t)name_size)) {
+            *value = at + name_size + 1;
+            *value_size = size - name_size - 1;
+        }
+        at += size + 1;
+    }
+    return *value != NULL;
+}
+
+/* As `value_of`. -1 with an exception; else `view` is to be released. */
 static int find_property(Located *self, PyObject *name, Py_buffer *view, const char **value, Py_ssize_t *value_size)
 {
     Parts parts;
@@ -100,19 +119,7 @@ static int find_property(Located *self, PyObject *name, Py_buffer *view, const c
     }
     if (open_record(self, view, &parts) < 0)
         return -1;
-    const char *at = (const char *)view->buf + parts.properties, *end = at + parts.properties_size;
-    *value = NULL;
-    *value_size = 0;
-    while (at < end) {
-        const char *closing = memchr(at, 2, (size_t)(end - at));
-        Py_ssize_t size = (closing ? closing : end) - at;
-        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, wanted, (size_t)name_size)) {
-            *value = at + name_size + 1;
-            *value_size = size - name_size - 1;
-        }
-        at += size + 1;
-    }
-    return *value != NULL;
+    return value_of(view->buf, &parts, wanted, name_size, value, value_size);
 }
 
 static PyObject *located_stored_property(Located *self, PyObject *name)
@@ -199,16 +206,6 @@ static PyObject *located_number(Located *self, void *closure)
     if (!inside)
         return PyErr_Format(PyExc_IndexError, "the record at %lld is cut short", self->start);
     return PyLong_FromLongLong(value);
-}
-
-long long located_size(Located *message)
-{
-    Py_buffer view;
-    if (open_record(message, &view, NULL) < 0)
-        return -1;
-    long long size = (int32_t)get32((const uint8_t *)view.buf + message->start);
-    PyBuffer_Release(&view);
-    return size;
 }
 
 Py_ssize_t message_id_of(const uint8_t *record, char *text)
@@ -357,6 +354,36 @@ int message_init(void)
     keys_name = PyUnicode_InternFromString("KEYS");
     group_name = PyUnicode_InternFromString("__SHARDINGKEY");
     return buffer_name && queue_name && stored_body_name && tag_name && keys_name && group_name ? PyType_Ready(&LocatedType) : -1;
+}
+
+/* tagged(messages, tags) -> the list of those whose tag is in the set `tags` */
+PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("tagged", nargs, 2))
+        return NULL;
+    PyObject *passing = PyList_CheckExact(args[0]) && PyAnySet_Check(args[1]) ? PyList_New(0) : NULL;
+    if (!passing && !PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "tagged: a list of messages and a set of tags");
+    Near near = {0};
+    Parts parts;
+    for (Py_ssize_t i = 0; passing && i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *message = PyList_GET_ITEM(args[0], i);
+        const char *value;
+        Py_ssize_t size;
+        int passes = -1;
+        if (!PyObject_TypeCheck(message, &LocatedType))
+            PyErr_SetString(PyExc_TypeError, "tagged: messages must be Located");
+        else if (near_record(&near, (Located *)message, &parts) == 0) {
+            bool has_tag = value_of(near.view.buf, &parts, "TAGS", 4, &value, &size);
+            PyObject *tag = has_tag ? PyUnicode_DecodeUTF8(value, size, "replace") : NULL;
+            passes = tag ? PySet_Contains(args[1], tag) : has_tag ? -1 : 0;
+            Py_XDECREF(tag);
+        }
+        if (passes < 0 || (passes && PyList_Append(passing, message) < 0))
+            Py_CLEAR(passing);
+    }
+    near_close(&near);
+    return passing;
 }
 
 /* Whether its body needs nothing but a slice. */

@@ -12,7 +12,7 @@
 #include "table.h"
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 21
+#define NATIVE_VERSION 22
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -167,6 +167,7 @@ PyObject *native_message_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
 extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType, PutMethodType;
 int message_init(void);
@@ -246,9 +247,6 @@ typedef struct {
     PyObject *stretch;
     long long start, offset, body_end;
 } Located;
-
-/* The bytes of its record, -1 with an exception. */
-long long located_size(Located *message);
 
 /* The buffer that the last of several records lies in, held for the next one. Begin with {0}. */
 typedef struct {

@@ -171,12 +171,14 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     /* A pop time may lie behind it, where the clock was set back. */
     PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
     Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
+    Near near = {0};
+    Parts parts;
     int made = 0;
     if (!visible || !due || !found || !batch)
         goto done;
     for (; made < count; made++) {
         PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
-        long long stored_bytes = located_size((Located *)message);
+        int lies = near_record(&near, (Located *)message, &parts);
         PyObject *items[] = {Py_NewRef(message),
                              PyUnicode_DecodeASCII(shown, tell(at, offset + made) - shown, NULL),
                              Py_NewRef(visible),
@@ -186,9 +188,9 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
         PyObject *delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
         if (delivery)
             PyList_SET_ITEM(found, made, delivery);
-        if (!delivery || stored_bytes < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
+        if (!delivery || lies < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
             goto done;
-        bytes += stored_bytes;
+        bytes += (int32_t)get32((const uint8_t *)near.view.buf + ((Located *)message)->start);
     }
     batch->start = Py_NewRef(numbers[0]);
     batch->count = count;
@@ -239,6 +241,7 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     if (in_order || timed_add((Timed *)state->timeline, due, (PyObject *)batch) == 0)
         result = Py_NewRef(found);
 done:
+    near_close(&near);
     Py_XDECREF(found);
     Py_XDECREF(batch);
     Py_XDECREF(visible);
@@ -408,8 +411,8 @@ static int settle(Desk *self, Lending *state, const Claim *claims, int count)
     if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
         PyObject *committed = PyLong_FromLongLong(state->committed);
         PyObject *key = Py_NewRef(state->key);
-        PyObject *asked[] = {PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 2), committed};
-        PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 4, NULL) : NULL;
+        PyObject *asked[] = {key, committed};
+        PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 2, NULL) : NULL;
         Py_DECREF(key);
         if (told)
             Py_XSETREF(state->written, Py_NewRef(committed));

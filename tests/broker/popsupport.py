@@ -111,7 +111,7 @@ class PopBench(ServiceBench[PopService]):
         self.service.release("g", "t", [delivery.receipt for delivery in deliveries])
 
     def committed(self, queue_id: int = 0, *, topic: str = "t") -> int | None:
-        return self.parts.offsets.committed("g", topic, queue_id)
+        return self.parts.offsets.committed(QueueKey("g", topic, queue_id))
 
     def reset(self, offset: int, queue_id: int = 0, *, topic: str = "t") -> None:
         """As `Broker.reset`."""

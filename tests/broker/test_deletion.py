@@ -12,7 +12,7 @@ import pytest
 
 from mqstore import Retention
 from mqstore.broker.broker import Broker
-from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
 from mqstore.broker.pop.log import PopLog
 from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, TransactionStateError
 from mqstore.layout.properties import SHARDINGKEY
@@ -105,9 +105,9 @@ def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> No
     bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
     bench.broker.topics.delete("t")
     offsets = bench.broker.offsets
-    end = offsets.committed("CID_RMQ_SYS_DELETED", "t", 0)
+    end = offsets.committed(QueueKey("CID_RMQ_SYS_DELETED", "t", 0))
     assert end is not None
-    offsets.commit("CID_RMQ_SYS_DELETED", "t", 0, end + (1 << 20))  # as if so much were gone
+    offsets.commit(QueueKey("CID_RMQ_SYS_DELETED", "t", 0), end + (1 << 20))  # as if so much were gone
     bench.again()
     bench.broker.topics.create("t", queues=1)
     bench.broker.put("t", b"new", delay=5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,12 +231,3 @@ def test_the_log_reads_through_either_kind(tmp_path: Path) -> None:
     assert offsets(parse_filter("*")) == ([0, 1, 2, 3, 4], 5)
     assert offsets(parse_filter("amount >= 2 AND TAGS IS NOT NULL", "SQL92")) == ([3, 4], 5)
     store.close()
-
-
-def test_accepts_asks_the_message_for_all_its_stored_properties() -> None:
-    message: Any = SimpleNamespace(tag="x", stored_properties=lambda: {"TAGS": "x", "KEYS": "k"})
-
-    assert parsed("x").accepts(message)
-    assert not parsed("y").accepts(message)
-    assert parsed("KEYS = 'k'", "SQL92").accepts(message)
-    assert not parsed("KEYS = 'l'", "SQL92").accepts(message)

@@ -11,6 +11,7 @@ import pytest
 from mqstore.broker.admin import metrics as metrics_module
 from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.broker import Broker
+from mqstore.broker.names import QueueKey
 from mqstore.broker.road import Road
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
@@ -294,17 +295,17 @@ def test_lag_counts_what_was_sent_back(bench: Bench, broker: Broker) -> None:
 def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
     offsets = broker.offsets
     broker.put_many("t", [b"x"] * 5)
-    offsets.begin("g", "t", 0)
+    offsets.begin(QueueKey("g", "t", 0))
     offsets.move_start("t", 0, 3)
     for group in ("g", "h"):
-        offsets.begin(group, "t", 0)
-    offsets.commit("i", "t", 0, 4)
-    offsets.begin("i", "t", 0)
-    assert [offsets.committed(group, "t", 0) for group in "ghi"] == [0, 3, 4]
+        offsets.begin(QueueKey(group, "t", 0))
+    offsets.commit(QueueKey("i", "t", 0), 4)
+    offsets.begin(QueueKey("i", "t", 0))
+    assert [offsets.committed(QueueKey(group, "t", 0)) for group in "ghi"] == [0, 3, 4]
     offsets.save()
-    offsets.begin("g", "t", 0)
+    offsets.begin(QueueKey("g", "t", 0))
     assert not offsets.dirty
-    offsets.begin("j", "t", 0)
+    offsets.begin(QueueKey("j", "t", 0))
     assert offsets.dirty
 
 

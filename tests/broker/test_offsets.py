@@ -46,13 +46,13 @@ def offsets(tmp_path: Path) -> Any:
 )
 def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: Any) -> None:
     with pytest.raises(ConfigError if type(offset) is int else TypeError):
-        offsets.table.commit("g", "t", queue_id, offset)
+        offsets.table.commit(QueueKey("g", "t", queue_id), offset)
     assert not offsets.table.dirty
 
 
 def test_a_numpy_integer_is_one_and_can_be_saved(offsets: _Offsets) -> None:
     offsets.fill("t", 1, 3)
-    offsets.table.commit("g", "t", np.int32(1), np.int64(3))  # type: ignore[arg-type]
+    offsets.table.commit(QueueKey("g", "t", np.int32(1)), np.int64(3))  # type: ignore[arg-type]
     offsets.table.save()
     assert offsets.stored()["offsetTable"] == {"t@g": {"1": 3}}
 
@@ -61,7 +61,7 @@ def test_a_numpy_integer_is_one_and_can_be_saved(offsets: _Offsets) -> None:
 def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, name: str) -> None:
     for group, topic in ((name, "t"), ("g", name)):
         with pytest.raises(ConfigError):
-            offsets.table.commit(group, topic, 0, 0)
+            offsets.table.commit(QueueKey(group, topic, 0), 0)
     offsets.table.save()
     assert not offsets.file.exists()
 
@@ -78,10 +78,10 @@ def test_the_engines_bookkeeping_cannot_be_removed(offsets: _Offsets) -> None:
 
 def test_the_engine_is_no_group(offsets: _Offsets) -> None:
     table = offsets.table
-    table.commit(POP_LOG_GROUP, "t", 0, 0)
+    table.commit(QueueKey(POP_LOG_GROUP, "t", 0), 0)
     table.move_start("t", 0, 1)
     assert table.groups_of("t") == set()
-    table.commit("g", "t", 0, 7)
+    table.commit(QueueKey("g", "t", 0), 7)
     assert table.groups_of("t") == {"g"}
 
 
@@ -90,16 +90,19 @@ def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
     deleted: bool, left: tuple[int | None, int | None], offsets: _Offsets
 ) -> None:
     offsets.fill("t", 0, 12)
-    offsets.table.commit("g", "t", 0, 4)
-    offsets.table.commit("ahead", "t", 0, 11)
+    offsets.table.commit(QueueKey("g", "t", 0), 4)
+    offsets.table.commit(QueueKey("ahead", "t", 0), 11)
     offsets.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
         offsets.table.bury({"t": {0: 9}}, deleted=deleted)
-    assert (offsets.table.committed("g", "t", 0), offsets.table.start_of("t", 0)) == (4, 0)
+    assert (offsets.table.committed(QueueKey("g", "t", 0)), offsets.table.start_of("t", 0)) == (4, 0)
     offsets.table.save()
-    assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (4, 0)
+    assert (offsets.again().committed(QueueKey("g", "t", 0)), offsets.again().start_of("t", 0)) == (4, 0)
     offsets.table.bury({"t": {0: 9}}, deleted=deleted)
-    assert (offsets.again().committed("g", "t", 0), offsets.again().committed("ahead", "t", 0)) == left
+    assert (
+        offsets.again().committed(QueueKey("g", "t", 0)),
+        offsets.again().committed(QueueKey("ahead", "t", 0)),
+    ) == left
     assert offsets.again().start_of("t", 0) == 9
 
 
@@ -109,8 +112,8 @@ def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
 def test_the_file_has_rocketmqs_shape_with_strict_keys(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.fill("t", 10, 9)
-    offsets.table.commit("g", "t", 10, 7)
-    offsets.table.commit("g", "t", 0, 9)
+    offsets.table.commit(QueueKey("g", "t", 10), 7)
+    offsets.table.commit(QueueKey("g", "t", 0), 9)
     offsets.table.save()
     assert offsets.stored() == {
         "dataVersion": {"counter": 0, "stateVersion": 0, "timestamp": 0},
@@ -122,7 +125,7 @@ def test_the_file_has_rocketmqs_shape_with_strict_keys(offsets: _Offsets) -> Non
 def test_any_name_and_queue_comes_back_from_the_file(offsets: _Offsets, name: str) -> None:
     committed = {queue_id: queue_id * 2**40 for queue_id in (12, 0, 3)}
     for queue_id, offset in committed.items():
-        offsets.table.commit(f"g {name}", f"t {name}", queue_id, offset)
+        offsets.table.commit(QueueKey(f"g {name}", f"t {name}", queue_id), offset)
     offsets.table.save()
     text = offsets.file.read_bytes()
     assert decode_json(text)["offsetTable"] == {
@@ -134,11 +137,11 @@ def test_any_name_and_queue_comes_back_from_the_file(offsets: _Offsets, name: st
 def test_every_five_hundredth_commit_counts_for_the_version(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 1)
     for _ in range(499):
-        offsets.table.commit("g", "t", 0, 1)
+        offsets.table.commit(QueueKey("g", "t", 0), 1)
     offsets.table.save()
     assert offsets.stored()["dataVersion"]["counter"] == 0
     for _ in range(502):
-        offsets.table.commit("g", "t", 0, 1)
+        offsets.table.commit(QueueKey("g", "t", 0), 1)
     offsets.table.save()
     assert offsets.stored()["dataVersion"] == {"counter": 2, "stateVersion": 0, "timestamp": START_MS}
 
@@ -148,7 +151,7 @@ def test_saving_writes_once_and_nothing_when_nothing_changed(offsets: _Offsets) 
     offsets.table.save()
     offsets.table.close()
     assert not offsets.file.exists()
-    offsets.table.commit("g", "t", 0, 4)
+    offsets.table.commit(QueueKey("g", "t", 0), 4)
     assert offsets.table.dirty
     offsets.table.save()
     assert not offsets.table.dirty
@@ -160,7 +163,7 @@ def test_saving_writes_once_and_nothing_when_nothing_changed(offsets: _Offsets) 
 
 def test_messages_are_on_disk_before_an_offset_that_rests_on_them(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
-    offsets.table.commit("g", "t", 0, 9)
+    offsets.table.commit(QueueKey("g", "t", 0), 9)
     before = len(offsets.fs.changes())
     offsets.table.save()
     changes = [(call.operation, call.path) for call in offsets.fs.changes()[before:]]
@@ -174,10 +177,10 @@ _SYNCS = ("fdatasync",)
 
 def test_when_the_log_cannot_be_flushed_the_file_says_what_it_said(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 4)
-    offsets.table.commit("g", "t", 0, 4, durability="flush")
+    offsets.table.commit(QueueKey("g", "t", 0), 4, durability="flush")
     before = offsets.file.read_bytes()
     offsets.fill("t", 0, 4)
-    offsets.table.commit("g", "t", 0, 8)
+    offsets.table.commit(QueueKey("g", "t", 0), 8)
     offsets.fs.fail(_SYNCS, errno.EIO, path_part="commitlog", times=None)
     with pytest.raises(OSError, match=r"."):
         offsets.table.save()
@@ -194,13 +197,13 @@ def test_what_is_put_after_a_save_copied_the_offsets_is_no_part_of_it(
 ) -> None:
     """A commit that comes while the log is being flushed may rest on a message behind what is flushed."""
     offsets.fill("t", 0, 4)
-    offsets.table.commit("g", "t", 0, 4)
+    offsets.table.commit(QueueKey("g", "t", 0), 4)
     flush = offsets.store.flush
 
     def flush_and_go_on() -> None:
         flush()
         offsets.fill("t", 0, 4)
-        offsets.table.commit("g", "t", 0, 8)
+        offsets.table.commit(QueueKey("g", "t", 0), 8)
 
     monkeypatch.setattr(offsets.store, "flush", flush_and_go_on)
     offsets.table.save()
@@ -215,11 +218,11 @@ def test_a_save_that_fails_is_made_up_for(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.fs.fail("create", errno.EIO, path_part="consumerOffset")
     with pytest.raises(StoreIOError):
-        offsets.table.commit("g", "t", 0, 7, durability="flush")
-    assert offsets.table.committed("g", "t", 0) == 7
+        offsets.table.commit(QueueKey("g", "t", 0), 7, durability="flush")
+    assert offsets.table.committed(QueueKey("g", "t", 0)) == 7
     assert offsets.table.dirty
     offsets.table.save()
-    assert offsets.again().committed("g", "t", 0) == 7
+    assert offsets.again().committed(QueueKey("g", "t", 0)) == 7
 
 
 def test_offsets_are_saved_when_the_interval_is_over_and_only_when_dirty(tmp_path: Path) -> None:
@@ -227,12 +230,12 @@ def test_offsets_are_saved_when_the_interval_is_over_and_only_when_dirty(tmp_pat
     offsets.fill("t", 0, 9)
     table = offsets.table
     assert table.run_once(START_MS) == START_MS + 5_000
-    table.commit("g", "t", 0, 1)
+    table.commit(QueueKey("g", "t", 0), 1)
     assert table.run_once(START_MS + 4_999) == START_MS + 5_000
     assert not offsets.file.exists()
     assert table.run_once(START_MS + 5_000) == START_MS + 10_000
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 1}}
-    table.commit("g", "t", 0, 2)
+    table.commit(QueueKey("g", "t", 0), 2)
     table.close()
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 2}}
     offsets.store.close()
@@ -249,7 +252,7 @@ class _Waking(_Offsets):
         self.wakes = self.flushes = 0
         self.table.wake = self._wake
         self.fill("t", 0, 9)
-        self.table.commit("g", "t", 0, 1, durability="flush")
+        self.table.commit(QueueKey("g", "t", 0), 1, durability="flush")
         flush = self.store.flush
 
         def counted() -> None:
@@ -264,7 +267,7 @@ class _Waking(_Offsets):
 
     def save_quickly(self, offset: int, now_ms: int) -> None:
         """Commit, and let 100 ms pass."""
-        self.table.commit("g", "t", 0, offset)
+        self.table.commit(QueueKey("g", "t", 0), offset)
         self.table.run_once(now_ms)
         self.table.run_once(now_ms + 100)
 
@@ -288,9 +291,9 @@ def waking(tmp_path: Path) -> Any:
 
 def test_a_commit_is_with_the_kernel_100_ms_later_without_a_flush(waking: _Waking) -> None:
     table = waking.table
-    table.commit("g", "t", 0, 2)
+    table.commit(QueueKey("g", "t", 0), 2)
     assert table.run_once(1_000) == 1_100
-    table.commit("g", "t", 0, 3)
+    table.commit(QueueKey("g", "t", 0), 3)
     assert table.run_once(1_099) == 1_100
     assert waking.on_disk() == 1
     assert table.run_once(1_100) == 5_000
@@ -305,9 +308,9 @@ def test_the_first_commit_after_a_save_wakes_and_no_other(waking: _Waking) -> No
     table = waking.table
     for round_ms in (1_000, 2_000):
         for offset in range(2, 8):
-            table.commit("g", "t", 0, offset)
+            table.commit(QueueKey("g", "t", 0), offset)
         table.run_once(round_ms)
-        table.commit("g", "t", 0, 8)
+        table.commit(QueueKey("g", "t", 0), 8)
         table.run_once(round_ms + 100)
     assert waking.wakes == 2
 
@@ -316,15 +319,15 @@ def test_the_first_commit_after_a_save_wakes_and_no_other(waking: _Waking) -> No
 def test_what_needs_no_quick_save_does_not_wake(waking: _Waking, quiet: str) -> None:
     """What pop has in its log, and what is on disk when the commit returns."""
     if quiet == "note":
-        waking.table.note("g", "t", 0, 5)
+        waking.table.note(QueueKey("g", "t", 0), 5)
     else:
-        waking.table.commit("g", "t", 0, 5, durability="flush")
+        waking.table.commit(QueueKey("g", "t", 0), 5, durability="flush")
     assert waking.wakes == 0
     assert waking.table.run_once(1_000) == 5_000
 
 
 def test_a_commit_that_a_save_took_along_leaves_nothing_to_do(waking: _Waking) -> None:
-    waking.table.commit("g", "t", 0, 2)
+    waking.table.commit(QueueKey("g", "t", 0), 2)
     waking.table.run_once(1_000)
     waking.table.save()
     assert waking.table.run_once(1_100) == 5_000
@@ -334,7 +337,7 @@ def test_quick_saves_leave_the_last_synced_one_as_the_backup(waking: _Waking) ->
     for offset, now_ms in ((2, 1_000), (3, 2_000)):
         waking.save_quickly(offset, now_ms)
         assert (waking.on_disk(), waking.on_disk(".bak")) == (offset, 1)
-    waking.table.commit("g", "t", 0, 4, durability="flush")
+    waking.table.commit(QueueKey("g", "t", 0), 4, durability="flush")
     assert (waking.on_disk(), waking.on_disk(".bak")) == (4, 1)  # 3 may be torn on disk
     waking.save_quickly(5, 3_000)
     assert (waking.on_disk(), waking.on_disk(".bak")) == (5, 4)
@@ -353,7 +356,7 @@ def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch:
     times = iter([0.0, 0.02])
     monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
     waking.save_quickly(2, 1_000)
-    waking.table.commit("g", "t", 0, 3)
+    waking.table.commit(QueueKey("g", "t", 0), 3)
     assert waking.table.run_once(1_101) == 1_101 + 50 * 20
 
 
@@ -362,15 +365,15 @@ def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypa
     times = iter([0.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
     waking.save_quickly(2, 1_000)
-    waking.table.commit("g", "t", 0, 3)
+    waking.table.commit(QueueKey("g", "t", 0), 3)
     assert waking.table.run_once(1_200) == 5_000
     waking.table.run_once(5_000)
-    waking.table.commit("g", "t", 0, 4)
+    waking.table.commit(QueueKey("g", "t", 0), 4)
     assert waking.table.run_once(5_001) == 5_101
 
 
 def test_a_quick_save_that_fails_is_made_up_for(waking: _Waking) -> None:
-    waking.table.commit("g", "t", 0, 2)
+    waking.table.commit(QueueKey("g", "t", 0), 2)
     waking.table.run_once(1_000)
     waking.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
@@ -393,9 +396,9 @@ def test_after_a_kill_a_quick_save_counts(tmp_path: Path) -> None:
     waking = _quickly_saved(tmp_path / "s", 7)
     kill(waking.store)
     again = _Offsets(tmp_path / "s")
-    assert again.table.committed("g", "t", 0) == 7
+    assert again.table.committed(QueueKey("g", "t", 0)) == 7
     assert again.table.problems == []
-    again.table.commit("g", "t", 0, 8, durability="flush")
+    again.table.commit(QueueKey("g", "t", 0), 8, durability="flush")
     assert "logEnd" not in again.stored()
     again.store.close()
 
@@ -414,7 +417,7 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
             for _ in range(between):
                 store.put("t", b"x", 0)
     again = _Offsets(tmp_path / "s")
-    assert again.table.committed("g", "t", 0) == 1
+    assert again.table.committed(QueueKey("g", "t", 0)) == 1
     assert "saved without a sync" in again.table.problems[0]
     assert again.stored()["offsetTable"] == {"t@g": {"0": 1}}
     again.store.close()
@@ -423,14 +426,14 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
 def test_who_reads_takes_a_quick_save_as_it_is(tmp_path: Path) -> None:
     waking = _quickly_saved(tmp_path / "s", 7)
     with open_store(tmp_path / "s", "r") as reader:
-        assert OffsetTable(reader).committed("g", "t", 0) == 7
+        assert OffsetTable(reader).committed(QueueKey("g", "t", 0)) == 7
     waking.store.close()
 
 
 def test_a_clock_set_back_a_day_does_not_hold_up_saving_for_a_day(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.run_once(START_MS)
-    offsets.table.commit("g", "t", 0, 1)
+    offsets.table.commit(QueueKey("g", "t", 0), 1)
     day_ms = 86_400_000
     assert offsets.table.run_once(START_MS - day_ms) == START_MS - day_ms + 5_000
     assert not offsets.table.dirty
@@ -439,7 +442,7 @@ def test_a_clock_set_back_a_day_does_not_hold_up_saving_for_a_day(offsets: _Offs
 def test_after_an_error_the_save_stays_due(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.run_once(START_MS)
-    offsets.table.commit("g", "t", 0, 1)
+    offsets.table.commit(QueueKey("g", "t", 0), 1)
     offsets.fs.fail("create", errno.EIO, path_part="consumerOffset")
     with pytest.raises(StoreIOError):
         offsets.table.run_once(START_MS + 5_000)
@@ -474,7 +477,7 @@ def test_a_java_brokers_file_is_read_and_what_is_not_ours_is_written_back(offset
     assert table.groups_of("T") == {"g1"}
     assert len(table.problems) == 1  # a broadcast entry is as it should be, and invisible
     assert "'no at' is not topic@group" in table.problems[0]
-    table.commit("g1", "T", 0, 3)
+    table.commit(QueueKey("g1", "T", 0), 3)
     table.save()
     assert offsets.stored() == {
         "dataVersion": {"counter": 7, "stateVersion": 1, "timestamp": 1_600_000_000_000},
@@ -505,18 +508,18 @@ def test_a_value_below_the_queues_first_message_stays_so_that_the_group_is_told(
     )
     with open_store(trimmed.path) as store:
         table = OffsetTable(store)
-        assert table.committed("low", topic, queue_id) == 0
-        assert table.committed("high", topic, queue_id) == queue["max_offset"]
+        assert table.committed(QueueKey("low", topic, queue_id)) == 0
+        assert table.committed(QueueKey("high", topic, queue_id)) == queue["max_offset"]
 
 
 def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) -> None:
     offsets = _Offsets(tmp_path / "s")
     offsets.fill("t", 0, 5)
-    offsets.table.commit("g", "t", 0, 9, durability="flush")
+    offsets.table.commit(QueueKey("g", "t", 0), 9, durability="flush")
     with open_store(tmp_path / "s", "r") as store:
         table = OffsetTable(store)
-        assert (table.committed("g", "t", 0), table.problems, table.dirty) == (9, [], False)
-        table.commit("g", "t", 0, 1)
+        assert (table.committed(QueueKey("g", "t", 0)), table.problems, table.dirty) == (9, [], False)
+        table.commit(QueueKey("g", "t", 0), 1)
         with pytest.raises(ReadOnlyStoreError):
             table.save()
     offsets.store.close()
@@ -525,7 +528,7 @@ def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("value", [-1, -(2**63)])
 def test_a_negative_value_counts_as_never_committed(offsets: _Offsets, value: int) -> None:
     table = offsets.write(f'{{"offsetTable":{{"t@g":{{"0":{value}}}}}}}')
-    assert table.committed("g", "t", 0) is None
+    assert table.committed(QueueKey("g", "t", 0)) is None
     assert table.groups_of("t") == set()
     assert "negative" in table.problems[0]
 
@@ -542,7 +545,7 @@ def test_an_entry_that_names_no_topic_and_group_is_not_used_but_kept(offsets: _O
     table = offsets.write(json.dumps({"offsetTable": {key: {"0": 1}}}))
     assert len(table.problems) == 1
     assert not table.dirty
-    table.commit("g", "t", 0, 0)
+    table.commit(QueueKey("g", "t", 0), 0)
     table.save()
     assert offsets.stored()["offsetTable"] == {key: {"0": 1}, "t@g": {"0": 0}}
 
@@ -574,7 +577,7 @@ class OffsetModel(RuleBasedStateMachine):
 
     @rule(group=group, topic=topic, queue_id=queue_id, offset=offset, flush=st.booleans())
     def commit(self, group: str, topic: str, queue_id: int, offset: int, flush: bool) -> None:
-        self.offsets.table.commit(group, topic, queue_id, offset, durability="flush" if flush else None)
+        self.offsets.table.commit(QueueKey(group, topic, queue_id), offset, durability="flush" if flush else None)
         key = QueueKey(group, topic, queue_id)
         if key not in self.resets:
             self.committed[key] = offset
@@ -639,7 +642,7 @@ class OffsetModel(RuleBasedStateMachine):
             for topic in TOPICS:
                 for queue_id in QUEUES:
                     key = QueueKey(group, topic, queue_id)
-                    assert table.committed(*key) == self.committed.get(key)
+                    assert table.committed(key) == self.committed.get(key)
                     assert table.query_pull(key) == self.pulled.get(key, self.committed.get(key))
         for topic in TOPICS:
             groups = {key[0] for key in self.committed if key[1] == topic}
@@ -681,7 +684,7 @@ def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_
         for n in range(60):
             store.put("T" if n < 10 else "U", bytes(100))
         store.dispatch()
-        OffsetTable(store).commit("G", "T", 0, 10, durability="flush")
+        OffsetTable(store).commit(QueueKey("G", "T", 0), 10, durability="flush")
         store.drop_before(4096)
         assert store.offsets("T") == (10, 10)
     shutil.rmtree(path / "consumequeue" / "T")
@@ -690,4 +693,4 @@ def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_
         for _ in range(20):
             store.put("T", b"new")
     with open_store(path) as store:
-        assert OffsetTable(store).committed("G", "T", 0) == 0
+        assert OffsetTable(store).committed(QueueKey("G", "T", 0)) == 0

@@ -192,7 +192,7 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     reload(table)
     assert table.attempts(QueueKey("g", "t", 0)) == {10: 3, 12: 1}
     assert table.suspended("g", past) == {}
-    assert table.suspended("g", lambda *queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
+    assert table.suspended("g", lambda queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
     assert not record_of(table).blocks(None, T0)
 
 
@@ -203,12 +203,12 @@ def test_a_failed_message_is_known_until_it_is_acknowledged() -> None:
     popped(table, 3, [4, 5])
     table.put(KEY, record_of(table).failed(5, 2, T0 + 4, "not yet"))
     reload(table)
-    assert table.suspended("g", lambda *queue: 4) == {("t", 0): Suspended(4, 1, T0 + 2, "")}
-    assert table.suspended("h", lambda *queue: 4) == {}
+    assert table.suspended("g", lambda queue: 4) == {("t", 0): Suspended(4, 1, T0 + 2, "")}
+    assert table.suspended("h", lambda queue: 4) == {}
     ack(5, 4)(table)
-    assert table.suspended("g", lambda *queue: 0) == {("t", 0): Suspended(5, 2, T0 + 1, "not yet")}
+    assert table.suspended("g", lambda queue: 0) == {("t", 0): Suspended(5, 2, T0 + 1, "not yet")}
     ack(6, 5)(table)
-    assert table.suspended("g", lambda *queue: 0) == {}
+    assert table.suspended("g", lambda queue: 0) == {}
 
 
 def test_failures_of_offsets_that_are_gone_are_forgotten() -> None:
@@ -261,12 +261,12 @@ def popped_table(*keys: QueueKey) -> OrderInfoTable:
     return table
 
 
-def past(_group: str, _topic: str, _queue_id: int) -> int:
+def past(_queue: QueueKey) -> int:
     """The group has moved on, everywhere."""
     return 1_000_000
 
 
-def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[str, str, int], int | None] = past) -> list[Any]:
+def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[QueueKey], int | None] = past) -> list[Any]:
     """Clean where there is a topic "t" with 4 queues, and a group "g"; what is left."""
     table.clean(now_ms, {"t": 4}.get, {"g"}.__contains__, committed, lambda queue: nullcontext())
     return list(table.records())
@@ -277,18 +277,18 @@ def test_what_counts_attempts_of_a_message_that_is_not_settled_is_not_idle() -> 
     table, noted = popped_table(KEY), OrderInfoTable()
     noted.note_attempt(QueueKey("g", "t", 0), 5, 16, T0)
     for each in (table, noted):
-        assert clean(each, T0 + 30 * DAY, lambda *_: None) == [KEY]
+        assert clean(each, T0 + 30 * DAY, lambda _: None) == [KEY]
     assert popped(table, 30 * DAY, [0]).counts == {0: 1}
     assert noted.attempts(QueueKey("g", "t", 0)) == {5: 16}
-    assert clean(noted, T0, lambda *_: 5) == [KEY]
-    assert clean(noted, T0, lambda *_: 6) == []
+    assert clean(noted, T0, lambda _: 5) == [KEY]
+    assert clean(noted, T0, lambda _: 6) == []
 
 
 def test_what_counts_nothing_any_more_is_idle() -> None:
     for become in (lambda record: record.acknowledged([0]), lambda record: record.given_back([0], T0)):
         table = OrderInfoTable()
         table.put(KEY, become(OrderInfo((0,), T0, INV, T0)))
-        assert clean(table, T0 + 30 * DAY, lambda *_: None) == []
+        assert clean(table, T0 + 30 * DAY, lambda _: None) == []
 
 
 def test_cleaning_drops_what_has_no_topic_no_group_or_no_queue() -> None:

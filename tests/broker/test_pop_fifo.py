@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
+from mqstore.broker.names import POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench, bodies, offsets
@@ -210,7 +210,7 @@ def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_th
     pops.advance(1_000)
     pops.crash()
     assert pops.service.attempts(QueueKey("g", "t", 0)) == {1: 2}
-    pops.parts.offsets.commit("g", "t", 0, 2)
+    pops.parts.offsets.commit(QueueKey("g", "t", 0), 2)
     pops.service.note_attempt(QueueKey("g", "t", 0), 2, 1)
     pops.advance(1_000)
     assert pops.service.attempts(QueueKey("g", "t", 0)) == {2: 1}
@@ -251,7 +251,7 @@ def test_old_order_info_is_ignored_if_the_log_begins_behind_it(pops: PopBench) -
     pops.advance(10_000)  # it is saved
     pops.clock.set_wall(pops.now_ms - 3_600_000)
     pops.ack(*first)
-    pops.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, pops.parts.store.offsets(POP_LOG_TOPIC)[1])
+    pops.parts.offsets.commit(POP_LOG_KEY, pops.parts.store.offsets(POP_LOG_TOPIC)[1])
     pops.parts.offsets.save()
     second = pops.pop(order=True, n=3)
     pops.ack(second[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop import keep as popkeep
 from mqstore.broker.pop import log as poplog
 from mqstore.broker.pop.log import ACK, PopLog
@@ -167,7 +167,7 @@ def test_attempts_are_counted_on_after_a_weekend(pops: PopBench, restart: Any) -
     pops.advance(60_000)
     assert [dead.body for dead in pops.read(dlq_topic("g"))] == [b"0"]
 
-    pops.parts.offsets.commit("orderly", "t", 0, 1)
+    pops.parts.offsets.commit(QueueKey("orderly", "t", 0), 1)
     pops.parts.groups.delete("g")
     pops.parts.groups.create("g")
     pops.pop(topic="u", order=True)
@@ -193,7 +193,7 @@ def test_a_batch_settled_after_the_file_was_written_blocks_nothing(pops: PopBenc
     pops.advance(10_000)  # the file says: two in flight
     pops.ack(*first)
     # The offset table says: settled, and no replay of their records. We write the file first; others may not.
-    pops.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, 2)
+    pops.parts.offsets.commit(POP_LOG_KEY, 2)
     pops.parts.offsets.save()
     pops.crash()
     assert offsets(pops.pop(order=True)) == [2]
@@ -264,7 +264,7 @@ def test_a_file_of_a_java_broker_is_taken_over(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 6)
     now_ms = pops.now_ms
-    pops.parts.offsets.commit("g", "t", 0, 1)
+    pops.parts.offsets.commit(QueueKey("g", "t", 0), 1)
     pops.close()
     # cm: offset 3 was acknowledged; integer keys as fastjson writes them
     text = f'{{"table":{{"t@g":{{0:{{"cm":4,"i":60000,"l":{now_ms},"o":[1,1,2],"popTime":{now_ms}}}}}}}}}'
@@ -286,7 +286,7 @@ def test_without_a_record_nothing_can_be_acknowledged(pops: PopBench) -> None:
     """With the record the order of what was popped is lost; what lies before the message would go with it."""
     pops.put("t", 6)
     pops.parts.groups.create("g")
-    pops.parts.offsets.commit("g", "t", 0, 2)
+    pops.parts.offsets.commit(QueueKey("g", "t", 0), 2)
     now_ms = pops.now_ms
     for offset in (2, 3, 5):
         with pytest.raises(ReceiptExpiredError):
@@ -302,7 +302,7 @@ def test_without_a_record_nothing_can_be_acknowledged(pops: PopBench) -> None:
 def test_the_replay_position_is_the_oldest_unsettled_batch(pops: PopBench) -> None:
     def position() -> int:
         pops.advance(20_000)  # the order info file is written after 10 s, and the position follows it
-        return pops.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        return pops.parts.offsets.committed(POP_LOG_KEY) or 0
 
     pops.put("t", 6)
     one, two, three = (pops.pop(invisible_ms=3_600_000) for _ in range(3))
@@ -356,7 +356,7 @@ def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(pops: PopBe
     assert pops.pop(order=True, n=2, filter=parse_filter("a")) == []
     assert pops.committed() == 2
     pops.advance(20_000)
-    assert pops.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) == 1
+    assert pops.parts.offsets.committed(POP_LOG_KEY) == 1
     pops.advance(INVISIBLE_MS)
     pops.crash()
     assert pops.pop(order=True, n=2) == []
@@ -408,7 +408,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops.release(rest[0])
     pops.ack(*rest[1:])
     pops.advance(10_000)  # the first look has the order info file written, which the position follows
-    low = pops.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0)
+    low = pops.parts.offsets.committed(POP_LOG_KEY)
     assert low is not None
     assert low >= pops.parts.store.offsets(POP_LOG_TOPIC)[1] - 20
     assert (pops.service.pending("g"), pops.service.pending("fifo")) == before
@@ -419,7 +419,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops.ack(old[0], old[4])
     pops.service.ack("g", "t", moved)
     pops.service.ack("fifo", "t", [ordered[1].receipt])
-    assert pops.parts.offsets.committed("fifo", "t", 0) == 2
+    assert pops.parts.offsets.committed(QueueKey("fifo", "t", 0)) == 2
     assert pops.committed() == 3
 
 

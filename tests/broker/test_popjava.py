@@ -21,7 +21,7 @@ import pytest
 
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, pop_retry_topic
+from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, QueueKey, pop_retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop import java as popjava
 from mqstore.broker.pop.log import PopLog
@@ -146,7 +146,7 @@ def test_receipts_of_the_real_broker_are_good(left: PopBench, seen: Seen) -> Non
     assert in_flight(left) == set()
     cursors = {("retried", "t", 0): 20, ("part", "t", 0): 5, ("part", "t", 1): 6, ("tagged", "t", 0): 16}
     for (group, topic, queue_id), cursor in cursors.items():
-        assert left.parts.offsets.committed(group, topic, queue_id) == cursor
+        assert left.parts.offsets.committed(QueueKey(group, topic, queue_id)) == cursor
     left.advance(400_000)
     assert left.read(pop_retry_topic("part", "t")) == []
 
@@ -285,7 +285,7 @@ def revived(bench: PopBench) -> dict[tuple[str, str, int], list[int]]:
     order of a queue, from behind its offset on, acks count for a ck that came before them (PopReviveService)."""
     found: dict[tuple[str, str, int], list[int]] = {}
     for queue_id in (0, 1):
-        last = bench.parts.offsets.committed(REVIVE_GROUP, REVIVE, queue_id)
+        last = bench.parts.offsets.committed(QueueKey(REVIVE_GROUP, REVIVE, queue_id))
         checkpoints: dict[tuple[Any, ...], dict[int, bool]] = {}
         for message in bench.read(REVIVE, queue_id)[0 if last is None else last + 1 :]:
             value = message.json()
@@ -404,10 +404,10 @@ class Java:
 
     def read_to(self, queue_id: int, last: int) -> None:
         """The revive service is done with the records up to `last`."""
-        self.bench.parts.offsets.commit(REVIVE_GROUP, REVIVE, queue_id, last)
+        self.bench.parts.offsets.commit(QueueKey(REVIVE_GROUP, REVIVE, queue_id), last)
 
     def committed(self, offset: int, *, topic: str = "t", group: str = "g", queue_id: int = 0) -> None:
-        self.bench.parts.offsets.commit(group, topic, queue_id, offset)
+        self.bench.parts.offsets.commit(QueueKey(group, topic, queue_id), offset)
 
     def timercheck(self, read_ms: int, queue_offset: int) -> None:
         page = struct.pack(">3q", read_ms, 0, queue_offset).ljust(4096, b"\0")
@@ -726,7 +726,7 @@ def test_of_a_deleted_topic_nothing_is_taken(bench: PopBench, java: Java, caplog
     bench.reopen()
     assert {f[1] for f in in_flight(bench)} == {"t"}
     assert caplog.text.count("topic or group was deleted") == 3
-    assert bench.parts.offsets.committed("g", "u", 0) is None
+    assert bench.parts.offsets.committed(QueueKey("g", "u", 0)) is None
     # Made anew under that name, it has none of it.
     bench.parts.topics.create("u", queues=1)
     bench.put("u", 1)

@@ -59,12 +59,12 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 @pytest.mark.parametrize("at", ["the next save", "open", "close"])
 def test_progress_is_folded_in_when_offsets_are_saved(owner: Owner, at: str) -> None:
     owner.publish(4)
-    assert owner.table.committed("sp", "t", 0) is None
+    assert owner.table.committed(QueueKey("sp", "t", 0)) is None
     if at == "open":
         owner.table = owner.again()
     else:
         (owner.table.close if at == "close" else owner.tick)()
-    assert owner.table.committed("sp", "t", 0) == 4
+    assert owner.table.committed(QueueKey("sp", "t", 0)) == 4
     assert owner.on_disk() == {"t@sp": {"0": 4}}
     assert owner.waiting() == []
     assert owner.table.groups() == {"sp"}
@@ -75,7 +75,7 @@ def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:
     for offset in (4, 9, 2):
         owner.publish(offset)
         owner.tick()
-        assert owner.table.committed("sp", "t", 0) == offset
+        assert owner.table.committed(QueueKey("sp", "t", 0)) == offset
 
 
 def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) -> None:
@@ -85,11 +85,11 @@ def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) ->
     owner.table.reset(QueueKey("sp", "t", 0), 1)
     owner.table.reset(QueueKey("sp", "t", 1), 2)
     owner.tick()
-    assert owner.table.committed("sp", "t", 0) == 1
+    assert owner.table.committed(QueueKey("sp", "t", 0)) == 1
     for offset in (1, 6, 7):
         owner.publish(offset)
         owner.tick()
-        assert owner.table.committed("sp", "t", 0) == offset
+        assert owner.table.committed(QueueKey("sp", "t", 0)) == offset
         assert QueueKey("sp", "t", 0) not in owner.table.resets
     assert owner.on_disk() == {"t@sp": {"0": 7, "1": 2}}
     assert QueueKey("sp", "t", 1) in owner.table.resets  # of which nothing was published
@@ -108,27 +108,27 @@ def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owne
 def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:
     owner.publish(9)
     owner.tick()
-    owner.table.commit("sp", "t", 0, 3)
+    owner.table.commit(QueueKey("sp", "t", 0), 3)
     owner.tick()
-    assert owner.table.committed("sp", "t", 0) == 3
+    assert owner.table.committed(QueueKey("sp", "t", 0)) == 3
     table = owner.again()
-    assert table.committed("sp", "t", 0) == 3
+    assert table.committed(QueueKey("sp", "t", 0)) == 3
 
 
 def test_a_group_that_is_removed_does_not_come_back(owner: Owner) -> None:
-    owner.table.commit("sp", "t", 0, 1)
+    owner.table.commit(QueueKey("sp", "t", 0), 1)
     owner.publish(9)
     owner.table.remove_group("sp")
     owner.tick()
     assert owner.table.groups() == set()
     owner.publish(10)  # unless it goes on
     owner.tick()
-    assert owner.table.committed("sp", "t", 0) == 10
+    assert owner.table.committed(QueueKey("sp", "t", 0)) == 10
 
 
 def test_a_removed_group_takes_nobody_elses_progress_along(owner: Owner) -> None:
     owner.publish(9, group="sp2")
-    owner.table.commit("sp", "t", 0, 1)
+    owner.table.commit(QueueKey("sp", "t", 0), 1)
     owner.table.remove_group("sp")
     owner.tick()
     assert owner.table.groups() == {"sp2"}
@@ -138,7 +138,7 @@ def test_progress_beyond_the_end_is_lowered_to_it_and_told(owner: Owner) -> None
     """The tail was lost in a power cut after it had been read: what comes next bears its numbers."""
     owner.publish(15)
     owner.tick()
-    assert owner.table.committed("sp", "t", 0) == 10
+    assert owner.table.committed(QueueKey("sp", "t", 0)) == 10
     assert "published by sp: t, queue 0: offset 15 lies behind the end" in owner.table.problems[-1]
 
 

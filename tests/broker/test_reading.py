@@ -280,7 +280,7 @@ def test_a_new_group_begins_where_it_says_and_that_is_committed(
     _fill(parts, step_ms=10)
     parts.offsets.move_start("t", 0, 1)
     assert reads.first_position(QueueKey("g", "t", 0), start) == position
-    assert parts.offsets.committed("g", "t", 0) == position
+    assert parts.offsets.committed(QueueKey("g", "t", 0)) == position
     _fill(parts)
     assert reads.first_position(QueueKey("g", "t", 0), "earliest") == position  # from then on it goes on there
     assert reads.first_position(QueueKey("g", "t", 0), "latest") == position
@@ -299,7 +299,9 @@ def test_latest_means_the_end_of_what_there_was_when_the_group_came(parts: Parts
     parts.topics.alter("t", read_queues=2, write_queues=2)
     _fill(parts)
     assert reads.first_position(QueueKey("g", "t", 0), "latest") == 5
-    assert parts.offsets.committed("g", "t", 1) == 0  # of every queue at once: what comes from now on is not skipped
+    assert (
+        parts.offsets.committed(QueueKey("g", "t", 1)) == 0
+    )  # of every queue at once: what comes from now on is not skipped
     parts.topics.alter("t", read_queues=3, write_queues=3)
     parts.store.put("t", b"new", 2)
     parts.store.dispatch()
@@ -308,7 +310,7 @@ def test_latest_means_the_end_of_what_there_was_when_the_group_came(parts: Parts
 
 def test_offset_zero_is_a_commit(parts: Parts, reads: Reads) -> None:
     _fill(parts)
-    parts.offsets.commit("g", "t", 0, 0)
+    parts.offsets.commit(QueueKey("g", "t", 0), 0)
     assert reads.first_position(QueueKey("g", "t", 0), "latest") == 0
 
 
@@ -323,7 +325,7 @@ def test_retries_are_always_read_from_the_first(parts: Parts, reads: Reads, star
 def test_a_start_that_is_none(parts: Parts, reads: Reads, start: Any) -> None:
     with pytest.raises(ConfigError, match="start is"):
         reads.first_position(QueueKey("g", "t", 0), start)
-    assert parts.offsets.committed("g", "t", 0) is None
+    assert parts.offsets.committed(QueueKey("g", "t", 0)) is None
 
 
 # -- and begins anew ---------------------------------------------------------------------------------------------------
@@ -334,8 +336,8 @@ def test_the_next_read_after_a_reset_says_so_once(parts: Parts, reads: Reads) ->
     assert reads.read("t", 0, 0, group="g").next_offset == 5
     assert reads.reset("g", "t", 0, 2) == {QueueRef("t", 0): 2}
     assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == 2
-    parts.offsets.commit("g", "t", 0, 5)  # late: dropped
-    assert parts.offsets.committed("g", "t", 0) == 2
+    parts.offsets.commit(QueueKey("g", "t", 0), 5)  # late: dropped
+    assert parts.offsets.committed(QueueKey("g", "t", 0)) == 2
     assert reads.read("t", 0, 5).status == "OFFSET_OVERFLOW_ONE"  # nobody's read takes it
     assert reads.read("t", 0, 5, group="h").status == "OFFSET_OVERFLOW_ONE"
     result = reads.read("t", 0, 5, group="g")
@@ -376,7 +378,7 @@ def test_a_reset_needs_a_topic_and_a_group(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     with pytest.raises(GroupNotFoundError):
         reads.reset("g", "t", 0, "latest")
-    parts.offsets.commit("g", "t", 0, 1)  # of a directory whose groups nobody entered
+    parts.offsets.commit(QueueKey("g", "t", 0), 1)  # of a directory whose groups nobody entered
     reads.reset("g", "t", 0, "latest")
     with pytest.raises(TopicNotFoundError):
         reads.reset("g", "nowhere", 0, "latest")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import DELETED_GROUP, START_GROUP
+from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
@@ -238,15 +238,15 @@ def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topi
     topics.table.alter("a", write_queues=2)
     with pytest.raises(ConfigError, match=r"queues 3 hold"):
         topics.table.alter("a", read_queues=2)  # no group was ever there
-    topics.offsets.commit("g", "a", 3, 2)
-    topics.offsets.commit("h", "a", 3, 1)
+    topics.offsets.commit(QueueKey("g", "a", 3), 2)
+    topics.offsets.commit(QueueKey("h", "a", 3), 1)
     with pytest.raises(ConfigError, match=r"queues 3 hold"):
         topics.table.alter("a", read_queues=2)
-    topics.offsets.commit("h", "a", 3, 2)
-    topics.offsets.commit("k", "a", 0, 0)  # was never in queue 3, so it has all of it before it
+    topics.offsets.commit(QueueKey("h", "a", 3), 2)
+    topics.offsets.commit(QueueKey("k", "a", 0), 0)  # was never in queue 3, so it has all of it before it
     with pytest.raises(ConfigError, match=r"queues 3 hold"):
         topics.table.alter("a", read_queues=2)
-    topics.offsets.commit("k", "a", 3, 2)
+    topics.offsets.commit(QueueKey("k", "a", 3), 2)
     assert topics.table.alter("a", read_queues=2).read_queues == 2
 
 
@@ -345,8 +345,8 @@ def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics)
 def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
     topics.table.for_send("a")
     topics.fill("a", 0, 3)
-    topics.offsets.commit("g", "a", 0, 1)
-    topics.offsets.commit("h", "other", 0, 0)
+    topics.offsets.commit(QueueKey("g", "a", 0), 1)
+    topics.offsets.commit(QueueKey("h", "other", 0), 0)
     with pytest.raises(ConfigError, match=r"consumed by g;.*`force`"):
         topics.table.delete("a")
     assert topics.table.get("a") is not None
@@ -379,7 +379,7 @@ def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path)
         topics = _Topics(tmp_path / str(nth))
         topics.table.for_send("a")
         topics.fill("a", 0, 3)
-        topics.offsets.commit("g", "a", 0, 2, durability="flush")
+        topics.offsets.commit(QueueKey("g", "a", 0), 2, durability="flush")
         topics.fs.crash(nth, torn=True)
         try:
             topics.table.delete("a", force=True)
@@ -390,7 +390,7 @@ def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path)
         topics.table = table = topics.again()
         offsets = topics.offsets
         entered = table.get("a") is not None
-        start, progress = offsets.start_of("a", 0), offsets.committed("g", "a", 0)
+        start, progress = offsets.start_of("a", 0), offsets.committed(QueueKey("g", "a", 0))
         assert (entered, start, progress) in {(True, 0, 2), (True, 3, None), (False, 3, None)}
         if entered:
             table.delete("a", force=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
+from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.transactionops import OP_EVERY_MS
 from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
@@ -319,8 +319,8 @@ def test_the_table_comes_back_from_the_log(bench: Bench) -> None:
 
 def test_progress_passes_only_what_is_done_and_the_log_is_held_for_the_rest(bench: Bench) -> None:
     def progress() -> tuple[int | None, int | None]:
-        committed = bench.parts.offsets.committed
-        return committed(TRANS_GROUP, HALF_TOPIC, 0), committed(TRANS_GROUP, OP_TOPIC, 0)
+        halves, ops = QueueKey(TRANS_GROUP, HALF_TOPIC, 0), QueueKey(TRANS_GROUP, OP_TOPIC, 0)
+        return bench.parts.offsets.committed(halves), bench.parts.offsets.committed(ops)
 
     handles = [bench.begin() for _ in range(4)]
     for i in (1, 2):

@@ -239,8 +239,8 @@ def test_a_filter_that_fails_wakes_its_owner_and_harms_nobody(hall: Hall, caplog
         def units(self, tags_codes: Any) -> Any:
             raise ZeroDivisionError
 
-        def accepts(self, message: Any) -> bool:
-            return False
+        def passing(self, messages: list[Any]) -> list[Any]:
+            return []
 
     hall.park("broken", offset=0, filter=Broken())
     hall.park("sound", offset=0, filter=PAID)

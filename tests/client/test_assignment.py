@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.names import QueueKey
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
 from mqstore.client.handling import Handling
 from mqstore.client.interceptors import Interceptor
@@ -263,7 +264,7 @@ def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) ->
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1")
     consumer = bench.consumer(seen, interceptors=[hook], run=False)
-    bench.broker.offsets.commit("g", "t", 0, 9)
+    bench.broker.offsets.commit(QueueKey("g", "t", 0), 9)
     consumer.start()
     bench.settle()
     assert hook.news[-1] == ("reset", T0, 9, 2)

@@ -120,7 +120,7 @@ def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(bench: Bench)
 def test_an_offset_beyond_the_end_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.broker.groups.create("g")
     bench.put(b"a")
-    bench.broker.offsets.commit("g", "t", 0, 99)
+    bench.broker.offsets.commit(QueueKey("g", "t", 0), 99)
     witness = Told()
     consumer = bench.consumer(interceptors=[witness])
     with caplog.at_level(logging.ERROR, "mqstore"):

@@ -18,6 +18,7 @@ import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.locks import LEASE_MS
 from mqstore.broker.members import Mode
+from mqstore.broker.names import QueueKey
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
@@ -416,7 +417,7 @@ def test_from_an_offset_that_is_gone_it_goes_on_at_the_first_there_is(broker: Br
 def test_from_an_offset_that_never_was_it_goes_on_at_the_end(broker: Broker) -> None:
     broker.groups.create("g")
     put(broker, *"abc")
-    broker.offsets.commit("g", "orders", 0, 99)
+    broker.offsets.commit(QueueKey("g", "orders", 0), 99)
     consumer = subscribed(broker, auto_commit_interval=0)
     assert look(consumer) == []
     put(broker, "d")

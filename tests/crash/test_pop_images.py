@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import dlq_topic
+from mqstore.broker.names import QueueKey, dlq_topic
 from mqstore.broker.pop.service import Delivery
 from mqstore.clock import SimulatedClock
 from mqstore.errors import ReceiptExpiredError
@@ -140,7 +140,7 @@ class Script:
 
     def mark_durable(self) -> None:
         self.fs.mark(("kept", tuple(self.put_bodies)))
-        self.fs.mark(("committed", self.bench.parts.offsets.committed(FIFO, "t", 0) or 0))
+        self.fs.mark(("committed", self.bench.parts.offsets.committed(QueueKey(FIFO, "t", 0)) or 0))
         for group, bodies in self.acked.items():
             self.fs.mark(("durable", group, frozenset(bodies)))
 

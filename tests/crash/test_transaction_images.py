@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.halves import CHECK_EVERY_MS, TransactionHandle
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC
+from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, QueueKey
 from mqstore.broker.retention import all_pins, oldest_of
 from mqstore.broker.transactions import Transactions
 from mqstore.log.message import Message
@@ -81,7 +81,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
             durability = "flush"
         elif step < 0.95:
             high = (bench.parts.store.offsets_or_none("orders", 0) or (0, 0))[1]
-            bench.parts.offsets.commit("consumers", "orders", 0, high)
+            bench.parts.offsets.commit(QueueKey("consumers", "orders", 0), high)
             bench.parts.offsets.save()
             pin = oldest_of(all_pins(bench.parts, [bench.service]))
             bound = bench.parts.store.max_offset if pin is None else pin.physical_offset
@@ -161,7 +161,7 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
     assert visible(bench) == after
     assert {handle.transaction_id for handle in bench.service.open_transactions()} == still
     there_are = [topic for topic in (HALF_TOPIC, OP_TOPIC) if bench.parts.store.offsets_or_none(topic, 0)]
-    assert None not in [bench.parts.offsets.committed("CID_RMQ_SYS_TRANS", topic, 0) for topic in there_are]
+    assert None not in [bench.parts.offsets.committed(QueueKey("CID_RMQ_SYS_TRANS", topic, 0)) for topic in there_are]
     bench.close()
 
 

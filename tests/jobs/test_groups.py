@@ -13,6 +13,7 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.names import QueueKey
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
@@ -177,7 +178,7 @@ def test_lag_is_that_of_the_queues_that_are_assigned(tmp_path: Path) -> None:
         running.topics.create("orders", queues=2)
         for queue_id in (0, 1):
             running.put("orders", b"x", queue_id=queue_id)
-            running.offsets.commit("g", "orders", queue_id, 0)
+            running.offsets.commit(QueueKey("g", "orders", queue_id), 0)
     assigned = {"assign": '{"orders": [1]}'}
 
     [group] = lag_report(select(path, options=assigned)).groups

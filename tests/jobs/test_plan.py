@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.offline import offline
+from mqstore.broker.names import QueueKey
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs import plan as module
@@ -84,7 +85,7 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
     with offline(path) as desk:
         desk.parts.topics.create("t", queues=2)
         desk.parts.groups.create("g")
-        desk.parts.offsets.commit("g", "t", 0, 7)
+        desk.parts.offsets.commit(QueueKey("g", "t", 0), 7)
     assert planned(path, subscribe="t", startingGroup="g") == {("t", 0): (7, 10), ("t", 1): (0, 10)}
     with pytest.raises(ConfigError, match="no store knows progress"):
         planned(path, startingGroup="nobody")

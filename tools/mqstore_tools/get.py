@@ -262,7 +262,7 @@ def _newest(
             items = list(walk_queue(store, *ref, start, high))
             findings += [item for item in items if isinstance(item, Finding)]
             found = [item for item in items if isinstance(item, Message)]
-            of_queue[:0] = found if wanted is None else filter(wanted.accepts, found)
+            of_queue[:0] = found if wanted is None else wanted.passing(found)
             high = start
             step = min(2 * step, 4096)
         newest += of_queue

@@ -10,6 +10,7 @@ import click
 
 from mqstore.broker.admin.inspect import QueueLag, group_names, lag_of, pop_view
 from mqstore.broker.admin.offline import offline
+from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
@@ -139,7 +140,7 @@ def reset(
     """
     with planning(directory) as tables:
         queues = range(tables.topics.need(topic).read_queues)
-        before = {queue: tables.offsets.committed(group, topic, queue) for queue in queues}
+        before = {queue: tables.offsets.committed(QueueKey(group, topic, queue)) for queue in queues}
         # In memory only: the tables of a store that is read are never written.
         planned = Reads(tables).reset(group, topic, queue_id, to)
         rows = _changes(tables, planned, before)

@@ -693,8 +693,8 @@ class DeadLettersForwards(Twin[DeadLettersT]):
         where: Callable[[Message], bool] | None = None,
     ) -> AsyncIterator[Message]:
         """Yield the chosen letters, oldest first. They are read as they are consumed.
-        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and that `where` accepts (the
-        `accepts` of a filter, for example). Raises ConfigError for an invalid offset.
+        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and for which the function
+        `where` returns True. Raises ConfigError for an invalid offset.
 
         For `async for`. Other calls of this store wait while a page is read.
         """

@@ -43,6 +43,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import Parts
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
@@ -253,7 +254,7 @@ class Begun:
             _log.warning("%s is not read: %s", self._folder / _SUSPECTS, error)
 
     def _is_open(self, group: str, address: Address) -> bool:
-        committed = self._parts.offsets.committed(group, address.topic, address.queue_id)
+        committed = self._parts.offsets.committed(QueueKey(group, address.topic, address.queue_id))
         return committed is None or address.offset >= committed
 
     def _save(self, suspects: Mapping[str, set[Address]]) -> None:

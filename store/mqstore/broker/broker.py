@@ -325,7 +325,7 @@ class Broker(Closing, Sending):
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
         """Return the group's committed offset, or None if it never committed."""
         self._check_open()
-        return self.offsets.committed(group, topic, queue_id)
+        return self.offsets.committed(QueueKey(group, topic, queue_id))
 
     def commit(
         self,
@@ -348,9 +348,10 @@ class Broker(Closing, Sending):
             raise OffsetOutOfRangeError(f"offset {offset} of {topic}/{queue_id} does not lie in 0..{end}", 0, end)
         if owner is not None and self._locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
-        self.offsets.commit(group, topic, queue_id, offset, durability=durability)
+        key = QueueKey(group, topic, queue_id)
+        self.offsets.commit(key, offset, durability=durability)
         if owner is not None:  # a late acknowledgement may have left state of the group in pop
-            self._pop.end(QueueKey(group, topic, queue_id))
+            self._pop.end(key)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Return the group's committed offset, or commit and return the offset where it begins.

@@ -31,6 +31,7 @@ from typing import Final
 
 from mqstore.broker.names import (
     DLQ_PREFIX,
+    QueueKey,
     check_user_topic,
     dlq_topic,
     is_dlq_topic,
@@ -161,8 +162,8 @@ class DeadLetters:
         where: Callable[[Message], bool] | None = None,
     ) -> Iterator[Message]:
         """Yield the chosen letters, oldest first. They are read as they are consumed.
-        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and that `where` accepts (the
-        `accepts` of a filter, for example). Raises ConfigError for an invalid offset."""
+        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and for which the function
+        `where` returns True. Raises ConfigError for an invalid offset."""
         start, end = self.bounds
         chosen = None if offsets is None else sorted(set(map(_checked_offset, offsets)))
         return self._select(start, end, chosen, start_ms, stop_ms, where)
@@ -303,7 +304,7 @@ class DeadLetters:
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
         if is_retry_topic(config.name):  # then it is part of the group's lag, and kept
-            self._tables.offsets.begin(self.group, config.name, queue_id)
+            self._tables.offsets.begin(QueueKey(self.group, config.name, queue_id))
         if not isinstance(self._tables, Parts):
             raise ReadOnlyStoreError(f"{self._tables.store.path} was opened for reading; replay needs mode='rw'")
         self._tables.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")

@@ -1,7 +1,7 @@
 """Filters of subscriptions: tags by hash and by name, or an SQL92 expression (delivery#filters).
 
-A filter is used twice: `units` for many units of a queue, then `accepts` for each message, which decides. A unit has
-only the tag's hash. A tag filter guesses from the hash, an SQL filter accepts every unit.
+A filter is used twice: `units` for many units of a queue, then `passing` for the messages, which decides. A unit has
+only the tag's hash. A tag filter guesses from the hash, an SQL filter passes every unit.
 
     expression                      kind TAG (delivery#tags)                     kind SQL92 (delivery#sql92)
     None, empty                     everything                                   error
@@ -100,10 +100,11 @@ class SqlSubscription:
         """Accept all units, because a unit has no properties."""
         return np.ones(len(tags_codes), np.bool_)
 
-    def accepts(self, message: Message) -> bool:
-        """Return True if the expression is True for the message's properties.
+    def passing(self, messages: list[Message]) -> list[Message]:
+        """Return the messages for whose properties the expression is True.
         See `Expression.matches` for errors."""
-        return self._expression.matches(message.stored_properties())
+        matches = self._expression.matches
+        return [message for message in messages if matches(message.stored_properties())]
 
     def matches(self, properties: Mapping[str, str]) -> bool:
         return self._expression.matches(properties)

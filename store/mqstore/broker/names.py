@@ -19,6 +19,7 @@ __all__ = [
     "MAX_GROUP",
     "OP_TOPIC",
     "POP_LOG_GROUP",
+    "POP_LOG_KEY",
     "POP_LOG_TOPIC",
     "RETRY_PREFIX",
     "SCHEDULE_GROUP",
@@ -48,7 +49,6 @@ DLQ_PREFIX = "%DLQ%"
 SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
 """Group whose dead letters are delayed messages that could not be restored."""
 POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
-"""Group whose offset is the position from which the pop log is replayed."""
 TRANS_GROUP = "CID_RMQ_SYS_TRANS"
 DELETED_GROUP = "CID_RMQ_SYS_DELETED"
 """Group whose offset in queue 0 is the log end at the last deletion of a topic of that name.
@@ -84,6 +84,10 @@ class QueueKey(NamedTuple):
     group: str
     topic: str
     queue_id: int
+
+
+POP_LOG_KEY = QueueKey(POP_LOG_GROUP, POP_LOG_TOPIC, 0)
+"""Key of the offset from which the pop log is replayed."""
 
 
 def retry_topic(group: str) -> str:

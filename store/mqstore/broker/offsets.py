@@ -119,52 +119,56 @@ class OffsetTable:
 
     # -- committed --------------------------------------------------------------------------------------------------
 
-    def committed(self, group: str, topic: str, queue_id: int) -> int | None:
+    def committed(self, key: QueueKey) -> int | None:
         """Return the group's committed offset in a queue, or None if it never committed, which is not 0."""
+        group, topic, queue_id = key
         groups = self._committed.get(topic)
         if groups is None or (queues := groups.get(group)) is None:
             return None
         return queues.get(queue_id)
 
-    def commit(
-        self, group: str, topic: str, queue_id: int, offset: int, *, durability: Durability | None = None
-    ) -> None:
-        """Note that `group` has consumed everything of the queue before `offset`.
+    def commit(self, key: QueueKey, offset: int, *, durability: Durability | None = None) -> None:
+        """Note that the group has consumed everything of the queue before `offset`.
 
         The last commit wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
         on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
         0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
         memory and is saved later.
         """
+        group, topic, queue_id = key
         if type(offset) is not int or type(queue_id) is not int:
-            offset, queue_id = index(offset), index(queue_id)  # a numpy integer would make every later save fail
+            # A numpy integer would make every later save fail.
+            offset, queue_id = index(offset), index(queue_id)
+            key = QueueKey(group, topic, queue_id)
         if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):
             raise ConfigError(
                 f"offset {offset} of queue {queue_id} of {topic!r}: an offset lies in 0..{_OFFSET_MAX}, "
                 f"a queue id in 0..{_QUEUE_ID_MAX}"
             )
-        self.note(group, topic, queue_id, offset)
+        self.note(key, offset)
         if durability == "flush":
             self.save()
         elif self._wakes:
             self._wakes = False
             self.wake()
 
-    def note(self, group: str, topic: str, queue_id: int, offset: int) -> None:
+    def note(self, key: QueueKey, offset: int) -> None:
         """Commit offsets of the engine, or offsets that the pop log has, too, without a quick save."""
         with self._lock:
-            if not self.resets or (group, topic, queue_id) not in self.resets:
+            if not self.resets or key not in self.resets:
+                group, topic, queue_id = key
                 try:
                     self._committed[topic][group][queue_id] = offset
                 except KeyError:
                     self._queues_of(group, topic)[queue_id] = offset
                 self._changes += 1
 
-    def begin(self, group: str, topic: str, queue_id: int) -> None:
+    def begin(self, key: QueueKey) -> None:
         """Commit a queue's first message for a group without a committed offset in it.
         Messages that wait there are then part of its lag, and kept. For retry topics (delivery#pop-queues). Raises
         ConfigError as `commit`."""
-        if self.committed(group, topic, queue_id) is None:
+        if self.committed(key) is None:
+            group, topic, queue_id = key
             first, _ = self.bounds(topic, queue_id)
             with self._lock:
                 self._queues_of(group, topic).setdefault(queue_id, first)
@@ -213,7 +217,7 @@ class OffsetTable:
     def query_pull(self, key: QueueKey) -> int | None:
         """Return the end of the group's last read in this process, or without one its committed offset."""
         offset = self._pulled.get(key)
-        return self.committed(*key) if offset is None else offset
+        return self.committed(key) if offset is None else offset
 
     # -- forced restarts --------------------------------------------------------------------------------------------
 
@@ -326,11 +330,16 @@ class OffsetTable:
         with self._lock:
             return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
 
+    def of_queue(self, topic: str, queue_id: int) -> dict[str, int | None]:
+        """Return the committed offset of each group of the topic in one queue, by group in order.
+        It is None for a group that never committed there."""
+        return {group: self.committed(QueueKey(group, topic, queue_id)) for group in sorted(self.groups_of(topic))}
+
     # -- logical starts ---------------------------------------------------------------------------------------------
 
     def start_of(self, topic: str, queue_id: int) -> int:
         """Return the logical start of a queue, before which no message counts. It is usually 0."""
-        return self.committed(START_GROUP, topic, queue_id) or 0
+        return self.committed(QueueKey(START_GROUP, topic, queue_id)) or 0
 
     def bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
         """Return (offset of the first message that counts, offset of the next one), equal without messages."""
@@ -340,7 +349,7 @@ class OffsetTable:
     def deleted_at(self, topic: str) -> int:
         """Return the physical offset of the topic's last deletion. It is usually 0.
         Waiting messages before it do not belong to the topic."""
-        return self.committed(DELETED_GROUP, topic, 0) or 0
+        return self.committed(QueueKey(DELETED_GROUP, topic, 0)) or 0
 
     def move_start(self, topic: str, queue_id: int, offset: int) -> None:
         """Move a queue's logical start to `offset`. A lower offset changes nothing."""
@@ -521,8 +530,8 @@ class OffsetTable:
                 offset = self._lowered(f"published by {group}: {topic}, queue {queue_id}", topic, queue_id, offset)
                 key = QueueKey(group, topic, queue_id)
                 self.take_reset(key)
-                if self.committed(*key) != offset:
-                    self.commit(*key, offset)
+                if self.committed(key) != offset:
+                    self.commit(key, offset)
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, *, group: str = "") -> int:
         of_log = group == DELETED_GROUP

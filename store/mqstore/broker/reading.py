@@ -300,10 +300,10 @@ class Reads:
         raises."""
         self._check_group(key.group, key.topic)
         self._check_queue(key.topic, key.queue_id)
-        committed = self._offsets.committed(*key)
+        committed = self._offsets.committed(key)
         if committed is None:
             with self._begin_lock:  # the second of two members that come at once takes the first one's offset
-                committed = self._offsets.committed(*key)
+                committed = self._offsets.committed(key)
                 if committed is None:
                     committed = self._begin(key, self._groups.need(key.group).start if start is None else start)
         return committed
@@ -312,7 +312,7 @@ class Reads:
         """Commit the first position of a group that has no committed offset in a queue."""
         group, topic, queue_id = key
         queues = range(self._topics.need(topic).read_queues)
-        is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
+        is_new = all(self._offsets.committed(QueueKey(group, topic, each)) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}

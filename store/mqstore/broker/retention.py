@@ -66,7 +66,7 @@ def _unconsumed(parts: Tables) -> Iterator[Pin]:
     for topic in store.topics():
         if is_system_topic(topic):
             continue
-        groups = sorted(offsets.groups_of(topic))
+        groups = offsets.groups_of(topic)
         if topic.startswith(LIGHT_PREFIX) and not groups:
             continue  # readers of such queues keep their own offsets, and their messages are kept for their topic
         for ref in store.queues(topic):
@@ -76,10 +76,8 @@ def _unconsumed(parts: Tables) -> Iterator[Pin]:
             elif not groups:
                 needed, group, why = start, "", "no group has consumed it"
             else:
-                needed, group = min(
-                    (start if (offset := offsets.committed(each, topic, ref.queue_id)) is None else offset, each)
-                    for each in groups
-                )
+                committed = offsets.of_queue(topic, ref.queue_id)
+                needed, group = min((start if at is None else at, each) for each, at in committed.items())
                 needed, why = max(needed, start), "not consumed"
             if needed < end:
                 physical = physical_of(store, topic, ref.queue_id, needed)

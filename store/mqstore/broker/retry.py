@@ -27,6 +27,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 from mqstore.broker.names import (
+    QueueKey,
     dlq_topic,
     is_retry_topic,
     is_system_topic,
@@ -143,7 +144,7 @@ class Retries:
             delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
         try:
-            parts.offsets.begin(group, topic, queue_id)
+            parts.offsets.begin(QueueKey(group, topic, queue_id))
             receipt = parts.road.copy(
                 message, topic, queue_id, properties, reconsume_times=times, durability=durability
             )

@@ -421,8 +421,8 @@ class TopicTable:
         first, end = self._offsets.bounds(name, queue_id)
         if first >= end:
             return False
-        groups = self._offsets.groups_of(name)
-        return not groups or any((self._offsets.committed(group, name, queue_id) or 0) < end for group in groups)
+        committed = self._offsets.of_queue(name, queue_id)
+        return not committed or any((offset or 0) < end for offset in committed.values())
 
     # -- the file ---------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from enum import Enum
 from typing import Final, Literal, cast
 
 from mqstore.broker.halves import CHECK_EVERY_MS, Ended, Half, Halves, TransactionHandle, number_of
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
+from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.parts import Parts, Pin, Wake, messages_of
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactionops import OP_EVERY_MS, OpLog
@@ -154,7 +154,7 @@ class Transactions:
     def _span(self, topic: str) -> tuple[int, int]:
         """Return (committed offset, end) of one of the two queues. The offset is within the queue."""
         low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
-        return max(low, min(high, self._parts.offsets.committed(TRANS_GROUP, topic, _QUEUE) or 0)), high
+        return max(low, min(high, self._parts.offsets.committed(QueueKey(TRANS_GROUP, topic, _QUEUE)) or 0)), high
 
     def _recover(self, message: Message, done: set[int]) -> bool:
         """Add a half from the log. Return False if its target is not known."""
@@ -510,10 +510,11 @@ class Transactions:
         self._half_done = half_done
         op_done = self._ops.needed_from(half_done)
         offsets = self._parts.offsets
-        if moved or offsets.committed(TRANS_GROUP, HALF_TOPIC, _QUEUE) is None:
-            offsets.commit(TRANS_GROUP, HALF_TOPIC, _QUEUE, half_done)
-        if offsets.committed(TRANS_GROUP, OP_TOPIC, _QUEUE) != op_done:
-            offsets.commit(TRANS_GROUP, OP_TOPIC, _QUEUE, op_done)
+        halves, ops = QueueKey(TRANS_GROUP, HALF_TOPIC, _QUEUE), QueueKey(TRANS_GROUP, OP_TOPIC, _QUEUE)
+        if moved or offsets.committed(halves) is None:
+            offsets.commit(halves, half_done)
+        if offsets.committed(ops) != op_done:
+            offsets.commit(ops, op_done)
 
     def close(self) -> None:
         """Write the collected ops, and save the offsets of the two queues."""

@@ -123,8 +123,7 @@ def _hop(tables: Tables, name: StoreName, message: Message) -> Hop:
     properties = message.stored_properties()
     topic = message.topic
     kind, group = _kind(topic)
-    there = (topic, message.queue_id)
-    committed = {each: tables.offsets.committed(each, *there) for each in sorted(tables.offsets.groups_of(topic))}
+    committed = tables.offsets.of_queue(topic, message.queue_id)
     return Hop(
         store_ms=message.store_timestamp_ms,
         store=name.id,

@@ -127,7 +127,7 @@ class Rows:
     records: int
     """Number of rows that are records. The others repeat one, except for topic, queue id and queue offset."""
     topics: list[str]
-    topic: _Int64s
+    topic: _Int32s
     """Index in `topics` for each row."""
     queue_id: _Int32s
     queue_offset: _Int64s
@@ -176,7 +176,7 @@ class Rows:
             return []
         queue_ids = self.queue_id[chosen]
         topics = self.topic[chosen]
-        key = topics << 32 | queue_ids.astype(np.int64) & 0xFFFF_FFFF
+        key = topics.astype(np.int64) << 32 | queue_ids.astype(np.int64) & 0xFFFF_FFFF
         if bool((key == key[0]).all()):
             return [(self.topics[int(topics[0])], int(queue_ids[0]), chosen)]
         order = np.argsort(key, kind="stable")
@@ -251,7 +251,7 @@ def _columns_of(
     view: memoryview,
     headers: Headers,
     topics: list[str],
-    topic: _Int64s,
+    topic: _Int32s,
     delay_table_ms: Sequence[int],
     batch_topics: Collection[str],
 ) -> tuple[_Columns, list[int]]:
@@ -351,7 +351,7 @@ def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]
     return Rows(
         records=rows.records,
         topics=[*numbers],
-        topic=np.append(rows.topic, topic),
+        topic=np.append(rows.topic, topic.astype(np.int32)),
         queue_id=np.append(rows.queue_id, queue_id.astype(rows.queue_id.dtype)),
         queue_offset=np.append(rows.queue_offset, queue_offset),
         physical_offset=rows.physical_offset[again],
@@ -368,15 +368,15 @@ def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
     return [view[a:b].tobytes() for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
 
 
-def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
+def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int32s]:
     """Return distinct topics and each record's index. Invalid UTF-8 becomes surrogates, no folder's name."""
     known = headers.topics()
     if known is not None:
-        return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1].astype(np.int64)
+        return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1]
     numbers: dict[bytes, int] = {}
     names = _slices(view, headers.topic_position, headers.topic_size)
     index = [numbers.setdefault(name, len(numbers)) for name in names]
-    return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int64)
+    return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int32)
 
 
 _LONGEST_DELAY_MS = 10 * 366 * 86_400_000

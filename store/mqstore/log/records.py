@@ -88,7 +88,7 @@ class RecordReader:
                 messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
                 self.bytes_read += int(stretch.sizes.sum())
         if (unit_filter := asked.unit_filter) is not None:
-            messages = [message for message in messages if unit_filter.accepts(message)]
+            messages = unit_filter.passing(messages)
         return messages, after, stop
 
     def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:

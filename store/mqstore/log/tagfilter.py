@@ -14,6 +14,7 @@ from mqstore.errors import FilterError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.javahash import java_hash
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
@@ -27,8 +28,8 @@ class UnitFilter(Protocol):
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the units whose messages may pass."""
 
-    def accepts(self, message: Message) -> bool:
-        """Return True if `message` passes."""
+    def passing(self, messages: list[Message]) -> list[Message]:
+        """Return those of `messages` that pass."""
 
 
 class TagFilter:
@@ -42,12 +43,17 @@ class TagFilter:
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the units that may pass, by the low 32 bits of the tags code. Addresses may pass."""
-        mask: npt.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self._hashes)
+        low = tags_codes.astype(np.int32)
+        mask: npt.NDArray[np.bool_] = low == self._hashes[0] if len(self._hashes) == 1 else np.isin(low, self._hashes)
         addresses = tags_codes <= LAST_ADDRESS
         return mask | addresses if addresses.any() else mask
 
-    def accepts(self, message: Message) -> bool:
-        return message.tag in self.tags
+    def passing(self, messages: list[Message]) -> list[Message]:
+        """Return those of `messages` that pass."""
+        tags = self.tags
+        if kernel is not None:
+            return kernel.tagged(messages, tags)  # type: ignore[no-any-return]
+        return [message for message in messages if message.tag in tags]
 
 
 def refuse_single_bar(expression: str) -> None:

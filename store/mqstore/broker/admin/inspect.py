@@ -53,6 +53,7 @@ from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
+    POP_LOG_KEY,
     POP_LOG_TOPIC,
     SCHEDULE_GROUP,
     SCHEDULE_TOPIC,
@@ -308,7 +309,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     view = PopView()
     for key, record in sorted(pop_tables.orders.records().items()):
         if tables.groups.get(key.group) is not None and record.offsets:
-            committed = tables.offsets.committed(*key) or 0
+            committed = tables.offsets.committed(key) or 0
             state = pop_tables.states.get(key)
             local = state is not None and state.fifo is not None and state.fifo.local
             _note_order(view, key, record, committed, now_ms, local=local)
@@ -438,7 +439,7 @@ def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     store, offsets = tables.store, tables.offsets
     popped = pops.standings.get(key)
     # The saved offsets of a running broker are seconds old, the pop log is not.
-    committed = offsets.committed(*key) if popped is None else popped.first
+    committed = offsets.committed(key) if popped is None else popped.first
     low, high = offsets.bounds(key.topic, key.queue_id)
     lag = None if committed is None else measure(store, offsets, key, committed, popped)
     if lag is None or committed is None:
@@ -472,7 +473,7 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
         yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
     bounds = store.offsets_or_none(POP_LOG_TOPIC, 0)
     if bounds is not None:
-        position = max(bounds[0], tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0)
+        position = max(bounds[0], tables.offsets.committed(POP_LOG_KEY) or 0)
         physical = physical_of(store, POP_LOG_TOPIC, 0, position)
         if physical is not None:
             yield Pin(physical, POP_LOG_TOPIC, 0, POP_LOG_GROUP, "where the replay of the pop log begins")

@@ -81,8 +81,8 @@ class _Marked(TagFilter):
 
     __slots__ = ()
 
-    def accepts(self, message: Message) -> bool:
-        return True
+    def passing(self, messages: list[Message]) -> list[Message]:
+        return messages
 
 
 _MARKED = _Marked(frozenset((_CHECKPOINT, _ACK, _BATCH_ACK)))
@@ -130,7 +130,7 @@ class JavaTakeover:
         self._taken: set[tuple[_Batch, str]] = set()
         """Batches that an earlier opening has answered."""
         self._first_waiting: int | None = None
-        self._marks: list[tuple[str, int, int]] = []
+        self._marks: list[tuple[QueueKey, int]] = []
         self._answers: list[_Checkpoint] = []
 
     # -- the steps --------------------------------------------------------------------------------------------------
@@ -173,9 +173,9 @@ class JavaTakeover:
         now_ms = self._tables.clock.now_ms()
         for checkpoint in self._answers:
             self._answer(checkpoint, now_ms)
-        for topic, queue_id, offset in self._marks:
-            if self._offsets.committed(REVIVE_GROUP, topic, queue_id) != offset:
-                self._offsets.commit(REVIVE_GROUP, topic, queue_id, offset)
+        for key, offset in self._marks:
+            if self._offsets.committed(key) != offset:
+                self._offsets.commit(key, offset)
         if self._marks:
             self._offsets.save()
 
@@ -189,11 +189,12 @@ class JavaTakeover:
                 bounds = self._store.offsets_or_none(topic, queue_id)
                 if bounds is None or not bounds[1]:
                     continue
-                last = self._offsets.committed(REVIVE_GROUP, topic, queue_id)
+                key = QueueKey(REVIVE_GROUP, topic, queue_id)
+                last = self._offsets.committed(key)
                 begin = max(bounds[0], 0 if last is None else last + 1)
                 for message in self._records(topic, queue_id, begin):
                     self._understand(message, message.tag, (topic, queue_id))
-                self._marks.append((topic, queue_id, bounds[1] - 1))
+                self._marks.append((key, bounds[1] - 1))
         for name in self._taken & self._checkpoints.keys():
             del self._checkpoints[name]
         for (batch, broker), checkpoint in self._checkpoints.items():
@@ -207,7 +208,8 @@ class JavaTakeover:
             return
         check = TimerCheck(self._store.path / "config" / "timercheck", self._parts.fs, self._parts.config.file_mode)
         progress = check.load()
-        begin = max(bounds[0], self._offsets.committed(REVIVE_GROUP, TIMER_TOPIC, 0) or 0)
+        key = QueueKey(REVIVE_GROUP, TIMER_TOPIC, 0)
+        begin = max(bounds[0], self._offsets.committed(key) or 0)
         for message in self._records(TIMER_TOPIC, 0, begin):
             properties = message.stored_properties()
             topic, queue_id = properties.get(REAL_TOPIC, ""), number(properties.get(REAL_QID))
@@ -221,7 +223,7 @@ class JavaTakeover:
             self._understand(message, properties.get(TAGS), (topic, queue_id))
         if self._topics or self._first_waiting is not None:
             first = bounds[1] if self._first_waiting is None else self._first_waiting
-            self._marks.append((TIMER_TOPIC, 0, first))
+            self._marks.append((key, first))
 
     def _records(self, topic: str, queue_id: int, begin: int) -> Iterator[Message]:
         """Yield the records of a queue that have one of the three tags.
@@ -310,11 +312,11 @@ class JavaTakeover:
     def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> int:
         """Take over the deliveries in flight in one queue. Return the number of messages."""
         offsets = self._offsets
-        offsets.begin(*key)  # the file of offsets may have been lost
-        committed = offsets.committed(*key) or 0
+        offsets.begin(key)  # the file of offsets may have been lost
+        committed = offsets.committed(key) or 0
         cursor = self._cursor(key, committed, checkpoints)
         if cursor > committed:  # without a delivery in flight none of our records will say so
-            offsets.commit(*key, cursor)
+            offsets.commit(key, cursor)
         taken = 0
         for checkpoint, mine in self._newest(key, cursor, checkpoints):
             taken += len(mine)

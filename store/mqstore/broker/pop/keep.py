@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from mqstore.broker.configfile import ConfigFile
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey
 from mqstore.broker.parts import Pin, Wake
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.standard import StandardQueues
@@ -114,7 +114,7 @@ class PopKeeper:
             yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
 
     def _position(self) -> int:
-        return self._parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        return self._parts.offsets.committed(POP_LOG_KEY) or 0
 
     def _advance(self) -> None:
         """Move the replay position up to the oldest open batch, after appending again those too far behind.
@@ -142,7 +142,7 @@ class PopKeeper:
             self.save_within(0, self._tables.clock.now_ms())
         position = min(position, self._summed_up)
         if position != self._position():
-            offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, position)
+            offsets.commit(POP_LOG_KEY, position)
 
     def _put_anew(self, state: QueueState, batch: Batch) -> None:
         if batch is state.fifo:

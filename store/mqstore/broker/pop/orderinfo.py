@@ -50,8 +50,8 @@ _IDLE_MS: Final = 86_400_000
 _ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
-Committed = Callable[[str, str, int], int | None]
-"""Committed offset of (group, topic, queue id): the first offset that is not settled."""
+Committed = Callable[[QueueKey], int | None]
+"""Committed offset of a group in a queue: the first offset that is not settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class OrderInfoTable:
 
     def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
         found = {
-            (queue.topic, queue.queue_id): record.suspended_at(committed(*queue) or 0)
+            (queue.topic, queue.queue_id): record.suspended_at(committed(queue) or 0)
             for queue, record in self.records().items()
             if queue.group == group and record.suspended
         }
@@ -404,7 +404,7 @@ class OrderInfoTable:
         for queue, record in self.records().items():
             group, topic, queue_id = queue
             gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
-            settled = 0 if gone else committed(*queue) or 0
+            settled = 0 if gone else committed(queue) or 0
             self.drop_attempts(queue, settled)
             if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
                 # Drop the record if no next delivery counts an attempt by it.

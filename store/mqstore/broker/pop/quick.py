@@ -148,7 +148,7 @@ class Desk:
     """Entries of the order info table."""
     _order_changes = 0
     """Number of changes to the order info by compiled code."""
-    _commit: Callable[[str, str, int, int], None]
+    _commit: Callable[[QueueKey, int], None]
     """Method `note` of the offset table."""
     _freed: Callable[[QueueState], None]
     """Callback for a queue whose last FIFO batch is settled. Called without its lock."""

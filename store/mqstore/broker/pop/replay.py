@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from mqstore.broker.begun import Address, Begun
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_KEY, QueueKey
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
 from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, REVIVE
@@ -105,7 +105,7 @@ class Replay:
     def read(self) -> None:
         """Read the log into the states, without any conclusion."""
         tables = self._tables
-        begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
         for record in tables.log.records(max(0, begin - _LOOK_BACK)):
             handlers = self._before
             if record.position >= begin:
@@ -278,7 +278,7 @@ class Replay:
     def _state(self, key: QueueKey) -> QueueState:
         state = self._tables.state(key)
         if state.cursor < 0 and key not in self._placed:
-            state.cursor = self._tables.offsets.committed(*key) or 0
+            state.cursor = self._tables.offsets.committed(key) or 0
         return state
 
     # -- conclusions ------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Replay:
             return False
         low = tables.offsets.start_of(topic, queue_id)
         high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        table = tables.offsets.committed(*key)
+        table = tables.offsets.committed(key)
         if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
@@ -402,7 +402,7 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
             key = QueueKey(group, topic, queue_id)
             state = tables.states.get(key)
             record = None if state is None else tables.order(state)
-            passed = max(tables.offsets.committed(*key) or 0, 0 if state is None else state.cursor)
+            passed = max(tables.offsets.committed(key) or 0, 0 if state is None else state.cursor)
             if offset < passed or (record is not None and offset in record.offsets):
                 continue  # settled, or a batch has its outcome
             attempts = tables.orders.attempts(key).get(offset, 0) + 1

@@ -305,7 +305,7 @@ class PopService:
             if state.gone or state.ahead or state.released:
                 return not state.gone
             bounds = self._store.offsets_or_none(key.topic, key.queue_id)
-            cursor = state.cursor if state.cursor >= 0 else self._parts.offsets.committed(*key)
+            cursor = state.cursor if state.cursor >= 0 else self._parts.offsets.committed(key)
             if key in self._parts.offsets.resets:
                 return True
             return bounds is not None and bounds[1] > max(bounds[0], cursor or 0)
@@ -451,7 +451,7 @@ class PopService:
         state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
             self._parts.topics.need(topic)
-            if self._parts.offsets.committed(*key) is None:
+            if self._parts.offsets.committed(key) is None:
                 raise InvalidReceiptError(
                     f"receipt {first.text!r}: group {group!r} popped nothing from queue {first.queue_id} of {name!r}"
                 )

@@ -107,7 +107,7 @@ class StandardQueues:
         found: list[Message] = []
         for offset in state.first_released(room):
             message = self._tables.message(state.key, offset)
-            if message is not None and (ask.filter is None or ask.filter.accepts(message)):
+            if message is not None and (ask.filter is None or ask.filter.passing([message])):
                 found.append(message)
                 continue
             if message is None:
@@ -308,7 +308,7 @@ class StandardQueues:
         if not is_retry_topic(topic):
             topic = pop_retry_topic(key.group, topic, parts.config.pop_retry_version)
             parts.topics.ensure(topic, 1)
-            parts.offsets.begin(key.group, topic, 0)
+            parts.offsets.begin(QueueKey(key.group, topic, 0))
         properties = message.stored_properties()
         for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
             del properties[name]  # its delay has ended already

@@ -97,7 +97,7 @@ class PopTables(Desk):
     def open(self, state: QueueState, start: Start | None = None) -> None:
         """Set the state's position from the committed offset. Call under the state's lock.
         `start` decides the position if the group has no committed offset in the queue."""
-        committed = self.offsets.committed(*state.key)
+        committed = self.offsets.committed(state.key)
         if committed is None:
             committed = self.reads.first_position(state.key, start)
         state.cursor = state.committed = state.written = committed
@@ -141,7 +141,7 @@ class PopTables(Desk):
             return  # it no longer has a position
         committed = state.advance()
         if committed != state.written:
-            self.offsets.note(*state.key, committed)
+            self.offsets.note(state.key, committed)
             state.written = committed
 
     def ready(self, state: QueueState, start: Start | None) -> bool:
