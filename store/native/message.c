@@ -417,16 +417,27 @@ static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, 
     return true;
 }
 
-/* read_units(type, stretch, buffer, segment_start, units, first, chosen, queue_id, topic, budget)
-       -> (messages, how many units of those looked at these are, their bytes, whether the budget ended it)
+/* Whether the message of a unit may have one of these tags (`TagFilter.units`). */
+static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
+{
+    int64_t code = (int64_t)get64(unit + UNIT_TAGS_CODE_AT);
+    bool passes = code <= LAST_ADDRESS;
+    for (Py_ssize_t i = 0; i < hashes->len / 4 && !passes; i++)
+        passes = (int32_t)code == ((const int32_t *)hashes->buf)[i];
+    return passes;
+}
 
-   `type` is a subclass of Located, `units` those of the slots from `first` on, `chosen` the indices of those to look at
-   (int64) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
-   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. `budget`: bytes of
-   records, -1 for no limit; one below -1 gives -budget - 2 bytes, but lets the first message through. */
+/* read_units(type, stretch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
+       -> (messages, how many units were passed, the messages' bytes, whether a limit ended it)
+
+   `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass
+   (int32) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
+   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. Limits are `most`
+   messages and `budget`: bytes of records, -1 for no limit; one below -1 gives -budget - 2 bytes, but lets the first
+   message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("read_units", nargs, 10))
+    if (!has_arguments("read_units", nargs, 11))
         return NULL;
     PyTypeObject *type = (PyTypeObject *)args[0];
     if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType)) {
@@ -434,36 +445,38 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
-    long long queue_id = PyLong_AsLongLong(args[7]), budget = PyLong_AsLongLong(args[9]);
+    long long most = PyLong_AsLongLong(args[7]), queue_id = PyLong_AsLongLong(args[8]), budget = PyLong_AsLongLong(args[10]);
     Said said = {.queue_id = queue_id};
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[8], (char **)&said.topic, &said.topic_bytes) < 0)
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[9], (char **)&said.topic, &said.topic_bytes) < 0)
         return NULL;
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
         budget = -budget - 2;
     PyObject *result = NULL, *messages = NULL;
     Buffers held = {0};
-    Py_buffer *view, *units, *chosen = NULL;
+    Py_buffer *view, *units, *hashes = NULL;
     if (!(view = hold(&held, args[2], 1, -1, false, "buffer")) || !(units = hold(&held, args[4], 1, -1, false, "units")) ||
-        (args[6] != Py_None && !(chosen = hold(&held, args[6], 8, -1, false, "chosen"))))
+        (args[6] != Py_None && !(hashes = hold(&held, args[6], 4, -1, false, "hashes"))))
         goto done;
-    Py_ssize_t there = units->len / UNIT_BYTES, count = chosen ? chosen->len / 8 : there, looked = 0;
+    Py_ssize_t there = units->len / UNIT_BYTES, looked = 0;
     long long total = 0;
-    bool spent = false;
+    bool stopped = false;
     if (!(messages = PyList_New(0)))
         goto done;
-    for (; looked < count && total < MOST_BYTES; looked++) {
-        int64_t i = chosen ? ((const int64_t *)chosen->buf)[looked] : looked, body_end;
-        if (i < 0 || i >= there)
-            break;
-        const uint8_t *unit = (const uint8_t *)units->buf + i * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
-        if (i + NEXT < there)
+    for (; looked < there && total < MOST_BYTES; looked++) {
+        int64_t body_end;
+        const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
+        if (looked + NEXT < there)
             fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start),
                      (int32_t)get32(later + UNIT_SIZE_AT));
         said.physical = (int64_t)get64(unit);
         said.size = (int32_t)get32(unit + UNIT_SIZE_AT);
-        said.slot = first + i;
-        if (said.physical < segment_start || said.size == VOID_SIZE)
+        said.slot = first + looked;
+        if (said.physical < segment_start || said.size <= 0 || said.size == VOID_SIZE)
+            break;
+        if (hashes && !may_pass(unit, hashes))
+            continue;
+        if ((stopped = PyList_GET_SIZE(messages) >= most))
             break;
         int64_t position = said.physical - segment_start;
         Parts parts;
@@ -471,10 +484,8 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             break;
         if (!unlimited) {
             budget -= said.size;
-            if (budget < 0 && !(first_is_free && looked == 0)) {
-                spent = true;
+            if ((stopped = budget < 0 && !(first_is_free && !PyList_GET_SIZE(messages))))
                 break;
-            }
         }
         Located *message = (Located *)type->tp_alloc(type, 0);
         if (!message)
@@ -489,7 +500,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             goto done;
         total += said.size;
     }
-    result = Py_BuildValue("OnLO", messages, looked, total, spent ? Py_True : Py_False);
+    result = Py_BuildValue("OnLO", messages, looked, total, stopped ? Py_True : Py_False);
 done:
     Py_XDECREF(messages);
     let_go(&held);

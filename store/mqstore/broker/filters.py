@@ -96,8 +96,12 @@ class SqlSubscription:
     def kind(self) -> FilterKind:
         return "SQL92"
 
+    @property
+    def hashes(self) -> None:
+        """None, because a unit has no properties."""
+
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Accept all units, because a unit has no properties."""
+        """Pass all units."""
         return np.ones(len(tags_codes), np.bool_)
 
     def passing(self, messages: list[Message]) -> list[Message]:

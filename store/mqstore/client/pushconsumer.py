@@ -563,7 +563,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _suspended(self, committed: Mapping[QueueRef, int | None]) -> dict[QueueRef, Suspended]:
         if self._own is None:
             return self._broker.suspended(self.group)
-        own = self._own.suspended(self.group, lambda _, *queue: committed.get(QueueRef(*queue)))
+        own = self._own.suspended(self.group, lambda key: committed.get(QueueRef(key.topic, key.queue_id)))
         return {QueueRef(*queue): suspended for queue, suspended in own.items()}
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_message
+from mqstore.layout.consumequeue import UNIT, VOID_SIZE, is_message
 from mqstore.layout.dispatch import tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
 from mqstore.log.checking import RecordChecker
@@ -95,25 +95,8 @@ class RecordReader:
         """Read as `_locate` does, up to the first unit that is no ordinary message of the same segment.
         Returns None if that is the first unit. Then nothing has changed, and `_locate` handles it."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
-        count = min(count, _COMPILED_UNITS)
-        units = queue.read(offset, count)
-        chosen: npt.NDArray[np.int64] | None = None
-        first, after, stop = 0, offset + count, False
-        if unit_filter is not None:
-            rows = np.frombuffer(units, UNIT_DTYPE)
-            if not is_message(rows).all():
-                return None
-            chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
-            if len(chosen) > max_messages:
-                after, stop = offset + int(chosen[max_messages]), True
-                chosen = chosen[:max_messages]
-            if not len(chosen):
-                return [], after, stop
-            first = int(chosen[0])
-        elif count > max_messages:
-            after, stop = offset + max_messages, True
-            units = units[: max_messages * UNIT_BYTES]
-        physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
+        units = queue.read(offset, min(count, _COMPILED_UNITS))
+        physical, size, _ = UNIT.unpack_from(units)
         if not 0 < size < VOID_SIZE or physical < 0:
             return None
         there = self.checker.segment_at(physical, physical + size)
@@ -122,24 +105,23 @@ class RecordReader:
         segment, buffer = there
         budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
         messages: list[Message]
-        messages, looked, total, spent = kernel.read_units(
+        messages, looked, total, stop = kernel.read_units(
             Message,
             Few(queue.ref, buffer, units, offset),
             buffer,
             segment.start,
             units,
             offset,
-            chosen,
+            None if unit_filter is None else unit_filter.hashes,
+            max_messages,
             queue.queue_id,
             queue.topic_bytes,
             -budget - 2 if is_first and budget >= 0 else budget,
         )
-        if not messages and not spent:
+        if not looked and not stop:
             return None
-        if looked < (len(units) // UNIT_BYTES if chosen is None else len(chosen)):
-            after, stop = offset + (looked if chosen is None else int(chosen[looked])), spent
         self.bytes_read += total
-        return messages, after, stop
+        return messages, offset + looked, stop
 
     def _locate(self, asked: Request) -> tuple[list[Stretch], int, bool]:
         """Return the checked records of the units, the offset behind the last unit consumed, and a flag.

@@ -25,6 +25,10 @@ __all__ = ["TagFilter", "UnitFilter", "parse_tags", "refuse_single_bar"]
 class UnitFilter(Protocol):
     """Filter of a read. First units are filtered, many at once, and then messages."""
 
+    @property
+    def hashes(self) -> npt.NDArray[np.int32] | None:
+        """Hashes of the tags that may pass, or None if every tag may. The same rule as `units`, for compiled code."""
+
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the units whose messages may pass."""
 
@@ -35,16 +39,15 @@ class UnitFilter(Protocol):
 class TagFilter:
     """Passes messages whose tag is one of `tags`."""
 
-    __slots__ = ("_hashes", "tags")
+    __slots__ = ("hashes", "tags")
 
     def __init__(self, tags: frozenset[str]) -> None:
         self.tags = tags
-        self._hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
+        self.hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the units that may pass, by the low 32 bits of the tags code. Addresses may pass."""
-        low = tags_codes.astype(np.int32)
-        mask: npt.NDArray[np.bool_] = low == self._hashes[0] if len(self._hashes) == 1 else np.isin(low, self._hashes)
+        mask: npt.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self.hashes)
         addresses = tags_codes <= LAST_ADDRESS
         return mask | addresses if addresses.any() else mask
 
