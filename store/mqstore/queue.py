@@ -280,9 +280,22 @@ class Queue:
         """Return the next item, leased for `visibility` seconds (None: the queue's).
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
         `shutdown`."""
-        found, expires_at = self._take(1, block, timeout, visibility)
-        task = self._last.task = Task(self._lender, found[0], expires_at, self._codec)
+        task = self._get_at_once(visibility) if timeout is None else None
+        if task is None:
+            found, expires_at = self._take(1, block, timeout, visibility)
+            task = Task(self._lender, found[0], expires_at, self._codec)
+        self._last.task = task
         return task
+
+    def _get_at_once(self, visibility: Duration | None) -> Task | None:
+        """Get an item that is prefetched, without waiting for a lock or the disk.
+        None does not mean that there is none: then call `get`."""
+        if self._shut or self._broker.topics.entered(self._retries) is not None:
+            return None
+        loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
+        expires_at = self._lender.monotonic_ms() / 1000 + loan_s
+        found = self._broker.pop_at_once(self.name, self.name, 1, loan_s, self._ordered)
+        return Task(self._lender, found[0], expires_at, self._codec) if found else None
 
     def get_nowait(self) -> Task:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""

@@ -114,11 +114,12 @@ async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store)
     broker = store.sync.broker
     await (await store.queue("jobs")).put_many([b"0", b"1", b"2"])
     [delivery] = broker.pop("jobs", "jobs")
-    assert broker.pop("jobs", "jobs", at_once=True, durability="flush") == []
-    assert broker.pop("nobody", "jobs", at_once=True) == []
+    assert broker.pop_at_once("nobody", "jobs", 1, 60, False) == []
+    for n, invisible in ((33, 60), (1, 0.05), (1, 50_000)):
+        assert broker.pop_at_once("jobs", "jobs", n, invisible, False) == []
     assert broker.groups.get("nobody") is None
     assert broker.stats().in_flight == 1
-    assert len(broker.pop("jobs", "jobs", at_once=True)) == 1
+    assert len(broker.pop_at_once("jobs", "jobs", 1, 60, False)) == 1
     assert broker.ack_at_once("jobs", "jobs", [delivery.receipt]) is True
     assert broker.stats().in_flight == 1
 

@@ -30,7 +30,7 @@ from mqstore.aio.puts import Puts
 from mqstore.aio.twin import Closable
 from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES
-from mqstore.client.delivery import loan_seconds, release
+from mqstore.client.delivery import release
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
@@ -89,14 +89,9 @@ class _Told(queue.Queue):
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
-    def get_at_once(self, loan_s: float | None) -> queue.Task | None:
+    def get_at_once(self, visibility: Duration | None) -> queue.Task | None:
         """Get a prefetched item if no lock is held, else None, even if there are items."""
-        if self._shut or len(self._topics()) > 1:
-            return None
-        loan_s = self._loan_s if loan_s is None else loan_s
-        expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-        found = self._broker.pop(self.name, self.name, invisible=loan_s, order=self._ordered, at_once=True)
-        return queue.Task(self._lender, found[0], expires_at, self._codec) if found else None
+        return self._get_at_once(visibility)
 
     def append(self, body: bytes, delay: Duration | None) -> Future[SendReceipt]:
         """Put an encoded item without waiting for room. Return a future for the disk."""
@@ -212,11 +207,10 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
     ) -> Task:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called."""
         left_s = limit(timeout) if block else 0
-        loan_s = None if visibility is None else loan_seconds(visibility)
         self._bridge.check()
         await self._bridge.breathe()  # before the get: a caller that is cancelled here has taken nothing
         if not self._bridge.taking_back:  # released items go first
-            task = self.sync.get_at_once(loan_s)
+            task = self.sync.get_at_once(visibility)
             if task is not None:
                 return self._taken(task)
 

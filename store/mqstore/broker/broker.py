@@ -447,15 +447,11 @@ class Broker(Closing, Sending):
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
-        at_once: bool = False,
     ) -> list[Delivery]:
         """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
         A message is redelivered unless it is acknowledged by then. With `order`, nothing behind an unsettled message of
         its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
-        with those that were not acknowledged. Waits up to `poll` seconds for a first message.
-
-        `at_once` never waits for a lock or the disk, for callers such as an event loop. If it had to, the result is
-        empty, which does not mean that the queue is."""
+        with those that were not acknowledged. Waits up to `poll` seconds for a first message."""
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
@@ -476,11 +472,15 @@ class Broker(Closing, Sending):
             local,
             durability,
             skip_acked,
-            at_once,
         )
         if not found:  # in a forked child a drained queue looks empty for ever
             self._check_open()
         return found
+
+    def pop_at_once(self, group: str, topic: str, n: int, invisible: Duration, order: bool) -> list[Delivery]:
+        """Pop without waiting for a lock or the disk, for callers such as an event loop.
+        Returns [] if it had to wait, or the queues are empty: then call `pop`."""
+        return self._pop.pop_at_once(group, topic, n, milliseconds(invisible, "invisible"), order)
 
     def ack(
         self,

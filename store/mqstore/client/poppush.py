@@ -53,7 +53,7 @@ HOLD_MS = 20_000
 """Time within which fetched messages should begin, so that almost no lease is renewed before."""
 FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
-_WHERE = attrgetter("topic", "message.queue", "redeliveries")
+_QUEUE = attrgetter("message.queue")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
@@ -289,20 +289,22 @@ class PopEngine:
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
-        for (topic, queue, redeliveries), together in groupby(found, _WHERE):
-            if queue.topic == topic and redeliveries is None and not is_retry_topic(topic):  # usually a whole pop
+        for (topic, _), together in groupby(found, _QUEUE):
+            if not self._ordered and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
                 continue
             for delivery in together:
                 message = as_delivered(delivery)
                 part = delivery.queue_id if self._ordered else message.topic
                 shown = delivery if message is delivery.message else delivery._replace(message=message)
-                groups.setdefault((topic, part), []).append(shown)
+                groups.setdefault((delivery.topic, part), []).append(shown)
         units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         size = sum([stored_bytes(unit.items) for unit in units])
         with self._lock:
             if not (is_closed := self.dropped):
+                for unit in units:
+                    self._renewer.add(unit.held, expires_ms)
                 self._units.update(dict.fromkeys(units))
                 self._size += size
                 if not self._ordered:  # an ordered queue gives nothing after the first pop
@@ -312,7 +314,6 @@ class PopEngine:
             self._source.give_back(found)
             return []
         for unit in units:
-            self._renewer.add(unit.held, expires_ms)
             self._handling.pulled(unit.topic, len(unit.items), took_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
         if self._handling.hooks.on_receive:
@@ -457,9 +458,9 @@ class PopEngine:
             self._forget(unit, messages)
 
     def _forget(self, unit: Unit, messages: Sequence[Message]) -> None:
-        size = stored_bytes(self._renewer.remove(unit.held, messages))
+        gone = self._renewer.remove(unit.held, messages)
         with self._lock:
-            self._size -= size
+            self._size = self._size - stored_bytes(gone) if len(self._renewer) else 0
             # Not for each settled message, since a pop should fetch more than one.
             roused = self._is_full and self._room() > 0 and 2 * len(self._renewer) <= self._capacity()
             self._is_full = self._is_full and not roused

@@ -214,9 +214,11 @@ class PopSource:
         if topic == self._retries and topic not in self.wanted:
             wanted = self.wanted
             return pop_retries(self._broker, self._group, wanted, count, loan_s, order=order)
-        found = self._broker.pop(
-            self._group, topic, count, invisible=loan_s, filter=only, order=order, start="earliest"
-        )
+        found = self._broker.pop_at_once(self._group, topic, count, loan_s, order) if only is None else []
+        if not found:
+            found = self._broker.pop(
+                self._group, topic, count, invisible=loan_s, filter=only, order=order, start="earliest"
+            )
         return found, len(found) == count
 
     def give_back(self, found: list[Delivery]) -> None:

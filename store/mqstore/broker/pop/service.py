@@ -132,7 +132,6 @@ class PopService:
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
-        at_once: bool = False,
     ) -> list[Delivery]:
         """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), after at most `poll_s`.
 
@@ -144,8 +143,6 @@ class PopService:
         local       the receiver ends with this process: the next open redelivers its messages at once
         skip_acked  with `order`: do not redeliver messages behind a failed one that were acknowledged or dead-lettered.
                     The failures counted behind it are kept, however small `n` is
-        at_once     deliver only prefetched messages, without a wait for a lock or the disk. [] does not mean that the
-                    queue is empty
 
         Each batch is in the pop log before this returns, and with durability "flush" also on disk. Raises ConfigError
         for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises.
@@ -161,28 +158,16 @@ class PopService:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
         local, order = bool(local), bool(order)  # compiled parts accept only bool
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        if at_once and (waits or (group, topic) not in self._routes.known):
-            return []
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
             # Looked up each time: the topic may have been altered while we waited.
             route = self._routes.known.get((group, topic)) or self._routes.need(group, topic)
-            now_ms, limit = self._clock.now_ms(), route.max_attempts
             lucky = int(self._rng() * 100) if route.has_choice else 0
-            quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
-            if quick and filter is None and attempt_id is None:
-                # The simple case of `_pop`.
-                if queue_id != -1:
-                    route.check_queue(queue_id)
-                state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivered = self._tables.hand_out(state, n, now_ms, invisible_ms, topic, local, order)
-                if delivered is not None:
-                    found = delivered
-                    if not order and self._waiters.parked and state.ahead:
-                        self._waiters.wake_one(group, topic, queue_id)
+            if filter is None and attempt_id is None:
+                found = self._pop_prefetched(route, queue_id, n, invisible_ms, local, order, lucky)
+                if found:
                     break
-            if at_once:
-                return []
+            now_ms, limit = self._clock.now_ms(), route.max_attempts
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
             found = self._pop(route, ask, queue_id, n, order, lucky)
             if found or not poll_s:
@@ -194,6 +179,34 @@ class PopService:
                 raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
         if found and waits:
             self._store.flush()
+        return found
+
+    def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
+        """Deliver prefetched messages to a receiver in this process, without waiting for a lock or the disk.
+        [] does not mean that the queues are empty, nor that the arguments are good: then call `pop`. It is [] for a
+        group with retry topics, too: `pop` decides when their turn is."""
+        route = self._routes.known.get((group, topic))
+        if route is None or route.retries or self._flush_by_default:
+            return []
+        if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
+            return []
+        lucky = int(self._rng() * 100) if route.has_choice else 0
+        return self._pop_prefetched(route, -1, n, invisible_ms, True, order, lucky)
+
+    def _pop_prefetched(
+        self, route: Route, queue_id: int, n: int, invisible_ms: int, local: bool, order: bool, lucky: int
+    ) -> list[Delivery]:
+        """Pop prefetched messages of one queue by compiled code, the simple case of `_pop`."""
+        if not route.quick or (route.retries and lucky < _RETRY_PERCENT):
+            return []
+        if queue_id != -1:
+            route.check_queue(queue_id)
+        state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
+        found = self._tables.hand_out(state, n, self._clock.now_ms(), invisible_ms, route.topic, local, order)
+        if found is None:
+            return []
+        if not order and self._waiters.parked and state.ahead:
+            self._waiters.wake_one(route.group, route.topic, queue_id)
         return found
 
     def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
