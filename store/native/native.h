@@ -170,6 +170,7 @@ PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
 extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType, PutMethodType;
+int tip_init(void);
 int message_init(void);
 int pop_init(void);
 int sender_init(void);
