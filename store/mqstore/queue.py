@@ -31,7 +31,7 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Lender, Loan, loan_seconds, release
+from mqstore.client.delivery import Lease, LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
@@ -62,7 +62,7 @@ _LATE_MS = 60_000
 The item may have been recalled, or delivered long ago."""
 
 
-class Task(Loan):
+class Task(Lease):
     """Leased item. `with task:` acknowledges it at a clean end, and gives it back after an exception.
     `Retry` and `Reject` are obeyed and not raised again.
 
@@ -80,9 +80,9 @@ class Task(Loan):
 
     __slots__ = ("_codec", "_value")
 
-    def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
-        # Inline `Loan.__init__`: one call less for each item.
-        self._lender = lender
+    def __init__(self, context: LeaseContext, delivery: Delivery, expires_at: float, codec: Codec) -> None:
+        # Inline `Lease.__init__`: one call less for each item.
+        self._context = context
         self._delivery = delivery
         self._message = None
         self._verb = None
@@ -159,7 +159,7 @@ class Queue:
         self._codec = codec
         self._ordered = ordered
         self._maxsize = maxsize
-        self._loan_s = loan_seconds(visibility)
+        self._visibility_s = visibility_seconds(visibility)
         self._shut: str = ""
         """State: "" is open, "put" allows no puts, "all" allows neither puts nor gets."""
         self._changed = Condition()
@@ -169,7 +169,7 @@ class Queue:
         self._waits = Waits(broker, name, order=ordered)
         """Waits of the threads in `get`."""
         self._log = LimitedLog(f"group {name}", broker.store.clock)
-        self._lender = Lender(broker, name, self._log, self._settled)
+        self._context = LeaseContext(broker, name, self._log, self._settled)
         self._coming: tuple[int, str] | None = None
         """Due time (wall ms) and unique key of the last delayed item that was put here."""
         self._last = threading.local()
@@ -283,7 +283,7 @@ class Queue:
         task = self._get_at_once(visibility) if timeout is None else None
         if task is None:
             found, expires_at = self._take(1, block, timeout, visibility)
-            task = Task(self._lender, found[0], expires_at, self._codec)
+            task = Task(self._context, found[0], expires_at, self._codec)
         self._last.task = task
         return task
 
@@ -292,10 +292,10 @@ class Queue:
         None does not mean that there is none: then call `get`."""
         if self._shut or self._broker.topics.entered(self._retries) is not None:
             return None
-        loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
-        expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-        found = self._broker.pop_at_once(self.name, self.name, 1, loan_s, self._ordered)
-        return Task(self._lender, found[0], expires_at, self._codec) if found else None
+        visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
+        expires_at = self._context.monotonic_ms() / 1000 + visibility_s
+        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_s, self._ordered)
+        return Task(self._context, found[0], expires_at, self._codec) if found else None
 
     def get_nowait(self) -> Task:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
@@ -311,7 +311,7 @@ class Queue:
             block, left = timeout is None or bool(timeout), timeout
             while len(tasks) < max_items:
                 found, expires_at = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None)
-                tasks += [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
+                tasks += [Task(self._context, delivery, expires_at, self._codec) for delivery in found]
                 self._last.task = tasks[-1]
                 block, left = False, None
         except QueueEmpty:
@@ -328,7 +328,7 @@ class Queue:
         self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None
     ) -> tuple[list[Delivery], float]:
         """Return at least one delivery, and the time when the lease expires."""
-        loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
+        visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         turn, topics, ordered = None, self._broker.topics, self._ordered
         try:
@@ -338,12 +338,12 @@ class Queue:
                 try:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
-                    expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-                    found = self._pop_retries(count, loan_s) if topics.entered(self._retries) is not None else []
+                    expires_at = self._context.monotonic_ms() / 1000 + visibility_s
+                    found = self._pop_retries(count, visibility_s) if topics.entered(self._retries) is not None else []
                     if not found:
                         # Skip items of an ordered batch that were acknowledged behind a redelivered one.
                         found = self._broker.pop(
-                            self.name, self.name, count, invisible=loan_s, order=ordered, skip_acked=ordered
+                            self.name, self.name, count, invisible=visibility_s, order=ordered, skip_acked=ordered
                         )
                 except BaseException:
                     if turn is not None:  # for an item that another object of this queue may get
@@ -362,12 +362,14 @@ class Queue:
                 raise QueueShutDown(f"queue {self.name!r} was shut down") from None
             raise
 
-    def _pop_retries(self, count: int, loan_s: float) -> list[Delivery]:
+    def _pop_retries(self, count: int, visibility_s: float) -> list[Delivery]:
         """Pop redeliveries, which go first. While failed items wait for their delay, others pass."""
         if len(self._topics()) == 1:
             return []
         ordered = self._ordered
-        found, _ = pop_retries(self._broker, self.name, (self.name,), count, loan_s, order=ordered, skip_acked=ordered)
+        found, _ = pop_retries(
+            self._broker, self.name, (self.name,), count, visibility_s, order=ordered, skip_acked=ordered
+        )
         return found
 
     def _topics(self) -> Sequence[tuple[str, None]]:

@@ -1,11 +1,11 @@
 /* The hot path of pop: a batch handed out, or messages of one settled, in one call (delivery#pop-log).
 
-   `Desk` is the base of what all queues share. The rules are those of standard.py, fifo.py and state.py, which do whatever
+   `PopFields` is the base of what all queues share. The rules are those of standard.py, fifo.py and state.py, which do whatever
    this declines. Declining means to return None with nothing changed. As there, the record is in the log before memory
    changes; between the two nothing of Python runs, but for the alarm that a put may ring, and what that raises leaves memory
    as it was. */
 
-#include "lending.h"
+#include "popfields.h"
 #include <stddef.h>
 #include <structmember.h>
 
@@ -64,24 +64,24 @@ typedef struct {
     PyObject_HEAD
     PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *freed, *batch, *delivery;
     long long max_body, order_changes;
-} Desk;
+} PopFields;
 
 #define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(freed) F(batch) F(delivery)
 
-COLLECTED(desk, Desk, SHARED)
+COLLECTED(pop_fields, PopFields, SHARED)
 
 /* Whether there is a way to the log, and a put through it is all that a record takes. */
-static bool has_log(const Desk *self)
+static bool has_log(const PopFields *self)
 {
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
            PyDict_CheckExact(self->orders) && self->commit && self->freed && self->batch && PyType_Check(self->batch) &&
-           PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) && self->delivery && PyType_Check(self->delivery) &&
+           PyType_IsSubtype((PyTypeObject *)self->batch, &BatchFieldsType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
 
-static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail, Stored *stored)
+static int append(PopFields *self, const char *body, Py_ssize_t size, PyObject *tail, Stored *stored)
 {
     if (size > self->max_body)
         return 0;
@@ -90,25 +90,25 @@ static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail,
 }
 
 /* The batch that was popped in order last, if the order info has it for its record; borrowed. */
-static Lent *last_in_order(const Desk *desk, const Lending *state)
+static BatchFields *last_in_order(const PopFields *shared, const QueueFields *state)
 {
-    PyObject *record = PyDict_GetItemWithError(desk->orders, state->key);
+    PyObject *record = PyDict_GetItemWithError(shared->orders, state->key);
     if (!record)
         PyErr_Clear();
-    return record && record == state->fifo && PyObject_TypeCheck(record, &LentType) ? (Lent *)record : NULL;
+    return record && record == state->fifo && PyObject_TypeCheck(record, &BatchFieldsType) ? (BatchFields *)record : NULL;
 }
 
 /* The first of `count` neighbours that come next, if nothing but handing them out is to be done; borrowed. In order: all of
    the last batch, which was popped at *last_ms, is settled. */
-static Located *next_of(const Desk *desk, const Lending *state, int count, long long visible_ms, bool in_order,
+static Located *next_of(const PopFields *shared, const QueueFields *state, int count, long long visible_ms, bool in_order,
                         long long *last_ms)
 {
     long long announced_ms, left;
-    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None || PyDict_GET_SIZE(desk->resets) ||
+    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None || PyDict_GET_SIZE(shared->resets) ||
         PyDict_GET_SIZE(state->released) || state->ahead_at < 0 || state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
         return NULL;
     if (in_order) {
-        const Lent *last = last_in_order(desk, state);
+        const BatchFields *last = last_in_order(shared, state);
         if (!last || PyDict_GET_SIZE(state->in_flight) || !number_of(last->left, &left) || left ||
             !number_of(last->pop_time_ms, last_ms))
             return NULL;
@@ -131,7 +131,7 @@ static long long pop_time(long long now_ms, long long last_ms)
     return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
 }
 
-static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_ms, long long invisible_ms, PyObject *topic,
+static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long long now_ms, long long invisible_ms, PyObject *topic,
                           bool local, bool in_order)
 {
     long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id, bytes = 0;
@@ -170,7 +170,7 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     PyObject *numbers[MAX_BATCH], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
     /* A pop time may lie behind it, where the clock was set back. */
     PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
-    Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
+    BatchFields *batch = (BatchFields *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
     Near near = {0};
     Parts parts;
     int made = 0;
@@ -238,7 +238,7 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     state->popped_bytes += bytes;
     if (pop_time_ms > state->last_pop_ms)
         state->last_pop_ms = pop_time_ms;
-    if (in_order || timed_add((Timed *)state->timeline, due, (PyObject *)batch) == 0)
+    if (in_order || timeline_add((TimelineFields *)state->timeline, due, (PyObject *)batch) == 0)
         result = Py_NewRef(found);
 done:
     near_close(&near);
@@ -256,7 +256,7 @@ done:
 
    Of the queue's next messages, if these were read ahead without a filter and are neighbours. The state's lock is taken
    here. */
-static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("hand_out", nargs, 7))
         return NULL;
@@ -265,7 +265,7 @@ static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nar
         !number_of(args[3], &invisible_ms) || count < 1 || count > MAX_BATCH || now_ms < 0 || invisible_ms < 0 ||
         invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
         Py_RETURN_NONE;
-    Lending *state = (Lending *)args[0];
+    QueueFields *state = (QueueFields *)args[0];
     int taken = try_lock(state);
     if (taken <= 0)
         return taken < 0 ? NULL : Py_NewRef(Py_None);
@@ -318,7 +318,7 @@ static bool claim_of(PyObject *text, Claim *claim)
 }
 
 /* As `QueueState.advance`. -1 with an exception. */
-static int advance(Lending *state)
+static int advance(QueueFields *state)
 {
     if (!PyDict_GET_SIZE(state->in_flight) && !PyDict_GET_SIZE(state->released)) {
         state->committed = state->cursor;
@@ -339,16 +339,16 @@ static int advance(Lending *state)
 }
 
 /* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. */
-static long long bit_of(const Desk *self, const Lending *state, const Claim *claim, PyObject *number, Lent **batch)
+static long long bit_of(const PopFields *self, const QueueFields *state, const Claim *claim, PyObject *number, BatchFields **batch)
 {
     long long start, pop_time_ms, left;
     PyObject *found = claim->in_order ? (PyObject *)last_in_order(self, state)
                                       : PyDict_GetItemWithError(state->in_flight, number);
     if (!found)
         return PyErr_Occurred() ? -1 : 0;
-    if (!PyObject_TypeCheck(found, &LentType) || (*batch && found != (PyObject *)*batch))
+    if (!PyObject_TypeCheck(found, &BatchFieldsType) || (*batch && found != (PyObject *)*batch))
         return 0;
-    *batch = (Lent *)found;
+    *batch = (BatchFields *)found;
     if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
         pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || !number_of((*batch)->left, &left) ||
         claim->offset < start || claim->offset - start > MOST_BITS)
@@ -357,11 +357,11 @@ static long long bit_of(const Desk *self, const Lending *state, const Claim *cla
 }
 
 /* Deliveries of one batch: 1, 0 when they are for Python, -1 with an exception. */
-static int settle(Desk *self, Lending *state, const Claim *claims, int count)
+static int settle(PopFields *self, QueueFields *state, const Claim *claims, int count)
 {
     long long start, bits = 0, bit, left, name, written;
     PyObject *numbers[MOST_SETTLED], *rest = NULL;
-    Lent *batch = NULL;
+    BatchFields *batch = NULL;
     int made = 0, result = 0;
     bool in_order = claims->in_order, known = !state->gone;
     while (known && made < count) {
@@ -402,7 +402,7 @@ static int settle(Desk *self, Lending *state, const Claim *claims, int count)
         result = -1;
         goto done;
     }
-    Timed *timeline = (Timed *)state->timeline;
+    TimelineFields *timeline = (TimelineFields *)state->timeline;
     if (timeline->entries > COMPACT_FROM + 2 * state->batches) {
         PyObject *compacted = PyObject_CallMethodNoArgs((PyObject *)state, compact_name);
         result = compacted ? 1 : -1;
@@ -450,7 +450,7 @@ static bool are_apart(PyObject *states, const Claim *claims, int count)
 {
     for (int i = 0; i < count; i++) {
         PyObject *state = PyList_GET_ITEM(states, claims[i].queue_id);
-        if (claims[i].in_order || !is_whole(state) || claims[i].offset >= ((Lending *)state)->cursor)
+        if (claims[i].in_order || !is_whole(state) || claims[i].offset >= ((QueueFields *)state)->cursor)
             return false;
         bool begins = i && !of_one_batch(claims + i - 1, claims + i);
         for (int j = 0; begins && j < i; j++)
@@ -461,11 +461,11 @@ static bool are_apart(PyObject *states, const Claim *claims, int count)
 }
 
 /* Deliveries of one batch, with the lock of their queue: 1, 0 when they are for Python, -1 with an exception. */
-static int settle_run(Desk *self, PyObject *states, const Claim *claims, int count)
+static int settle_run(PopFields *self, PyObject *states, const Claim *claims, int count)
 {
     if (claims->queue_id >= PyList_GET_SIZE(states) || !is_whole(PyList_GET_ITEM(states, claims->queue_id)))
         return 0;
-    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(states, claims->queue_id));
+    QueueFields *state = (QueueFields *)Py_NewRef(PyList_GET_ITEM(states, claims->queue_id));
     int done = try_lock(state);
     if (done > 0) {
         PyObject *lock = Py_NewRef(state->lock);
@@ -476,8 +476,8 @@ static int settle_run(Desk *self, PyObject *states, const Claim *claims, int cou
         Py_XDECREF(result);
     }
     long long left;
-    if (done > 0 && claims->in_order && PyObject_TypeCheck(state->fifo, &LentType) &&
-        number_of(((Lent *)state->fifo)->left, &left) && !left) {
+    if (done > 0 && claims->in_order && PyObject_TypeCheck(state->fifo, &BatchFieldsType) &&
+        number_of(((BatchFields *)state->fifo)->left, &left) && !left) {
         PyObject *woken = PyObject_CallOneArg(self->freed, (PyObject *)state);
         if (!woken)
             done = -1;
@@ -491,7 +491,7 @@ static int settle_run(Desk *self, PyObject *states, const Claim *claims, int cou
    `FifoQueues` must do the others.
 
    Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are taken here. */
-static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("settle", nargs, 2))
         return NULL;
@@ -515,36 +515,36 @@ static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs
     return PyLong_FromLong(done);
 }
 
-static PyMethodDef desk_methods[] = {
-    {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "Deliveries, or None: see pop/quick.py."},
-    {"settle", (PyCFunction)(void (*)(void))desk_settle, METH_FASTCALL, "How many are settled: see pop/quick.py."},
+static PyMethodDef pop_fields_methods[] = {
+    {"hand_out", (PyCFunction)(void (*)(void))method_hand_out, METH_FASTCALL, "Deliveries, or None: see pop/quick.py."},
+    {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "How many are settled: see pop/quick.py."},
     {NULL},
 };
 
-static PyMemberDef desk_members[] = {
-#define MEMBER(field) {"_" #field, T_OBJECT, offsetof(Desk, field), 0, NULL},
+static PyMemberDef pop_fields_members[] = {
+#define MEMBER(field) {"_" #field, T_OBJECT, offsetof(PopFields, field), 0, NULL},
     SHARED(MEMBER)
-    {"_max_body", T_LONGLONG, offsetof(Desk, max_body), 0, NULL},
-    {"_order_changes", T_LONGLONG, offsetof(Desk, order_changes), 0, NULL},
+    {"_max_body", T_LONGLONG, offsetof(PopFields, max_body), 0, NULL},
+    {"_order_changes", T_LONGLONG, offsetof(PopFields, order_changes), 0, NULL},
     {NULL},
 };
 
-PyTypeObject DeskType = {
+PyTypeObject PopFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Desk",
+    .tp_name = "mqstore._native.PopFields",
     .tp_doc = "Where messages are handed out and taken back.",
-    .tp_basicsize = sizeof(Desk),
+    .tp_basicsize = sizeof(PopFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)desk_dealloc,
-    .tp_traverse = (traverseproc)desk_traverse,
-    .tp_clear = (inquiry)desk_clear,
-    .tp_members = desk_members,
-    .tp_methods = desk_methods,
+    .tp_dealloc = (destructor)pop_fields_dealloc,
+    .tp_traverse = (traverseproc)pop_fields_traverse,
+    .tp_clear = (inquiry)pop_fields_clear,
+    .tp_members = pop_fields_members,
+    .tp_methods = pop_fields_methods,
 };
 
 int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("_compact");
-    return !compact_name || lending_init() < 0 || PyType_Ready(&DeskType) < 0 ? -1 : 0;
+    return !compact_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -94,11 +94,11 @@ def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
     offsets.table.commit(QueueKey("ahead", "t", 0), 11)
     offsets.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
-        offsets.table.bury({"t": {0: 9}}, deleted=deleted)
+        offsets.table.move_starts({"t": {0: 9}}, deleted=deleted)
     assert (offsets.table.committed(QueueKey("g", "t", 0)), offsets.table.start_of("t", 0)) == (4, 0)
     offsets.table.save()
     assert (offsets.again().committed(QueueKey("g", "t", 0)), offsets.again().start_of("t", 0)) == (4, 0)
-    offsets.table.bury({"t": {0: 9}}, deleted=deleted)
+    offsets.table.move_starts({"t": {0: 9}}, deleted=deleted)
     assert (
         offsets.again().committed(QueueKey("g", "t", 0)),
         offsets.again().committed(QueueKey("ahead", "t", 0)),
@@ -615,7 +615,7 @@ class OffsetModel(RuleBasedStateMachine):
 
     @rule(topic=topic)
     def delete_topic(self, topic: str) -> None:
-        self.offsets.table.bury({topic: {}}, deleted=True)
+        self.offsets.table.move_starts({topic: {}}, deleted=True)
         self._drop(lambda key: key[1] == topic)
         self._note_saved()
 

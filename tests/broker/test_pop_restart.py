@@ -322,7 +322,7 @@ def test_the_replay_position_is_the_oldest_unsettled_batch(pops: PopBench) -> No
 
 
 def test_the_replay_position_moves_though_nothing_is_due_for_long(pops: PopBench) -> None:
-    """What is settled at once asks nobody to come: with loans of an hour the log was held for an hour, too."""
+    """What is settled at once asks nobody to come: with leases of an hour the log was held for an hour, too."""
 
     def served() -> None:
         pops.put("t", 1)

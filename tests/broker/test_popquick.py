@@ -17,7 +17,7 @@ from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.quick import Lending
+from mqstore.broker.pop.quick import QueueFields
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import Batch
@@ -630,8 +630,8 @@ def test_forged_receipts_are_refused_as_by_python(
 @compiled
 def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     tables = pair.benches[0].tables
-    bare = kernel.Lending()
-    half = Lending()
+    bare = kernel.QueueFields()
+    half = QueueFields()
     half.key = QueueKey("g", "t", 0)
     for thing in (None, 1, "state", object(), bare, half):
         assert tables.hand_out(thing, 1, 1, 1, "t", True, False) is None
@@ -650,7 +650,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
         tables.hand_out(state)
     with pytest.raises(TypeError):
         tables.settle()
-    desk = kernel.Desk()
+    desk = kernel.PopFields()
     assert desk.hand_out(state, 1, 1, 1, "t", True, False) is None
     assert desk.settle([state], ["0 1 1 0 0 mqstore 0 0"]) == 0
 

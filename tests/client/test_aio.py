@@ -387,10 +387,10 @@ async def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
     queue = await store.queue("jobs", retry=retry)
     await queue.put(b"x")
     consumer = await store.simple_consumer("g", {"jobs": "*"}, retry=retry)
-    for loan in (await queue.get(), (await consumer.receive())[0]):
+    for lease in (await queue.get(), (await consumer.receive())[0]):
         raised = False
         try:
-            async with loan:
+            async with lease:
                 raise error
         except type(error):
             raised = True

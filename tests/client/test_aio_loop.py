@@ -88,7 +88,7 @@ def queue_lock(store: aio.Store) -> Any:
     return state.lock
 
 
-async def lent(store: aio.Store, count: int) -> tuple[aio.Queue, list[aio.Task]]:
+async def leased(store: aio.Store, count: int) -> tuple[aio.Queue, list[aio.Task]]:
     """Return a queue with two items left, both read ahead, and the tasks of the `count` before them."""
     queue = await store.queue("jobs")
     await queue.put_many([b"%d" % i for i in range(count + 2)])
@@ -99,7 +99,7 @@ async def lent(store: aio.Store, count: int) -> tuple[aio.Queue, list[aio.Task]]
 @compiled
 @in_store
 async def test_get_and_ack_of_items_that_were_read_ahead_need_no_thread(store: aio.Store) -> None:
-    queue, [task, in_block] = await lent(store, 2)
+    queue, [task, in_block] = await leased(store, 2)
     with busy(store):
         async with in_block:
             await queue.ack(task)
@@ -126,7 +126,7 @@ async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store)
 
 @in_store
 async def test_what_was_read_ahead_is_not_given_after_an_immediate_shutdown(store: aio.Store) -> None:
-    queue, _ = await lent(store, 1)
+    queue, _ = await leased(store, 1)
     await queue.shutdown(immediate=True)
     with pytest.raises(mqstore.QueueShutDown):
         await queue.get()
@@ -134,7 +134,7 @@ async def test_what_was_read_ahead_is_not_given_after_an_immediate_shutdown(stor
 
 @in_store
 async def test_what_a_consumer_failed_at_comes_before_what_was_read_ahead(store: aio.Store) -> None:
-    queue, _ = await lent(store, 2)
+    queue, _ = await leased(store, 2)
     broker = store.sync.broker
     first, second = await store.read("jobs", 0, 0, 2)
     attempts = []
@@ -152,7 +152,7 @@ async def test_what_a_consumer_failed_at_comes_before_what_was_read_ahead(store:
 async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
     store: aio.Store, what: str, lock: Callable[[aio.Store], Any]
 ) -> None:
-    queue, [task] = await lent(store, 1)
+    queue, [task] = await leased(store, 1)
     with held(lock(store)):
         waiting = asyncio.ensure_future(queue.get() if what == "get" else VERBS[what](task))
         await turns()
@@ -164,7 +164,7 @@ async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
 @pytest.mark.parametrize("what", ["get", "put", *VERBS])
 @in_store(durability="flush")
 async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(store: aio.Store, what: str) -> None:
-    queue, [task] = await lent(store, 1)
+    queue, [task] = await leased(store, 1)
     async with slow_flush(store) as begun:
         calls = {**VERBS, "get": lambda task: queue.get(), "put": lambda task: queue.put(b"x")}
         waiting = asyncio.ensure_future(calls[what](task))
@@ -246,7 +246,7 @@ def test_a_verb_that_is_cancelled_anywhere_is_done_or_not_begun(tmp_path: Any, v
 @in_store
 async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(store: aio.Store) -> None:
     """A later `get` found the next item read ahead, and overtook the one that the thread had not given back yet."""
-    queue, _ = await lent(store, 1)
+    queue, _ = await leased(store, 1)
     taken, go_on = threading.Event(), threading.Event()
     with held(queue_lock(store)):
         cancelled = asyncio.ensure_future(queue.get())
@@ -265,7 +265,7 @@ async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(
 
 @in_store
 async def test_a_block_that_is_closed_by_the_garbage_collector_gives_its_item_back(store: aio.Store) -> None:
-    queue, [task] = await lent(store, 1)
+    queue, [task] = await leased(store, 1)
 
     async def block() -> None:
         async with task:
@@ -280,7 +280,7 @@ async def test_a_block_that_is_closed_by_the_garbage_collector_gives_its_item_ba
 
 @in_store
 async def test_a_block_that_ends_when_the_store_is_closed_raises_what_ended_it(store: aio.Store) -> None:
-    _, [failed, clean] = await lent(store, 2)
+    _, [failed, clean] = await leased(store, 2)
     await store.close()
     with pytest.raises(ZeroDivisionError):
         async with failed:
@@ -288,4 +288,4 @@ async def test_a_block_that_ends_when_the_store_is_closed_raises_what_ended_it(s
     with pytest.raises(mqstore.errors.StoreClosedError):
         async with clean:
             pass
-    assert isinstance(failed.sync, delivery.Loan)
+    assert isinstance(failed.sync, delivery.Lease)

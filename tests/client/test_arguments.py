@@ -28,7 +28,7 @@ def _assigned(store: Any) -> Any:
     return consumer
 
 
-def _lent(store: Any) -> Any:
+def _leased(store: Any) -> Any:
     [delivery] = store.simple_consumer("billing", {"orders": "*"}).receive(wait=0)
     return delivery
 
@@ -48,8 +48,8 @@ REFUSED: list[Case] = [
     (lambda s: s.queue("jobs", codec="json"), ConfigError, "codec .*'json'"),
     (lambda s: s.queue("waiting").get(timeout="soon"), ConfigError, "timeout .*'soon'"),
     (lambda s: s.queue("jobs", visibility=None), ConfigError, "visibility .*None"),
-    (lambda s: _lent(s).extend(86_400), ConfigError, "visibility is 86400; give 12 hours at most"),
-    (lambda s: _lent(s).nack(86_400), ConfigError, "delay is 86400; give 12 hours at most"),
+    (lambda s: _leased(s).extend(86_400), ConfigError, "visibility is 86400; give 12 hours at most"),
+    (lambda s: _leased(s).nack(86_400), ConfigError, "delay is 86400; give 12 hours at most"),
     (lambda s: s.simple_consumer("billing", "orders"), ConfigError, "topics .*'orders'"),
     (lambda s: s.simple_consumer("billing", interceptors=[5]), ConfigError, "5 .*Interceptor"),
     (lambda s: s.push_consumer("billing", interceptors=5), ConfigError, "interceptors .*5"),

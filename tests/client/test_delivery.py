@@ -1,4 +1,4 @@
-"""A message on loan: the verbs, what `with` makes of the end of its block, what is settled stays settled. All of it
+"""A message on lease: the verbs, what `with` makes of the end of its block, what is settled stays settled. All of it
 for groups with and without order, whose engines differ."""
 
 from __future__ import annotations

@@ -492,7 +492,7 @@ def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) ->
 
 
 @BOTH
-@pytest.mark.parametrize("later_s", [0, 120], ids=["at once", "when the loans are over"])
+@pytest.mark.parametrize("later_s", [0, 120], ids=["at once", "when the leases are over"])
 def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the third message: what was done stays done, that one is an attempt more."""
 

@@ -4,7 +4,7 @@ failures, members that come and go, pauses and kills, and from inside of handler
 The model knows messages: how often each is to fail, how often it was begun, and what became of it. It asserts
 clients#invariants: nothing is lost, and nothing comes twice but for a crash (1), calls of a queue or message group
 never overlap, and none begins before its predecessors are settled (3), who always fails is handled `ATTEMPTS` times and
-is one dead letter (5), and when `stop` returns nothing is running or lent (8). What was settled is in the log by then,
+is one dead letter (5), and when `stop` returns nothing runs or is leased (8). What was settled is in the log by then,
 so that a kill at any moment brings none of it again: progress in a file is not what pop goes on from.
 """
 
@@ -50,7 +50,7 @@ class Fate:
     begun: int = 0
     over: bool = False
     loose: bool = False
-    """A kill came between: of what was lent the attempt may count."""
+    """A kill came between: of what was leased the attempt may count."""
 
 
 class Standard(RuleBasedStateMachine):
@@ -118,7 +118,7 @@ class Standard(RuleBasedStateMachine):
             case "time":
                 self.bench.clock.advance(25_000)
                 for push in self.living:
-                    push.consumer.run_once()  # timers have a thread of their own: loans are renewed
+                    push.consumer.run_once()  # timers have a thread of their own: leases are renewed
                 self.others_run()
 
     def others_run(self) -> None:
@@ -166,7 +166,7 @@ class Standard(RuleBasedStateMachine):
         if not push.consumer.stop():
             self.wrong.append("a stop did not end")
         if push.held():
-            self.wrong.append("what was lent is kept by who has stopped")
+            self.wrong.append("what was leased is kept by who has stopped")
         # A failed message is pending, too, for the pause before its next attempt.
         leases = [each for each in self.bench.broker.pending("g") if each.visible_at_ms - each.pop_time_ms > PAUSE_MS]
         if leases and not (self.living or self.running):

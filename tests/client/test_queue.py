@@ -1,4 +1,4 @@
-"""The persistent queue: verbs of `queue.Queue`, loans, attempts, the end. Redelivery by a clock moved by hand; what
+"""The persistent queue: verbs of `queue.Queue`, leases, attempts, the end. Redelivery by a clock moved by hand; what
 blocks, with threads and short real times."""
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def test_a_full_queue_refuses(bench: Bench) -> None:
         with pytest.raises(standard.Full):
             put()
     task = queue.get()
-    with pytest.raises(mqstore.QueueFull):  # on loan is not done
+    with pytest.raises(mqstore.QueueFull):  # on lease is not done
         queue.put_nowait(b"c")
     task.ack()
     with pytest.raises(mqstore.QueueFull):
@@ -277,7 +277,7 @@ def test_many_putters_never_put_too_much(broker: Broker) -> None:
     assert most <= 3
 
 
-# -- loans -----------------------------------------------------------------------------------------------------------
+# -- leases -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_pause_that_is_too_long_is_shortened_and_how_often_is_told_at_the_end(
@@ -305,7 +305,7 @@ def test_a_dead_letter_tells_the_last_error(bench: Bench) -> None:
     assert [letter.properties["dlq_reason"] for letter in queue.dead_letters] == ["RuntimeError: mine"]
 
 
-def test_a_loan_ends_by_the_clock_of_the_store(bench: Bench) -> None:
+def test_a_lease_ends_by_the_clock_of_the_store(bench: Bench) -> None:
     queue = bench.queue(visibility=30)
     queue.put(b"a")
     bench.clock.advance(7_000)
@@ -433,13 +433,13 @@ def test_what_the_codec_cannot_read_is_a_failed_attempt_and_is_kept(bench: Bench
 # -- what it is on disk ----------------------------------------------------------------------------------------------
 
 
-def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_kill_9_what_was_on_lease_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came when the background thread had got to it, and `for task in queue` could end before."""
     path = tmp_path / "store"
 
     def work() -> None:
         queue = Queue(Broker(mqstore.engine.MessageStore(path)), "jobs", visibility=3600)
-        queue.put_many([b"done", b"on loan", b"ready"])
+        queue.put_many([b"done", b"on lease", b"ready"])
         queue.get().ack()
         queue.get()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -447,7 +447,7 @@ def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path, monke
     assert in_child(work) == -signal.SIGKILL
     monkeypatch.setattr(Housekeeper, "start", lambda self: None)
     with Broker(mqstore.engine.MessageStore(path)) as broker:
-        assert sorted(taken(Queue(broker, "jobs"))) == [b"on loan", b"ready"]
+        assert sorted(taken(Queue(broker, "jobs"))) == [b"on lease", b"ready"]
 
 
 def test_it_is_a_topic_and_a_group_of_its_name(bench: Bench) -> None:

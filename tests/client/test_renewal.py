@@ -13,7 +13,7 @@ from mqstore.client.renewal import Held, Renewer
 from tests.broker.support import full
 from tests.client.popsupport import Bench
 
-LOAN_MS = 60_000
+VISIBILITY_MS = 60_000
 
 
 class Consumer:
@@ -22,20 +22,20 @@ class Consumer:
     def __init__(self, bench: Bench, ordered: bool) -> None:
         self.bench = bench
         self.ordered = ordered
-        self.renewer = Renewer(bench.broker, "g", LOAN_MS)
+        self.renewer = Renewer(bench.broker, "g", VISIBILITY_MS)
 
     @property
     def now_ms(self) -> int:
         return self.bench.clock.monotonic_ms()
 
     def pop(self, n: int = 1) -> list[Delivery]:
-        return self.bench.broker.pop("g", "t", n, invisible=LOAN_MS / 1000, order=self.ordered)
+        return self.bench.broker.pop("g", "t", n, invisible=VISIBILITY_MS / 1000, order=self.ordered)
 
     def take(self, n: int = 1) -> Held:
         """Put and pop `n` messages, which are held from then on."""
         self.bench.put(*[b"a"] * n, queue_id=0)
         held = Held(self.pop(n))
-        self.renewer.add(held, self.now_ms + LOAN_MS)
+        self.renewer.add(held, self.now_ms + VISIBILITY_MS)
         return held
 
     def settle(self, held: Held, n: int = 1) -> None:
@@ -69,7 +69,7 @@ def consumer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Consume
     bench.store.close()
 
 
-def test_a_renewal_comes_when_a_third_of_the_loan_is_left(consumer: Consumer) -> None:
+def test_a_renewal_comes_when_a_third_of_the_lease_is_left(consumer: Consumer) -> None:
     consumer.take()
     assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
     consumer.pass_time(39.999)

@@ -337,7 +337,7 @@ def test_a_full_topic_does_not_starve_the_others(bench: Bench, ordered: bool) ->
     assert sorted(seen) == [b"t", b"u", b"v"]
 
 
-def test_loans_are_as_long_as_was_said(bench: Bench) -> None:
+def test_leases_are_as_long_as_was_said(bench: Bench) -> None:
     consumer = bench.consumer(visibility=timedelta(seconds=30))
     bench.put(b"a", b"b")
     consumer.receive(wait=0)

@@ -455,7 +455,7 @@ def test_an_overwrite_that_is_finished_late_takes_no_progress_from_groups_that_w
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(OffsetTable, "bury", killed)
+        patch.setattr(OffsetTable, "move_starts", killed)
         with pytest.raises(KeyboardInterrupt):
             write(options, "a", 1, TWO, overwrite=True)
     assert consume(len(ONE)) == [*ONE[2:], *TWO[:2]]

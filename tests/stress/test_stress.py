@@ -454,7 +454,7 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
         return Polling(loop)
 
     def late(number: int) -> Polling:
-        """Whose loans run out while a handler hangs."""
+        """Whose leases run out while a handler hangs."""
 
         def loop(end: threading.Event) -> None:
             with store.simple_consumer("late", {"work": "*"}, visibility=SLOW_S, retry=RETRY) as consumer:

@@ -85,8 +85,8 @@ def test_the_files_say_what_the_broker_says(data: st.DataObject) -> None:
                     case "put":
                         running.put("orders", b"x", queue_id=data.draw(st.integers(0, 1)))
                     case "pop":
-                        n, loan_s = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((1, 3600)))
-                        found = running.pop(group, "orders", n, order=order, local=False, invisible=loan_s)
+                        n, visibility_s = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((1, 3600)))
+                        found = running.pop(group, "orders", n, order=order, local=False, invisible=visibility_s)
                         held[order] += [each.receipt for each in found]
                     case "ack" | "release" as verb if held[order]:
                         receipt = held[order].pop(data.draw(st.integers(0, len(held[order]) - 1)))

@@ -54,7 +54,7 @@ _FORWARDS = {
         },
     ),
     "PushConsumer": ("mqstore.client.pushconsumer", {"called": "pause resume assignment seek stats"}),
-    "Loan": (
+    "Lease": (
         "mqstore.client.delivery",
         {"value": "message attempt expires_at:float settled", "called": "nack extend reject"},
     ),

@@ -40,7 +40,7 @@ def snapshot(
 
     DEST becomes a store that was closed cleanly and holds all that had been put, saved and created when the command was
     started. It has been read back, every checksum, before it gets its name. So there is a whole DEST or none. A killed
-    command leaves DEST.partial-..., yours to delete. Messages that were lent or popped at that moment come again in it,
+    command leaves DEST.partial-..., yours to delete. Messages that were in flight at that moment are redelivered in it,
     as after a crash. Exit code 1 when something is wrong with what was copied, which DEST then has as well; see
     docs/recovery.md.
     """

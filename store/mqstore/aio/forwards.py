@@ -38,7 +38,7 @@ ProducerT = TypeVar("ProducerT", bound="producer.Producer")
 SimpleConsumerT = TypeVar("SimpleConsumerT", bound="simpleconsumer.SimpleConsumer")
 PullConsumerT = TypeVar("PullConsumerT", bound="pullconsumer.PullConsumer")
 PushConsumerT = TypeVar("PushConsumerT", bound="pushconsumer.PushConsumer")
-LoanT = TypeVar("LoanT", bound="delivery.Loan")
+LeaseT = TypeVar("LeaseT", bound="delivery.Lease")
 DeliveryT = TypeVar("DeliveryT", bound="delivery.Delivery")
 DeadLettersT = TypeVar("DeadLettersT", bound="deadletters.DeadLetters")
 
@@ -613,8 +613,8 @@ class PushConsumerForwards(Twin[PushConsumerT]):
         return await self._call(self.sync.stats)
 
 
-class LoanForwards(Twin[LoanT]):
-    """Methods and properties that `Loan` only forwards."""
+class LeaseForwards(Twin[LeaseT]):
+    """Methods and properties that `Lease` only forwards."""
 
     __slots__ = ()
 

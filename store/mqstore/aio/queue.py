@@ -3,7 +3,7 @@
     put      on the loop: a few microseconds. On the store's thread: large items, and queues with `maxsize`
     get      on the loop, if the item was prefetched and no lock is held. Else it looks on the store's thread, and
              waits at the queue's callback door
-    settle   see `loan.py`
+    settle   see `lease.py`
 
 Callers that wait for room stand in line, and only the first looks. It looks when an item is settled, and every 0.25 s,
 since other consumers and time settle items too.
@@ -24,7 +24,7 @@ from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
 from mqstore.aio.forwards import QueueForwards, TaskForwards
-from mqstore.aio.loan import Loan as AsyncLoan
+from mqstore.aio.lease import Lease as AsyncLease
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.twin import Closable
@@ -48,7 +48,7 @@ def limit(timeout: Duration | None) -> float | None:
     return None if wait_s == math.inf else wait_s
 
 
-class Task(AsyncLoan[queue.Task], TaskForwards[queue.Task]):
+class Task(AsyncLease[queue.Task], TaskForwards[queue.Task]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
     released at once, and the attempt does not count.

@@ -8,7 +8,7 @@ from typing import Any
 
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.forwards import DeliveryForwards, SimpleConsumerForwards
-from mqstore.aio.loan import Loan
+from mqstore.aio.lease import Lease
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
@@ -23,7 +23,7 @@ from mqstore.store import Store
 __all__ = ["Delivery", "SimpleConsumer"]
 
 
-class Delivery(Loan[delivery.Delivery], DeliveryForwards[delivery.Delivery]):
+class Delivery(Lease[delivery.Delivery], DeliveryForwards[delivery.Delivery]):
     """Delivery with coroutines.
     `async with delivery as message:` acknowledges it at a clean end, gives it back after an exception, and obeys
     `Retry` and `Reject`. If cancelled, it is released unseen.

@@ -262,7 +262,7 @@ class OffsetTable:
         self._changes += len(groups)
         self._forget(lambda key: key.topic == topic)
 
-    def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
+    def move_starts(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
         """Move the logical starts of queues (topic -> queue id -> offset). They are on disk on return.
         A group behind a start continues there. Offsets beyond the start stay, so a late call redelivers nothing. With
         `deleted` every group's offsets in the topics are forgotten, and messages that wait for these topics are

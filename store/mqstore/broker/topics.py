@@ -382,7 +382,7 @@ class TopicTable:
         for gone in names:
             bounds = {queue_id: self._store.offsets_or_none(gone, queue_id) for queue_id in self._queue_ids(gone)}
             ends[gone] = {queue_id: each[1] for queue_id, each in bounds.items() if each is not None}
-        self._offsets.bury(ends, deleted=True)
+        self._offsets.move_starts(ends, deleted=True)
         with self._lock:
             self._write({key: value for key, value in self._entered.items() if key not in ends})
         for gone in names:

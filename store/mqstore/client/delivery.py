@@ -35,7 +35,7 @@ from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds", "release"]
+__all__ = ["Delivery", "Lease", "LeaseContext", "as_delivered", "fail", "release", "visibility_seconds"]
 
 _log = logging.getLogger("mqstore")
 
@@ -45,7 +45,7 @@ _LONGEST_S = 12 * 3600
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
-class Lender:
+class LeaseContext:
     """State that the leases of a consumer share."""
 
     __slots__ = ("broker", "group", "log", "monotonic_ms", "told")
@@ -61,13 +61,13 @@ class Lender:
         self.told = told
 
 
-class Loan:
+class Lease:
     """Delivery with the verbs that settle it. Thread-safe: the first verb settles it."""
 
-    __slots__ = ("_delivery", "_lender", "_message", "_verb", "expires_at")
+    __slots__ = ("_context", "_delivery", "_message", "_verb", "expires_at")
 
-    def __init__(self, lender: Lender, delivery: pop.Delivery, expires_at: float) -> None:
-        self._lender = lender
+    def __init__(self, context: LeaseContext, delivery: pop.Delivery, expires_at: float) -> None:
+        self._context = context
         self._delivery = delivery
         self._message: Message | None = None
         self._verb: Verb | None = None
@@ -98,21 +98,21 @@ class Loan:
         """Acknowledge the message. Repeating it is harmless.
         Raises ReceiptExpiredError if the message has been delivered to others already."""
         if self._verb is None:
-            lender, delivery = self._lender, self._delivery
-            lender.broker.ack(lender.group, delivery.topic, [delivery.receipt])
+            context, delivery = self._context, self._delivery
+            context.broker.ack(context.group, delivery.topic, [delivery.receipt])
             self._verb = "ack"
-            if lender.told is not None:
-                lender.told(self, "ack")
+            if context.told is not None:
+                context.told(self, "ack")
         elif self._verb != "ack":
             self._refuse()
 
     def ack_at_once(self) -> bool:
         """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
         The caller then calls `ack`."""
-        lender, delivery = self._lender, self._delivery
+        context, delivery = self._context, self._delivery
         if self._verb is not None:
             return False
-        if not lender.broker.ack_at_once(lender.group, delivery.topic, [delivery.receipt]):
+        if not context.broker.ack_at_once(context.group, delivery.topic, [delivery.receipt]):
             return False
         self._note("ack", "ack")
         return True
@@ -124,8 +124,8 @@ class Loan:
         if self._is_new("nack"):
             if delay is not None:
                 _bounded("delay", delay)
-            lender, delivery = self._lender, self._delivery
-            receipt = lender.broker.nack(lender.group, delivery.topic, delivery.receipt, delay)
+            context, delivery = self._context, self._delivery
+            receipt = context.broker.nack(context.group, delivery.topic, delivery.receipt, delay)
             self._note("nack", "dlq" if receipt is None else "retry")
 
     def extend(self, visibility: Duration) -> None:
@@ -133,23 +133,23 @@ class Loan:
         Raises ReceiptExpiredError as `ack` does and after settling, and ConfigError for bad seconds."""
         if self._verb is not None:
             self._refuse()
-        lender, delivery = self._lender, self._delivery
-        expires_at = lender.monotonic_ms() / 1000 + _bounded("visibility", visibility)
+        context, delivery = self._context, self._delivery
+        expires_at = context.monotonic_ms() / 1000 + _bounded("visibility", visibility)
         # Renew without a new receipt, so that a simultaneous `ack` of another thread counts.
-        lender.broker.renew(lender.group, delivery.topic, delivery.receipt, visibility)
+        context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility)
         self.expires_at = expires_at
 
     def reject(self, reason: str = "") -> None:
         """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does."""
         if self._is_new("reject"):
-            lender, delivery = self._lender, self._delivery
-            lender.broker.dead_letter(lender.group, delivery.topic, delivery.receipt, reason or "rejected")
+            context, delivery = self._context, self._delivery
+            context.broker.dead_letter(context.group, delivery.topic, delivery.receipt, reason or "rejected")
             self._note("reject", "dlq")
 
     def _release(self) -> None:
         if self._verb is None:
-            lender, delivery = self._lender, self._delivery
-            lender.broker.release(lender.group, delivery.topic, [delivery.receipt])
+            context, delivery = self._context, self._delivery
+            context.broker.release(context.group, delivery.topic, [delivery.receipt])
             self._verb = "release"
 
     def _is_new(self, verb: Verb) -> bool:
@@ -162,8 +162,8 @@ class Loan:
 
     def _note(self, verb: Verb, outcome: Settled) -> None:
         self._verb = verb
-        if self._lender.told is not None:
-            self._lender.told(self, outcome)
+        if self._context.told is not None:
+            self._context.told(self, outcome)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -174,9 +174,9 @@ class Loan:
             return False
         # Retry and Reject are carried out, or their failure is raised.
         if isinstance(error, Retry):
-            lender = self._lender
+            context = self._context
             # Shorten here and not in `nack`, whose caller can handle the error.
-            self.nack(shortened(retry_delay(error), _LONGEST_S, lender.log, self.message))
+            self.nack(shortened(retry_delay(error), _LONGEST_S, context.log, self.message))
             return True
         if isinstance(error, Reject):
             self.reject(error.reason)
@@ -185,9 +185,9 @@ class Loan:
             if not isinstance(error, Exception):  # Ctrl-C or similar is no failure of the message
                 self._release()
             elif self._verb is None:
-                lender = self._lender
+                context = self._context
                 self._note(
-                    "nack", fail(lender.broker, lender.group, self._delivery, f"{type(error).__name__}: {error}")
+                    "nack", fail(context.broker, context.group, self._delivery, f"{type(error).__name__}: {error}")
                 )
         except MQStoreError as late:  # the caller must see the first error
             _log.warning("%r could not be given back: %s", self, late)
@@ -199,7 +199,7 @@ class Loan:
         return f"<{type(self).__name__} of {where}{f', {self._verb}' if self._verb else ''}>"
 
 
-class Delivery(Loan):
+class Delivery(Lease):
     """Message that `SimpleConsumer.receive` returned.
     `with delivery as message:` acknowledges it at a clean end, and gives it back after an exception. `Retry` and
     `Reject` are obeyed and not raised again.
@@ -218,8 +218,8 @@ class Delivery(Loan):
 
     __slots__ = ("received_at",)
 
-    def __init__(self, lender: Lender, delivery: pop.Delivery, received_at: float, expires_at: float) -> None:
-        super().__init__(lender, delivery, expires_at)
+    def __init__(self, context: LeaseContext, delivery: pop.Delivery, received_at: float, expires_at: float) -> None:
+        super().__init__(context, delivery, expires_at)
         self.received_at = received_at
         """Time of receipt, on the scale of `expires_at`."""
 
@@ -251,14 +251,14 @@ def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay:
     return "dlq" if again is None else "retry"
 
 
-def release(loans: Iterable[Loan]) -> None:
+def release(leases: Iterable[Lease]) -> None:
     """Release the leases of a call that was interrupted or cancelled, as a cancelled block does.
     The attempts do not count. A failure is logged."""
-    for loan in loans:
-        loan.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    for lease in leases:
+        lease.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-def loan_seconds(visibility: Duration) -> float:
+def visibility_seconds(visibility: Duration) -> float:
     """Return a lease's duration in seconds. Raises ConfigError unless it is 0.1 s to 12 h."""
     value = visibility if type(visibility) is int else seconds(visibility, "visibility")
     if not 0.1 <= value <= _LONGEST_S:

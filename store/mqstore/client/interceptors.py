@@ -53,7 +53,7 @@ class Consumed:
 class Interceptor:
     """Base class of interceptors. Override the hooks that you need.
 
-    >>> class Timed(Interceptor):
+    >>> class TimelineFields(Interceptor):
     ...     def on_settle(self, message, outcome, seconds):
     ...         print(message.topic, outcome)
     """

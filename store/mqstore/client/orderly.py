@@ -189,7 +189,7 @@ class OrderlyService:
         """Dead-letter the first message, whose last attempt ended with the process."""
         first = line.items[0]
         last = shown(first, first.topic, first.reconsume_times - 1)
-        if self._bury(line.queue, last, Failure("reject", PROCESS_ENDED), 0.0):
+        if self._dead_letter(line.queue, last, Failure("reject", PROCESS_ENDED), 0.0):
             self._handling.has_handled(line, [line.items.popleft()])
         else:
             line.again_ms = AGAIN_MS
@@ -215,7 +215,7 @@ class OrderlyService:
         stuck = False
         for message in messages:
             last = failure.kind == "reject" or (limit is not None and message.attempt >= limit)
-            if last and not stuck and self._bury(queue, message, failure, each_ms):
+            if last and not stuck and self._dead_letter(queue, message, failure, each_ms):
                 continue
             stuck = stuck or last
             again.append(message)
@@ -227,7 +227,7 @@ class OrderlyService:
         line.again_ms = AGAIN_MS if stuck else self._pause_ms(failure, again[0])
         return False
 
-    def _bury(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> bool:
+    def _dead_letter(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> bool:
         """Dead-letter a message, then settle it. In this order a crash makes two dead letters, never none."""
         why = failure.reason
         if failure.kind != "reject":

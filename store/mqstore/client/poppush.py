@@ -48,7 +48,7 @@ from mqstore.log.message import Message, stored_bytes
 
 __all__ = ["PopEngine"]
 
-LOAN_MS = 60_000
+VISIBILITY_MS = 60_000
 HOLD_MS = 20_000
 """Time within which fetched messages should begin, so that almost no lease is renewed before."""
 FETCH_MAX = 256
@@ -123,7 +123,7 @@ class PopEngine:
         self._is_paused = False
         self._settlings: dict[Settling, None] = {}
         """Settlements that wait to be tried again."""
-        self._renewer = Renewer(broker, group, LOAN_MS, handling.log)
+        self._renewer = Renewer(broker, group, VISIBILITY_MS, handling.log)
         self._renew_ms: int | None = None
         """Time at which the renewer's timer is due."""
 
@@ -231,7 +231,7 @@ class PopEngine:
             found: list[pop.Delivery] = []
             try:
                 topics = self._source.topics(turn)
-                found = [] if topics is None else self._source.look(topics, turn, room, LOAN_MS / 1000)
+                found = [] if topics is None else self._source.look(topics, turn, room, VISIBILITY_MS / 1000)
                 turn = None
                 if not found:
                     self._end_fetch(token)  # before waiting, since the callback may come at once
@@ -299,7 +299,7 @@ class PopEngine:
                 shown = delivery if message is delivery.message else delivery._replace(message=message)
                 groups.setdefault((delivery.topic, part), []).append(shown)
         units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
-        expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
+        expires_ms = self._clock.monotonic_ms() + VISIBILITY_MS - int(took_ms)
         size = sum([stored_bytes(unit.items) for unit in units])
         with self._lock:
             if not (is_closed := self.dropped):
@@ -315,7 +315,7 @@ class PopEngine:
             return []
         for unit in units:
             self._handling.pulled(unit.topic, len(unit.items), took_ms)
-        self._renew_at(expires_ms - LOAN_MS // 3)
+        self._renew_at(expires_ms - VISIBILITY_MS // 3)
         if self._handling.hooks.on_receive:
             self._leave_out(units)
         return [unit for unit in units if unit.items]

@@ -28,7 +28,7 @@ def pop_retries(
     group: str,
     topics: Container[str],
     count: int,
-    loan_s: float,
+    visibility_s: float,
     *,
     order: bool,
     skip_acked: bool = False,
@@ -40,7 +40,7 @@ def pop_retries(
         group,
         retry_topic(group),
         count,
-        invisible=loan_s,
+        invisible=visibility_s,
         order=order,
         start="earliest",
         skip_acked=skip_acked,
@@ -58,6 +58,6 @@ def pop_retries(
                 if order:
                     blocked.add(each.queue_id)
                 fail(broker, group, each, f"nobody subscribes to its topic {origin} any more")
-        except MQStoreError as error:  # it comes again when its loan is over
+        except MQStoreError as error:  # it comes again when its lease is over
             _log.warning("group %s: %s/%d could not be given back: %s", group, each.topic, each.queue_id, error)
     return wanted, len(found) == count

@@ -167,8 +167,8 @@ class PopSource:
             self.waits.pass_on(turn)
         return None
 
-    def look(self, topics: Topics, turn: str | None, count: int, loan_s: float) -> list[Delivery]:
-        """Return up to `count` messages, each leased for `loan_s` seconds.
+    def look(self, topics: Topics, turn: str | None, count: int, visibility_s: float) -> list[Delivery]:
+        """Return up to `count` messages, each leased for `visibility_s` seconds.
         `turn` is that of the call of `topics`, and is used up. An error of one topic is raised only if no other has
         messages."""
         found: list[Delivery] = []
@@ -184,7 +184,7 @@ class PopSource:
                     if not number:
                         break
                     try:
-                        got, is_full = self._pop(topic, only, number, loan_s)
+                        got, is_full = self._pop(topic, only, number, visibility_s)
                     except MQStoreError as error:
                         if not isinstance(error, TopicNotFoundError):  # not created yet, which will be reported
                             failure = failure or error
@@ -208,16 +208,16 @@ class PopSource:
             raise failure
         return found
 
-    def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> tuple[list[Delivery], bool]:
+    def _pop(self, topic: str, only: Filter | None, count: int, visibility_s: float) -> tuple[list[Delivery], bool]:
         """Return messages of a topic, and True if it may have more."""
         order = self._mode.ordered
         if topic == self._retries and topic not in self.wanted:
             wanted = self.wanted
-            return pop_retries(self._broker, self._group, wanted, count, loan_s, order=order)
-        found = self._broker.pop_at_once(self._group, topic, count, loan_s, order) if only is None else []
+            return pop_retries(self._broker, self._group, wanted, count, visibility_s, order=order)
+        found = self._broker.pop_at_once(self._group, topic, count, visibility_s, order) if only is None else []
         if not found:
             found = self._broker.pop(
-                self._group, topic, count, invisible=loan_s, filter=only, order=order, start="earliest"
+                self._group, topic, count, invisible=visibility_s, filter=only, order=order, start="earliest"
             )
         return found, len(found) == count
 

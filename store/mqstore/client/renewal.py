@@ -48,7 +48,7 @@ class Held:
 
 
 class Renewer:
-    """Deliveries that one consumer of `group` holds, renewed for `loan_ms` at a time.
+    """Deliveries that one consumer of `group` holds, renewed for `visibility_ms` at a time.
     Thread-safe, except that only one thread at a time may call `run_once`.
 
     >>> import mqstore, tempfile
@@ -61,10 +61,10 @@ class Renewer:
     (40000, 80000, 120000, 1)
     """
 
-    def __init__(self, broker: Broker, group: str, loan_ms: int, log: LimitedLog | None = None) -> None:
+    def __init__(self, broker: Broker, group: str, visibility_ms: int, log: LimitedLog | None = None) -> None:
         self._broker = broker
         self._group = group
-        self._loan_ms = loan_ms
+        self._visibility_ms = visibility_ms
         self._log = LimitedLog(f"group {group}") if log is None else log
         self._lock = threading.Lock()
         self._held: dict[Held, None] = {}
@@ -76,7 +76,7 @@ class Renewer:
 
     def add(self, held: Held, expires_ms: int) -> None:
         """Renew deliveries, which are leased until `expires_ms`, until they are removed."""
-        held.due_ms = expires_ms - self._loan_ms // 3
+        held.due_ms = expires_ms - self._visibility_ms // 3
         with self._lock:
             self._held[held] = None
             self._count += len(held.deliveries)
@@ -107,7 +107,7 @@ class Renewer:
 
     def _renew(self, held: Held, now_ms: int) -> int:
         """Renew deliveries, and return when they are due again."""
-        due_ms = now_ms + self._loan_ms - self._loan_ms // 3
+        due_ms = now_ms + self._visibility_ms - self._visibility_ms // 3
         with self._lock:
             deliveries = [(key, each) for key, each in held.deliveries.items() if key not in held.lost]
         for key, each in deliveries:
@@ -116,7 +116,9 @@ class Renewer:
             name = f"{each.topic}/{each.queue_id}, offset {each.message.offset}"
             try:
                 # Never wait for the disk: a power cut that loses the renewal also ends this consumer.
-                self._broker.renew(self._group, each.topic, each.receipt, self._loan_ms / 1000, durability="append")
+                self._broker.renew(
+                    self._group, each.topic, each.receipt, self._visibility_ms / 1000, durability="append"
+                )
             except (ReceiptExpiredError, InvalidReceiptError) as error:
                 if key in held.deliveries:
                     held.lost.add(key)

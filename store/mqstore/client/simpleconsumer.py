@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
-from mqstore.client.delivery import Delivery, Lender, loan_seconds
+from mqstore.client.delivery import Delivery, LeaseContext, visibility_seconds
 from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
 from mqstore.client.limitedlog import LimitedLog
@@ -114,12 +114,12 @@ class SimpleConsumer(Closing):
         self.client_id = client_id_of(client_id)
         """Name of this consumer in its group."""
         self._broker = broker
-        self._loan_s = loan_seconds(visibility)
+        self._visibility_s = visibility_seconds(visibility)
         self._clock = broker.store.clock
         self._log = LimitedLog(f"group {group}", self._clock)
         self._hooks = Interceptors(interceptors, self._log)
         self._changing = threading.Lock()
-        self._lender = Lender(broker, group, self._log, self._settled if self._hooks.on_settle else None)
+        self._context = LeaseContext(broker, group, self._log, self._settled if self._hooks.on_settle else None)
         if topics is not None and not isinstance(topics, Mapping):
             raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
         subscriptions = {topic: wanted(broker, topic, tags) for topic, tags in (topics or {}).items()}
@@ -177,12 +177,12 @@ class SimpleConsumer(Closing):
         was closed before. Then nothing was received.
         """
         check_whole("max_messages", max_messages, 1)
-        loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
+        visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         wait_s = seconds(wait, "wait")
         self._source.check_open()
-        return self._receive(max_messages, wait_s, loan_s)
+        return self._receive(max_messages, wait_s, visibility_s)
 
-    def _receive(self, count: int, wait_s: float, loan_s: float) -> list[Delivery]:
+    def _receive(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
         source, waits = self._source, self._source.waits
         end_s = time.monotonic() + wait_s
         turn = waits.next_turn()
@@ -192,9 +192,9 @@ class SimpleConsumer(Closing):
             if topics is None:
                 return []
             begin_s = self._clock.monotonic_ms() / 1000
-            found = source.look(topics, turn, count, loan_s)
+            found = source.look(topics, turn, count, visibility_s)
             if found:
-                deliveries = [Delivery(self._lender, each, begin_s, begin_s + loan_s) for each in found]
+                deliveries = [Delivery(self._context, each, begin_s, begin_s + visibility_s) for each in found]
                 if not self._hooks.on_receive or (deliveries := self._filtered(found, deliveries)):
                     return deliveries
                 turn = None
@@ -222,7 +222,7 @@ class SimpleConsumer(Closing):
     def __iter__(self) -> Iterator[Delivery]:
         """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
         while not self._source.closed:
-            yield from self._receive(1, math.inf, self._loan_s)
+            yield from self._receive(1, math.inf, self._visibility_s)
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
         """Call `callback()` once, when another `receive(wait=0)` may find messages or raise an error.

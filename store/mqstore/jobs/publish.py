@@ -351,7 +351,7 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
         return
     if parts.store.spliced_version(note["app"]) >= note["ver"]:
         ends = {name: {int(queue_id): end for queue_id, end in each.items()} for name, each in note["ends"].items()}
-        parts.offsets.bury(ends)
+        parts.offsets.move_starts(ends)
     save_json(path, {"version": 1}, fs, check=check_overwrite)
 
 

@@ -442,7 +442,7 @@ class DelayService:
                 continue
             self._copy(level, copies, times, rolled=rolled)
             if reason:
-                self._bury(level, message, reason)
+                self._move_to_dead_letters(level, message, reason)
             else:  # the half message was delivered or given up long ago (delivery#level-delivery)
                 what = f"to {HALF_TOPIC}" if home is not None else f"to {topic}, which was deleted since,"
                 _log.warning("%s: the delayed message at %d of level %d belongs %s and is passed over",
@@ -461,7 +461,7 @@ class DelayService:
             except InvalidMessageError as error:  # about the first copy, which stays invalid
                 if rolled:
                     raise
-                self._bury(level, copies[at][0], f"a delayed message that cannot be put: {error}")
+                self._move_to_dead_letters(level, copies[at][0], f"a delayed message that cannot be put: {error}")
                 at += 1
                 continue
             if rolled:
@@ -493,7 +493,7 @@ class DelayService:
         self._skip(level, message.offset)
         self._advance(level, message.offset + 1)
 
-    def _bury(self, level: _Level, message: Message, reason: str) -> None:
+    def _move_to_dead_letters(self, level: _Level, message: Message, reason: str) -> None:
         self._dead_letter(message, SCHEDULE_GROUP, reason)
         self._done(level, message)
         self._statistics.add("delay_dead_letters", str(level.number))

@@ -398,7 +398,7 @@ class TimerService:
         properties = message.stored_properties()
         topic, out_ms = properties.get(REAL_TOPIC), number(properties.get(TIMER_OUT_MS))
         if not topic or topic == TIMER_TOPIC or out_ms is None or number(properties.get(REAL_QID)) is None:
-            self._messages.bury(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
+            self._messages.dead_letter(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
             return
         stored_ms, out_slot_ms = message.store_timestamp_ms, slot_of(out_ms + 1)
         slot_ms, rolls = placement(stored_ms, out_slot_ms)

@@ -120,9 +120,9 @@ class TimerMessages:
             try:
                 copy(message, topic, queue_id, kept, durability="append")
             except InvalidMessageError as error:
-                self.bury(message, str(error))
+                self.dead_letter(message, str(error))
 
-    def bury(self, message: Message, reason: str) -> None:
+    def dead_letter(self, message: Message, reason: str) -> None:
         """Put a message that can never be delivered to the dead letters of delay."""
         text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
         try:

@@ -52,7 +52,7 @@ class FifoQueues:
         tables, key, now_ms = self._tables, state.key, ask.now_ms
         if not tables.ready(state, ask.start) or state.in_flight or state.released:
             return False  # the group popped this queue without order before, and those deliveries must end first
-        self._bury_exhausted(state, now_ms, ask.max_attempts)
+        self._dead_letter_exhausted(state, now_ms, ask.max_attempts)
         last = tables.order(state)
         if last is not None and last.blocks(ask.attempt_id, now_ms):
             return False
@@ -180,14 +180,14 @@ class FifoQueues:
             now_ms = self._tables.clock.now_ms()
             self._orders.put(state.key, record.failed(claim.offset, attempt, now_ms, error))
 
-    def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
+    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
         """Dead-letter the message, then settle it."""
         if claim.offset < state.cursor:
             raise expired([claim.text])
         record = self._need(state, claim)
         if claim.offset not in record.unacked():
             raise expired([claim.text])
-        self._bury(state, record, claim.offset, reason)
+        self._dead_letter(state, record, claim.offset, reason)
         self._tables.wake_if_free(state)
 
     def standing(self, state: QueueState, record: OrderInfo, now_ms: int) -> Standing:
@@ -203,7 +203,7 @@ class FifoQueues:
         """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""
         group = self._tables.parts.groups.get(state.key.group)
         try:
-            self._bury_exhausted(state, now_ms, None if group is None else group.max_attempts)
+            self._dead_letter_exhausted(state, now_ms, None if group is None else group.max_attempts)
             self._tables.wake_if_free(state)
         except BaseException:
             self._tables.announce(state, now_ms + _RETRY_MS)  # a due message announces no later time
@@ -213,7 +213,7 @@ class FifoQueues:
             if record is not None and (held := record.held(0, now_ms)):
                 self._tables.announce(state, min(map(record.visible_at, held)))
 
-    def _bury_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
+    def _dead_letter_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
         """Dead-letter messages that became visible after their last attempt (delivery#pop-change)."""
         record = self._tables.order(state)
         if record is None or limit is None:
@@ -226,7 +226,7 @@ class FifoQueues:
             try:
                 reason = f"attempt {attempt} of {limit} ended without acknowledgement"
                 ended = self._tables.ended_process(state, offset)
-                record = self._bury(state, record, offset, PROCESS_ENDED if ended else reason)
+                record = self._dead_letter(state, record, offset, PROCESS_ENDED if ended else reason)
                 if ended:
                     self._tables.comes_again(state, offset, None)
             except InvalidMessageError as error:
@@ -237,8 +237,8 @@ class FifoQueues:
                     "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
                 )
 
-    def _bury(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> OrderInfo:
-        self._tables.bury(state, offset, reason, reconsume_times=record.attempt(offset))
+    def _dead_letter(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> OrderInfo:
+        self._tables.move_to_dead_letters(state, offset, reason, reconsume_times=record.attempt(offset))
         assert state.fifo is not None
         self._log.put_settled(REVIVE, state.fifo.name, [offset])
         return self._note_settled(state, record, [offset])

@@ -37,7 +37,7 @@ from itertools import pairwise
 from typing import Any, Final, NoReturn
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.quick import Lent
+from mqstore.broker.pop.quick import BatchFields
 from mqstore.broker.pop.time import is_visible
 
 __all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
@@ -273,7 +273,7 @@ class OrderInfo:
         return info
 
 
-def record_of(batch: Lent) -> OrderInfo:
+def record_of(batch: BatchFields) -> OrderInfo:
     """Return the record of a batch that was popped after another, if only acknowledgements followed.
     Each message was delivered for the first time, and no visible time was changed."""
     distances = range(batch.count) if batch.deltas is None else batch.deltas
@@ -290,7 +290,7 @@ class OrderInfoTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.entries: dict[QueueKey, OrderInfo | Lent] = {}
+        self.entries: dict[QueueKey, OrderInfo | BatchFields] = {}
         """Records by queue. A batch represents its `record_of`, and compiled code changes both together."""
         self._others: dict[str, Any] = {}
         """Entries of the file's table whose key does not name a topic and a group. They are kept."""
@@ -304,19 +304,21 @@ class OrderInfoTable:
 
     def get(self, queue: QueueKey) -> OrderInfo | None:
         entry = self.entries.get(queue)
-        return record_of(entry) if isinstance(entry, Lent) else entry
+        return record_of(entry) if isinstance(entry, BatchFields) else entry
 
     def records(self) -> dict[QueueKey, OrderInfo]:
         """Return all records, as of one moment."""
         entries = dict(self.entries)
-        return {queue: record_of(entry) if isinstance(entry, Lent) else entry for queue, entry in entries.items()}
+        return {
+            queue: record_of(entry) if isinstance(entry, BatchFields) else entry for queue, entry in entries.items()
+        }
 
-    def put(self, queue: QueueKey, entry: OrderInfo | Lent | None) -> None:
+    def put(self, queue: QueueKey, entry: OrderInfo | BatchFields | None) -> None:
         """Replace the record of a queue, or store the batch that represents it. None: forget the queue."""
         with self._lock:
             self._put(queue, entry)
 
-    def _put(self, queue: QueueKey, entry: OrderInfo | Lent | None) -> None:
+    def _put(self, queue: QueueKey, entry: OrderInfo | BatchFields | None) -> None:
         if entry is not None:
             self.entries[queue] = entry
         elif self.entries.pop(queue, None) is None:

@@ -1,7 +1,7 @@
 """Fields of a queue, a batch and a timeline of pop, compiled where possible.
 They are bases of the classes in state.py.
 
-With `native.kernel` the fields are in C structures, and `Desk` delivers a batch, or settles messages of one, in one
+With `native.kernel` the fields are in C structures, and `PopFields` delivers a batch, or settles some, by one
 call. Without it these are plain classes, and the two methods do not exist. The rules are in standard.py, fifo.py and
 state.py, which handle all cases that the compiled methods decline.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from mqstore.broker.pop.orderinfo import OrderInfo
     from mqstore.broker.pop.state import Batch, QueueState, Timeline
 
-__all__ = ["Desk", "Lending", "Lent", "Timed"]
+__all__ = ["BatchFields", "PopFields", "QueueFields", "TimelineFields"]
 
 
-class Lent:
+class BatchFields:
     """The messages of one pop."""
 
     __slots__ = ("count", "deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
@@ -50,7 +50,7 @@ class Lent:
     """Offsets that failed and wait to be redelivered. No receiver holds them."""
 
 
-class Timed:
+class TimelineFields:
     """Visible times of deliveries, as a map from millisecond to batches."""
 
     __slots__ = ("_buckets", "_times", "entries")
@@ -62,7 +62,7 @@ class Timed:
     entries: int
 
 
-class Lending:
+class QueueFields:
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = (
@@ -132,7 +132,7 @@ class Lending:
     """True if group or topic was deleted. A thread that still has this state must look up another."""
 
 
-class Desk:
+class PopFields:
     """Fields that compiled methods need besides a queue's state. If `_tip` is None they decline."""
 
     _tip: Tip | None
@@ -144,7 +144,7 @@ class Desk:
     _max_body: int
     _resets: dict[QueueKey, int]
     """Pending resets of the offset table."""
-    _orders: dict[QueueKey, OrderInfo | Lent]
+    _orders: dict[QueueKey, OrderInfo | BatchFields]
     """Entries of the order info table."""
     _order_changes = 0
     """Number of changes to the order info by compiled code."""
@@ -152,13 +152,13 @@ class Desk:
     """Method `note` of the offset table."""
     _freed: Callable[[QueueState], None]
     """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
-    _batch: type[Lent]
+    _batch: type[BatchFields]
     _delivery: type[tuple[Any, ...]]
 
     if TYPE_CHECKING:
 
         def hand_out(
-            self, state: Lending, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
+            self, state: QueueFields, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
         ) -> list[Delivery] | None:
             """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
             Returns None, with nothing changed, for any other case of `pop` of `StandardQueues` or `FifoQueues`."""
@@ -171,4 +171,5 @@ class Desk:
 
 
 if not TYPE_CHECKING and kernel is not None:
-    Lent, Timed, Lending, Desk = kernel.Lent, kernel.Timed, kernel.Lending, kernel.Desk
+    BatchFields, TimelineFields = kernel.BatchFields, kernel.TimelineFields
+    QueueFields, PopFields = kernel.QueueFields, kernel.PopFields

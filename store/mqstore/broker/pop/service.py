@@ -414,7 +414,7 @@ class PopService:
             with state.lock:
                 attempt = kind.attempt(state, claim)
                 if config.max_attempts is not None and attempt >= config.max_attempts:
-                    kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                    kind.dead_letter(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
                     return None
                 delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
                 changed = kind.change(state, claim, delay_ms, failed=True)
@@ -432,7 +432,7 @@ class PopService:
             claim = claim_of(receipt)
             state = self._state_of(group, topic, claim)
             with state.lock:
-                self._kind(claim).bury(state, claim, reason)
+                self._kind(claim).dead_letter(state, claim, reason)
 
     def _kind(self, claim: Claim) -> StandardQueues | FifoQueues:
         return self._fifo if claim.fifo else self._standard

@@ -1,6 +1,6 @@
 """Popping without order: unacknowledged messages are redelivered as copies (delivery#pop-queue).
 
-    pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
+    pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `dead_letter`:
     settle   ack record, then settled                               copy to the retry topic, or dead letter
     settle, to release: rel record, then popped again first         then rev record, then settled
     change   chg record, then visible at another time
@@ -186,10 +186,10 @@ class StandardQueues:
         message = self._tables.message(state.key, claim.offset)
         return 1 if message is None else message.attempt
 
-    def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
+    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
         """Dead-letter the message, then settle it."""
         batch = self._need(state, claim)
-        self._tables.bury(state, claim.offset, reason)
+        self._tables.move_to_dead_letters(state, claim.offset, reason)
         self._settle(state, REVIVE, batch, [claim.offset])
         state.note_revived([claim.offset])
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.log import queue_head
-from mqstore.broker.pop.quick import Lending, Lent, Timed
+from mqstore.broker.pop.quick import BatchFields, QueueFields, TimelineFields
 from mqstore.broker.pop.time import is_visible
 from mqstore.log.message import Message
 
@@ -65,7 +65,7 @@ class Standing(NamedTuple):
     """Number of messages before `next` that may be delivered again."""
 
 
-class Batch(Lent):
+class Batch(BatchFields):
     """Messages of one pop, stored as one `ck` record."""
 
     __slots__ = ()
@@ -125,7 +125,7 @@ class Batch(Lent):
             i += 1
 
 
-class Timeline(Timed):
+class Timeline(TimelineFields):
     """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
 
     __slots__ = ("asked",)
@@ -203,7 +203,7 @@ class Timeline(Timed):
         return there
 
 
-class QueueState(Lending):
+class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")

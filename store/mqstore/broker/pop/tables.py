@@ -22,7 +22,7 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
-from mqstore.broker.pop.quick import Desk
+from mqstore.broker.pop.quick import PopFields
 from mqstore.broker.pop.state import Batch, Counts, QueueState
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
@@ -45,7 +45,7 @@ _LOOKS = 16
 """Maximum number of reads in which one pop searches for a message that passes its filter."""
 
 
-class PopTables(Desk):
+class PopTables(PopFields):
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
         self.parts = parts
         self.store = parts.store
@@ -279,7 +279,9 @@ class PopTables(Desk):
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
 
-    def bury(self, state: QueueState, offset: int, reason: str, *, reconsume_times: int | None = None) -> None:
+    def move_to_dead_letters(
+        self, state: QueueState, offset: int, reason: str, *, reconsume_times: int | None = None
+    ) -> None:
         """Dead-letter the message at `offset`, or report it as lost if it is gone."""
         message = self.message(state.key, offset)
         if message is None:

@@ -1,6 +1,6 @@
-/* `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline: their members, and the lock. */
+/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline. */
 
-#include "lending.h"
+#include "popfields.h"
 #include <stddef.h>
 #include <structmember.h>
 
@@ -8,61 +8,61 @@ static PyObject *acquire_name, *release_name, *heappush;
 
 /* --- a batch --- */
 
-#define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
+#define BATCH(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
 
-static void lent_dealloc(Lent *self)
+static void batch_fields_dealloc(BatchFields *self)
 {
 #define DROP(field) Py_XDECREF(self->field);
-    LENT(DROP)
+    BATCH(DROP)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMemberDef lent_members[] = {
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
-    LENT(MEMBER)
-    {"count", T_INT, offsetof(Lent, count), 0, NULL},
+static PyMemberDef batch_fields_members[] = {
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(BatchFields, field), 0, NULL},
+    BATCH(MEMBER)
+    {"count", T_INT, offsetof(BatchFields, count), 0, NULL},
     {NULL},
 };
 
 /* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
-PyTypeObject LentType = {
+PyTypeObject BatchFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lent",
+    .tp_name = "mqstore._native.BatchFields",
     .tp_doc = "The messages of one pop.",
-    .tp_basicsize = sizeof(Lent),
+    .tp_basicsize = sizeof(BatchFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lent_dealloc,
-    .tp_members = lent_members,
+    .tp_dealloc = (destructor)batch_fields_dealloc,
+    .tp_members = batch_fields_members,
 };
 
 /* --- when they become visible --- */
 
-#define TIMED(F) F(buckets) F(times)
+#define TIMELINE(F) F(buckets) F(times)
 
-COLLECTED(timed, Timed, TIMED)
+COLLECTED(timeline, TimelineFields, TIMELINE)
 
-static PyMemberDef timed_members[] = {
-    {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
-    {"_times", T_OBJECT_EX, offsetof(Timed, times), 0, NULL},
-    {"entries", T_LONGLONG, offsetof(Timed, entries), 0, NULL},
+static PyMemberDef timeline_members[] = {
+    {"_buckets", T_OBJECT_EX, offsetof(TimelineFields, buckets), 0, NULL},
+    {"_times", T_OBJECT_EX, offsetof(TimelineFields, times), 0, NULL},
+    {"entries", T_LONGLONG, offsetof(TimelineFields, entries), 0, NULL},
     {NULL},
 };
 
-PyTypeObject TimedType = {
+PyTypeObject TimelineFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Timed",
+    .tp_name = "mqstore._native.TimelineFields",
     .tp_doc = "What a timeline holds.",
-    .tp_basicsize = sizeof(Timed),
+    .tp_basicsize = sizeof(TimelineFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)timed_dealloc,
-    .tp_traverse = (traverseproc)timed_traverse,
-    .tp_clear = (inquiry)timed_clear,
-    .tp_members = timed_members,
+    .tp_dealloc = (destructor)timeline_dealloc,
+    .tp_traverse = (traverseproc)timeline_traverse,
+    .tp_clear = (inquiry)timeline_clear,
+    .tp_members = timeline_members,
 };
 
-int timed_add(Timed *self, PyObject *at, PyObject *batch)
+int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch)
 {
     PyObject *there = PyDict_GetItemWithError(self->buckets, at);
     if (!there) {
@@ -95,47 +95,47 @@ int timed_add(Timed *self, PyObject *at, PyObject *batch)
 #define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
     F(announced_ms)
 
-COLLECTED(lending, Lending, STATE)
+COLLECTED(queue_fields, QueueFields, STATE)
 
-static PyMemberDef lending_members[] = {
-#define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},
+static PyMemberDef queue_fields_members[] = {
+#define NUMBER(field) {#field, T_LONGLONG, offsetof(QueueFields, field), 0, NULL},
     NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
     NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
-    {"_batches", T_LONGLONG, offsetof(Lending, batches), 0, NULL},
-    {"gone", T_BOOL, offsetof(Lending, gone), 0, NULL},
+    {"_batches", T_LONGLONG, offsetof(QueueFields, batches), 0, NULL},
+    {"gone", T_BOOL, offsetof(QueueFields, gone), 0, NULL},
 #undef MEMBER
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lending, field), 0, NULL},
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(QueueFields, field), 0, NULL},
     STATE(MEMBER)
     {NULL},
 };
 
-PyTypeObject LendingType = {
+PyTypeObject QueueFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lending",
+    .tp_name = "mqstore._native.QueueFields",
     .tp_doc = "What is known of one queue that is popped from.",
-    .tp_basicsize = sizeof(Lending),
+    .tp_basicsize = sizeof(QueueFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lending_dealloc,
-    .tp_traverse = (traverseproc)lending_traverse,
-    .tp_clear = (inquiry)lending_clear,
-    .tp_members = lending_members,
+    .tp_dealloc = (destructor)queue_fields_dealloc,
+    .tp_traverse = (traverseproc)queue_fields_traverse,
+    .tp_clear = (inquiry)queue_fields_clear,
+    .tp_members = queue_fields_members,
 };
 
 bool is_whole(PyObject *object)
 {
-    if (!PyObject_TypeCheck(object, &LendingType))
+    if (!PyObject_TypeCheck(object, &QueueFieldsType))
         return false;
-    const Lending *state = (const Lending *)object;
+    const QueueFields *state = (const QueueFields *)object;
 #define THERE(field) state->field &&
     return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
-           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimedType) &&
-           ((const Timed *)state->timeline)->buckets && PyDict_CheckExact(((const Timed *)state->timeline)->buckets) &&
-           ((const Timed *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
+           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimelineFieldsType) &&
+           ((const TimelineFields *)state->timeline)->buckets && PyDict_CheckExact(((const TimelineFields *)state->timeline)->buckets) &&
+           ((const TimelineFields *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
            PyTuple_GET_SIZE(state->key) == 3;
 }
 
-int try_lock(Lending *state)
+int try_lock(QueueFields *state)
 {
     PyObject *args[] = {state->lock, Py_False};
     PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
@@ -164,7 +164,7 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
     return result;
 }
 
-int lending_init(void)
+int pop_fields_init(void)
 {
     acquire_name = PyUnicode_InternFromString("acquire");
     release_name = PyUnicode_InternFromString("release");
@@ -173,5 +173,5 @@ int lending_init(void)
     Py_XDECREF(module);
     if (!acquire_name || !release_name || !heappush)
         return -1;
-    return PyType_Ready(&LentType) < 0 || PyType_Ready(&TimedType) < 0 || PyType_Ready(&LendingType) < 0 ? -1 : 0;
+    return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
 }

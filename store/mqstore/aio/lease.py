@@ -14,17 +14,17 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mqstore.aio.forwards import LoanForwards
+from mqstore.aio.forwards import LeaseForwards
 from mqstore.client import delivery
 from mqstore.queue import Task
 
-__all__ = ["Loan"]
+__all__ = ["Lease"]
 
 L = TypeVar("L", Task, delivery.Delivery)
 T = TypeVar("T")
 
 
-class Loan(LoanForwards[L]):
+class Lease(LeaseForwards[L]):
     """A delivery that has to be settled. No verb can be cancelled half way."""
 
     __slots__ = ()

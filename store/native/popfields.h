@@ -1,7 +1,7 @@
-/* What is known of a queue that is popped from: the structures under state.py (lending.c). */
+/* What is known of a queue that is popped from: the structures under state.py (popfields.c). */
 
-#ifndef MQSTORE_LENDING_H
-#define MQSTORE_LENDING_H
+#ifndef MQSTORE_POPFIELDS_H
+#define MQSTORE_POPFIELDS_H
 
 #include "native.h"
 
@@ -10,14 +10,14 @@ typedef struct {
     PyObject_HEAD
     PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
     int count;
-} Lent;
+} BatchFields;
 
 /* When batches become visible. */
 typedef struct {
     PyObject_HEAD
     PyObject *buckets, *times;
     long long entries;
-} Timed;
+} TimelineFields;
 
 /* The state of a queue. */
 typedef struct {
@@ -26,16 +26,16 @@ typedef struct {
     long long pops, popped, popped_bytes, acked, batches;
     char gone;
     PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
-} Lending;
+} QueueFields;
 
 /* As `Timeline.add`. 0, or -1 with an exception. */
-int timed_add(Timed *self, PyObject *at, PyObject *batch);
+int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch);
 /* Whether `object` is a state all of whose members were set, as they are once `QueueState.__init__` has run. */
 bool is_whole(PyObject *object);
 /* Not waited for: 1 when the lock is ours, 0 when another has it, -1 with an exception. */
-int try_lock(Lending *state);
+int try_lock(QueueFields *state);
 /* Whatever exception there is stays. `result` is let go of when the lock cannot be. */
 PyObject *unlocked(PyObject *lock, PyObject *result);
-int lending_init(void);
+int pop_fields_init(void);
 
 #endif
