@@ -126,7 +126,7 @@ class Queue:
     ...     queue = store.queue("jobs", codec=mqstore.TEXT)
     ...     queue.put_many(["a.png", "b.png"])
     ...     first = queue.get()
-    ...     first.nack(delay=0)  # failed: it comes again
+    ...     first.nack(delay=0)  # failed: it is redelivered
     ...     [(task.value, task.attempt) for task in (queue.get(), queue.get(timeout=10))]
     [('b.png', 1), ('a.png', 2)]
     """

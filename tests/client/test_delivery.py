@@ -315,7 +315,7 @@ def test_what_happened_first_is_what_the_caller_sees(
     except BaseException as raised:
         caught = raised
     assert caught is error
-    assert "could not be given back" in caplog.text
+    assert "could not be released" in caplog.text
     second.ack()
     assert bench.lag() == 0
 

@@ -110,7 +110,7 @@ def test_the_delay_that_a_handler_wishes_is_bounded(
     push = Push(bench, act, ordered=ordered)
     bench.put(b"a", queue_id=0)
     push.advance(0)
-    assert "t/0, offset 0: it was to come again in 1e+06 s" in caplog.text
+    assert "t/0, offset 0: it was to be redelivered in 1e+06 s" in caplog.text
     most_s = 60 if ordered else 12 * 3600
     push.advance(most_s - 1)
     assert len(push.seen) == 1
@@ -118,7 +118,7 @@ def test_the_delay_that_a_handler_wishes_is_bounded(
     assert push.seen[1:] == [(b"a", 2)]
     bench.put(b"b")
     push.advance(100)
-    assert caplog.text.count("come again in") == 1
+    assert caplog.text.count("be redelivered in") == 1
 
 
 @BOTH
@@ -209,7 +209,7 @@ def test_what_cannot_be_settled_at_the_end_comes_again(
         disk.setattr(bench.broker, "ack", full)
         push.go()
         assert push.consumer.stop()
-    assert "comes again" in caplog.text
+    assert "is redelivered" in caplog.text
     other = Push(bench, ordered=ordered)
     other.advance(61)
     assert other.seen == [(b"a", 2)]

@@ -147,7 +147,7 @@ def test_a_body_that_cannot_be_read_is_not_done(path: Path, how: list[str]) -> N
     result = mqstore("consume", path, "orders", "--group", "g", "--idle-exit", 0, *how, exit_code=1)
 
     assert "orders, queue 0, offset 0: " in result.stderr
-    assert "1 failed and come again" in result.stderr
+    assert "1 failed, to be redelivered" in result.stderr
 
 
 @pytest.mark.parametrize("read", [0, 1])
@@ -449,7 +449,7 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
         child.kill()
 
     assert child.returncode == 0, error
-    assert b"1 not settled, come again; 10 left (stopped by signal)" in error
+    assert b"1 not settled, to be redelivered; 10 left (stopped by signal)" in error
     assert b"handler" not in said + error
     [(body, _)] = ran(tmp_path)
     again = script(tmp_path, "")

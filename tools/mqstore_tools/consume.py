@@ -70,11 +70,11 @@ MQSTORE_TAG, MQSTORE_KEYS, MQSTORE_MESSAGE_ID, MQSTORE_UNIQUE_KEY, MQSTORE_ATTEM
 MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (what is no letter, digit or _ in a name becomes _).
   exit code 0    done
   65             a dead letter at once, for the reason in the first line of its stderr (--reject-code)
-  any other      failed: it comes again as the group's retry policy says, after the last attempt a dead letter
+  any other      failed: it is redelivered as the group's retry policy says, after the last attempt a dead letter
 
 \b
 Ctrl-C or SIGTERM: begin nothing more, let running commands end, note how far the group is. Twice: kill them; their
-messages come again. Three times: end at once, whatever it waits for.
+messages are redelivered. Three times: end at once, whatever it waits for.
 Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong usage, 3 the store
 cannot be opened.""",
 )
@@ -113,7 +113,7 @@ cannot be opened.""",
     type=NumberRange(0, _LONGEST_S),
     metavar="SECONDS",
     multiple=True,
-    help="Pause before a failed message comes again; repeated: before the 2nd, 3rd, ... attempt. The group keeps it.",
+    help="Pause before a failed message is redelivered; repeated: before the 2nd, 3rd, ... attempt. A group keeps it.",
 )
 @click.option(
     "--format",
@@ -167,8 +167,8 @@ def consume(
 ) -> None:
     """Take the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
 
-    A message is done once it was printed and written out, or its command has ended well. What was begun and not done
-    when the process dies comes again. Takes the writer's lock for as long as it runs. With --json a summary at the end:
+    A message is done once it was printed and written out, or its command has ended well. If the process dies, messages
+    that are not done are redelivered. Takes the writer's lock for as long as it runs. With --json a summary at the end:
     on stdout with --exec, else, where messages are printed, on stderr.
     """
     if command is None:
@@ -274,9 +274,9 @@ def _text(summary: dict[str, Any]) -> str:
     rate = f", {summary['messages'] / seconds:.0f}/s" if seconds else ""
     facts = [f"{summary['done']} done"]
     for name, words in (
-        ("failing", "failed and come again"),
+        ("failing", "failed, to be redelivered"),
         ("dead_letters", "dead letters"),
-        ("not_settled", "not settled, come again"),
+        ("not_settled", "not settled, to be redelivered"),
     ):
         if summary[name]:
             facts.append(f"{summary[name]} {words}")

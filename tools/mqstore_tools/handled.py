@@ -3,8 +3,8 @@
 printed and flushed                         done
 command:    exit code 0                     done
             --reject-code                   Reject: a dead letter, for the reason in its first line on stderr
-            any other, a signal, a timeout  Failed: it comes again as the retry policy says
-            killed by `kill`                Enough: let go of, comes again, no attempt counted
+            any other, a signal, a timeout  Failed: it is redelivered as the retry policy says
+            killed by `kill`                Enough: let go of, redelivered, no attempt counted
 anything else that is raised                no fault of the message: nothing is settled, the run ends
 """
 
@@ -38,7 +38,7 @@ class Enough(SystemExit):
 
 
 class Failed(Retry):
-    """The message comes again as the retry policy says, for this reason."""
+    """The message is redelivered as the retry policy says, for this reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()

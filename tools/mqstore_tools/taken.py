@@ -2,7 +2,7 @@
 
     message --> ticket --> work --> settled
                   | none left: --max-messages, a signal, an error
-                  +--> Enough: not settled, comes again, no attempt counted
+                  +--> Enough: not settled, redelivered, no attempt counted
 
 The main thread only supervises: signals, --idle-exit and --max-messages end the run. The consumer has its own threads.
 A signal handler only rings the bell: it may take no lock.
@@ -70,7 +70,7 @@ class Run(Interceptor):
         self.taken = 0
         self.outcomes: Counter[Settled] = Counter()
         self.failing: set[str] = set()
-        """Messages whose last attempt failed, and that come again."""
+        """Messages whose last attempt failed, and that are redelivered."""
         self.running = 0
         self.active_at = time.monotonic()
         self._limit = limit

@@ -126,7 +126,7 @@ class _Call(Generic[T]):
             if self.undo is not None and result is not None:
                 self.undo(result)
         except Exception as error:  # messages that were not released are redelivered later
-            _log.warning("the result of a cancelled call could not be given back: %s", error)
+            _log.warning("the result of a cancelled call could not be released: %s", error)
         finally:
             self.bridge.taking_back.discard(self)
 

@@ -191,7 +191,7 @@ class ConcurrentService:
             try:
                 return self._file(message, failure.reason, delay=failure.delay_s)
             except ConfigError as error:  # perhaps above the longest delay of the store, now and later
-                self._handling.report(error, "it comes again as the retry policy says", message)
+                self._handling.report(error, "it is redelivered as the retry policy says", message)
         return self._file(message, failure.reason)
 
     def _file(self, message: Message, reason: str, **delay: Any) -> Settled:

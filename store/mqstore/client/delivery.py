@@ -190,7 +190,7 @@ class Lease:
                     "nack", fail(context.broker, context.group, self._delivery, f"{type(error).__name__}: {error}")
                 )
         except MQStoreError as late:  # the caller must see the first error
-            _log.warning("%r could not be given back: %s", self, late)
+            _log.warning("%r could not be released: %s", self, late)
         return False
 
     def __repr__(self) -> str:

@@ -257,7 +257,7 @@ class Handling:
         """Fail a whole batch because its BatchFailure left out messages behind a failed one.
         In order that cannot be done, so nothing of it is relied on."""
         why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
-        self.report(ValueError(why), "it comes again", first)
+        self.report(ValueError(why), "it is redelivered", first)
         return Failure("retry", why)
 
     def report(self, error: BaseException, what: str, at: Message | QueueRef | None = None) -> None:

@@ -198,7 +198,7 @@ class OrderlyService:
         if line.queue.retries:
             topic = messages[0].topic
             why = f"a retry of topic {topic!r}, to which nobody of group {self._group!r} subscribes any more"
-            self._handling.report(ConfigError(why), "it comes again", messages[0])
+            self._handling.report(ConfigError(why), "it is redelivered", messages[0])
             return self.failed(line, messages, Failure("retry", why), 0.0)
         line.items.extendleft(reversed(messages))
         line.again_ms = NOBODY_AGAIN_MS

@@ -78,7 +78,7 @@ def shortened(delay_s: float | None, longest_s: float, log: LimitedLog, message:
     An error here would leave the message unsettled, since the handler that raised `Retry` has ended."""
     if delay_s is None or delay_s <= longest_s:
         return delay_s
-    what = f"it was to come again in {delay_s:g} s; the longest delay here is {longest_s:g} s"
+    what = f"it was to be redelivered in {delay_s:g} s; the longest delay here is {longest_s:g} s"
     log.say(logging.WARNING, what, at=message, like="shortened", once=True)
     return longest_s
 

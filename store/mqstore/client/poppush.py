@@ -6,7 +6,7 @@
 
     a unit is                                    and what becomes of it
     standard  a chunk of one topic, which        done: acknowledged together, when the chunk ends or 10 ms have passed.
-              several workers may be at          failed: given back, or a dead letter
+              several workers may be at          failed: released, or a dead letter
     ordered   a line: what was found in one      one batch after the other, the next when this one is settled. Failed:
               queue, in order                    given back, all behind it released; the queue is blocked until then
 
@@ -91,7 +91,7 @@ class PopEngine:
             batch_size=batch_size,
             ordered=ordered,
             timeout_ms=consume_timeout_ms,
-            then=", and its queue waits" if ordered else ", and comes again",
+            then=", and its queue waits" if ordered else ", and is redelivered",
             held_up=self._hand_over,
             overdue=self._time_is_up,
         )
@@ -415,7 +415,7 @@ class PopEngine:
                 late = set(error.receipts) if len(messages) > 1 else {*receipts}
                 told = [message for message, each in zip(messages, receipts, strict=True) if each not in late]
                 outcome = "ack"  # for the messages that were in time
-                log.say(logging.WARNING, "handled too late, it comes again", at=messages[0], error=error)
+                log.say(logging.WARNING, "handled too late, it is redelivered", at=messages[0], error=error)
                 if self._ordered:  # redelivered to another, and the messages behind it follow
                     self._release(unit, unit.take_rest())
             except StoreClosedError:
@@ -423,7 +423,7 @@ class PopEngine:
                 return False
             except Exception as error:
                 if last:
-                    log.say(logging.ERROR, "it is not settled, and comes again", at=messages[0], error=error)
+                    log.say(logging.ERROR, "it is not settled, and is redelivered", at=messages[0], error=error)
                     return False
                 self._handling.report(error, "it cannot be settled yet", messages[0])
                 self._try_again(settling)
@@ -454,7 +454,7 @@ class PopEngine:
             try:
                 self._broker.release(self._group, unit.topic, unit.receipts(messages))
             except MQStoreError as error:
-                self._handling.log.say(logging.WARNING, "could not be given back", at=messages, error=error)
+                self._handling.log.say(logging.WARNING, "could not be released", at=messages, error=error)
             self._forget(unit, messages)
 
     def _forget(self, unit: Unit, messages: Sequence[Message]) -> None:

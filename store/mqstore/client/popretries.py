@@ -58,6 +58,6 @@ def pop_retries(
                 if order:
                     blocked.add(each.queue_id)
                 fail(broker, group, each, f"nobody subscribes to its topic {origin} any more")
-        except MQStoreError as error:  # it comes again when its lease is over
-            _log.warning("group %s: %s/%d could not be given back: %s", group, each.topic, each.queue_id, error)
+        except MQStoreError as error:  # it is redelivered when its lease is over
+            _log.warning("group %s: %s/%d could not be released: %s", group, each.topic, each.queue_id, error)
     return wanted, len(found) == count

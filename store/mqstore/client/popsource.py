@@ -227,7 +227,7 @@ class PopSource:
             try:
                 self._broker.release(self._group, each.topic, [each.receipt])
             except MQStoreError as error:  # it is redelivered when its lease expires
-                _log.warning("group %s: %s/%d could not be given back: %s", self._group, *each[3:5], error)
+                _log.warning("group %s: %s/%d could not be released: %s", self._group, *each[3:5], error)
 
 
 def _subscriptions(wanted: Mapping[str, Wanted]) -> Subscriptions:

@@ -292,5 +292,5 @@ class ProcessQueue:
 
     def _span(self) -> int:
         # Not to the last that waits: while one message is stuck and all behind it are done at once there is no
-        # span by that, and as many as there are would come again (clients#concurrent).
+        # span by that, and as many as there are would be redelivered (clients#concurrent).
         return self._highest - next(iter(self._waiting)) if self._waiting else 0

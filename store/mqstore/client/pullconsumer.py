@@ -592,7 +592,7 @@ class PullConsumer:
             self._tell_lost()
             self._revoke(self._positions.by_queue)
         except StoreClosedError:
-            _log.warning("group %s: the store was closed before this consumer: what it had comes again", self.group)
+            _log.warning("group %s: the store was closed before this consumer: what it had is redelivered", self.group)
         finally:
             self._positions.drop(list(self._positions.by_queue))
             self._joined = False

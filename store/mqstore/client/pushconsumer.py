@@ -157,7 +157,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
         ordered = order_of(broker, group, ordered)
         queued = "mode='queue'; in mode='pop' the limits are of all queues as they are"
-        elsewhere = "elsewhere the retry policy says when a message comes again"
+        elsewhere = "elsewhere the retry policy says when a message is redelivered"
         for name, value, applies, where in (
             ("suspend", suspend, ordered and not pops, f"mode='queue' with ordered=True; {elsewhere}"),
             ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),

@@ -152,7 +152,7 @@ class Replay:
             if not lost or self._tables.parts.groups.get(key.group) is None:
                 continue
             _log.error(
-                "the pop log has lost records: %d messages of %s/%d, which group %s may have had, come again",
+                "the pop log has lost records: %d messages of %s/%d, which group %s may have had, are redelivered",
                 len(lost),
                 key.topic,
                 key.queue_id,
