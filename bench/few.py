@@ -58,7 +58,7 @@ def ratio(work: Callable[[str], float], arrays: Any) -> float:
 if __name__ == "__main__":
     through_arrays = mock.patch("mqstore.log.reput.few", return_value=None)
     print(f"dispatch of one message, through arrays: {ratio(dispatch_s, through_arrays):.2f} times the time")
-    through_arrays = mock.patch("mqstore.log.checking.FEW", 0)
+    through_arrays = mock.patch("mqstore.log.checking.SMALL_BATCH", 0)
     print(
         f'read of one message, profile "rocketmq", through arrays: {ratio(read_s, through_arrays):.2f} times the time'
     )

@@ -505,8 +505,8 @@ def test_a_property_alone_is_what_it_is_among_all(pieces: list[bytes], topic: by
         properties=b"".join(pieces), born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
     )  # fmt: skip
     before = b"A\1before\2"
-    stretch: Any = SimpleNamespace(buffer=before + record + b"A\1after\2")
-    message = Message(stretch, len(before), 0)
+    batch: Any = SimpleNamespace(buffer=before + record + b"A\1after\2")
+    message = Message(batch, len(before), 0)
     expected = decode_properties(b"".join(pieces))
     assert [message.stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
     assert (message.tag, message.message_group) == (expected.get("TAGS"), expected.get("__SHARDINGKEY"))
@@ -528,7 +528,7 @@ def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None
     bare = kernel.Located.__new__(kernel.Located)
     with pytest.raises(AttributeError):
         _ = bare.body
-    outside = kernel.Located(type("Stretch", (), {"buffer": b"short"}), 0, 0, 1000)
+    outside = kernel.Located(type("RecordBatch", (), {"buffer": b"short"}), 0, 0, 1000)
     with pytest.raises(IndexError):
         _ = outside.body
     bare_tip, bare_queue = kernel.Tip(), kernel.Numbered()

@@ -13,18 +13,18 @@ static int topic_index = 0, queue_id_index = 1;
 
 static void located_dealloc(Located *self)
 {
-    Py_XDECREF(self->stretch);
+    Py_XDECREF(self->batch);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static int located_init(Located *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"stretch", "start", "offset", "body_end", NULL};
-    PyObject *stretch;
+    static char *names[] = {"batch", "start", "offset", "body_end", NULL};
+    PyObject *batch;
     long long start, offset, body_end = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL|L", names, &stretch, &start, &offset, &body_end))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL|L", names, &batch, &start, &offset, &body_end))
         return -1;
-    Py_XSETREF(self->stretch, Py_NewRef(stretch));
+    Py_XSETREF(self->batch, Py_NewRef(batch));
     self->start = start;
     self->offset = offset;
     self->body_end = body_end;
@@ -41,7 +41,7 @@ static PyObject *never_made(void)
    smallest record is certain. 0, or -1 with an exception; then nothing is held. */
 static int open_record(Located *self, Py_buffer *view, Parts *parts)
 {
-    PyObject *buffer = self->stretch ? PyObject_GetAttr(self->stretch, buffer_name) : never_made();
+    PyObject *buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : never_made();
     if (!buffer)
         return -1;
     int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
@@ -171,9 +171,9 @@ static PyObject *located_keys(Located *self, void *closure)
 /* The queue, or its part at index *closure. */
 static PyObject *located_queue(Located *self, void *closure)
 {
-    if (!self->stretch)
+    if (!self->batch)
         return never_made();
-    PyObject *queue = PyObject_GetAttr(self->stretch, queue_name);
+    PyObject *queue = PyObject_GetAttr(self->batch, queue_name);
     if (queue && closure)
         Py_SETREF(queue, PySequence_GetItem(queue, *(const int *)closure));
     return queue;
@@ -236,7 +236,7 @@ static PyObject *located_message_id(Located *self, void *closure)
 
 int near_record(Near *near, Located *message, Parts *parts)
 {
-    if (near->stretch && near->stretch == message->stretch) {
+    if (near->batch && near->batch == message->batch) {
         if (message->start >= 0 && message->start <= near->view.len - MIN_RECORD_BYTES &&
             parts_of(near->view.buf, near->view.len, message->start, parts))
             return 0;
@@ -244,15 +244,15 @@ int near_record(Near *near, Located *message, Parts *parts)
     near_close(near);
     if (open_record(message, &near->view, parts) < 0)
         return -1;
-    near->stretch = Py_NewRef(message->stretch);
+    near->batch = Py_NewRef(message->batch);
     return 0;
 }
 
 void near_close(Near *near)
 {
-    if (near->stretch)
+    if (near->batch)
         PyBuffer_Release(&near->view);
-    Py_CLEAR(near->stretch);
+    Py_CLEAR(near->batch);
 }
 
 int located_plain(Located *message, Near *near, PyObject **head, PyObject **body)
@@ -287,7 +287,7 @@ static PyObject *located_plain_parts(Located *self, PyObject *nothing)
 }
 
 static PyMemberDef located_members[] = {
-    {"_stretch", T_OBJECT, offsetof(Located, stretch), READONLY, NULL},
+    {"_batch", T_OBJECT, offsetof(Located, batch), READONLY, NULL},
     {"_start", T_LONGLONG, offsetof(Located, start), READONLY, NULL},
     {"offset", T_LONGLONG, offsetof(Located, offset), READONLY, "The queue offset."},
     {"_body_end", T_LONGLONG, offsetof(Located, body_end), READONLY, NULL},
@@ -427,7 +427,7 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
     return passes;
 }
 
-/* read_units(type, stretch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
+/* read_units(type, batch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
        -> (messages, how many units were passed, the messages' bytes, whether a limit ended it)
 
    `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass
@@ -490,7 +490,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         Located *message = (Located *)type->tp_alloc(type, 0);
         if (!message)
             goto done;
-        message->stretch = Py_NewRef(args[1]);
+        message->batch = Py_NewRef(args[1]);
         message->start = position;
         message->offset = said.slot;
         message->body_end = body_end;

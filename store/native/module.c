@@ -35,7 +35,7 @@ static PyMethodDef functions[] = {
     FUNCTION(find_inner, "find_inner(buffer, starts, sizes, out)"),
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(tagged, "tagged(messages, tags) -> list"),
-    FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, hashes, most, queue_id, topic, budget) -> tuple"),
+    FUNCTION(read_units, "read_units(type, batch, buffer, start, units, first, hashes, most, queue_id, topic, budget) -> tuple"),
     FUNCTION(check_units,
              "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, table, "
              "checksums) -> int"),

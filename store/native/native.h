@@ -12,7 +12,7 @@
 #include "table.h"
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 24
+#define NATIVE_VERSION 25
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -245,13 +245,13 @@ bool add_number(Text *to, const char *name, long long value); /* not negative */
 /* A record in a buffer, found by a unit (message.c). */
 typedef struct {
     PyObject_HEAD
-    PyObject *stretch;
+    PyObject *batch;
     long long start, offset, body_end;
 } Located;
 
 /* The buffer that the last of several records lies in, held for the next one. Begin with {0}. */
 typedef struct {
-    PyObject *stretch;
+    PyObject *batch;
     Py_buffer view;
 } Near;
 

@@ -25,8 +25,8 @@ from mqstore.files.quiet import QUIET
 from mqstore.files.segment import place_in_file
 from mqstore.jobs.selection import Selection
 from mqstore.layout.compression import MissingPackageError
+from mqstore.log.recordbatch import RecordBatch
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.stretch import Stretch
 from mqstore.log.walk import in_log_order, walk_log
 from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
 from mqstore_tools.render import Told, as_json, console, note, print_json, progress, show_bytes, table
@@ -197,8 +197,8 @@ class _Found:
 
     def lines(self) -> Iterator[str]:
         """Yield messages in the order of the log, as JSON."""
-        for stretches in self.stretches():
-            for message in in_log_order(stretches):
+        for batches in self.batches():
+            for message in in_log_order(batches):
                 try:
                     yield as_json(export_row(message, raw_body=self.raw_bodies))
                 except MissingPackageError as error:
@@ -209,7 +209,7 @@ class _Found:
                     detail = f"{where}: left out, its body does not inflate: {error}"
                     self.told.tell(Finding("bad_record", file, at, message.size, detail))
 
-    def stretches(self) -> Iterator[list[Stretch]]:
+    def batches(self) -> Iterator[list[RecordBatch]]:
         """Yield all chosen messages, some consecutive ones of the log at a time.
         Raises TopicNotFoundError after the last if the topic or queue never was there."""
         for each in walk_log(self.store, self.verifier, self._is_wanted if self.topics else None):
@@ -217,9 +217,9 @@ class _Found:
                 # Behind the end of a store that was closed there was no message.
                 self.told.tell(each, counts=not (each.kind == "torn_tail" and self.store.clean_shutdown))
             elif isinstance(each, list):
-                stretches = [part for stretch in each if len(part := self._from(stretch))]
-                self.queues.update(stretch.queue for stretch in stretches)
-                yield stretches
+                batches = [part for batch in each if len(part := self._from(batch))]
+                self.queues.update(batch.queue for batch in batches)
+                yield batches
             else:
                 self._tell_gap(*each)
         for topic in {*self.topics} - {queue.topic for queue in self.queues}:
@@ -228,8 +228,8 @@ class _Found:
     def _is_wanted(self, topic: str, queue_id: int) -> bool:
         return topic in self.topics and self.queue_id in (None, queue_id)
 
-    def _from(self, stretch: Stretch) -> Stretch:
-        return stretch if stretch.slots[0] >= self.from_offset else stretch.only(stretch.slots >= self.from_offset)
+    def _from(self, batch: RecordBatch) -> RecordBatch:
+        return batch if batch.slots[0] >= self.from_offset else batch.only(batch.slots >= self.from_offset)
 
     def tell_not_inflated(self) -> None:
         """Print a line for each package that was missing."""

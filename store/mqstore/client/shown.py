@@ -19,7 +19,7 @@ class _Shown(Message):
     __slots__ = ("_redeliveries", "_topic")
 
     def __init__(self, message: Message, topic: str, redeliveries: int) -> None:
-        super().__init__(message._stretch, message._start, message.offset, message._body_end)
+        super().__init__(message._batch, message._start, message.offset, message._body_end)
         self._topic = topic
         self._redeliveries = redeliveries
 

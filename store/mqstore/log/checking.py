@@ -28,7 +28,7 @@ from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
-from mqstore.log.stretch import FEW
+from mqstore.log.recordbatch import SMALL_BATCH
 from mqstore.native import kernel
 
 __all__ = ["Checked", "RecordChecker", "Units", "check_units"]
@@ -100,7 +100,7 @@ class RecordChecker:
             return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
         units = Units(physical - segment.start, physical, sizes, slots)
-        if self.kernel is None and self._verify_reads and len(physical) <= FEW:
+        if self.kernel is None and self._verify_reads and len(physical) <= SMALL_BATCH:
             rows = zip(*(column.tolist() for column in units), strict=True)
             sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
             return buffer, Checked(np.array(sound, np.bool_))

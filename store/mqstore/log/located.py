@@ -29,7 +29,7 @@ from mqstore.layout.record import (
     TRANSACTION_MASK,
     store_timestamp_at,
 )
-from mqstore.log.stretch import Few, Stretch
+from mqstore.log.recordbatch import RecordBatch, UnitBatch
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
@@ -41,25 +41,25 @@ _V6 = BORN_HOST_V6 | STORE_HOST_V6
 
 
 class Located:
-    # Four slots, since readers make thousands at once. Values that messages share stay in their stretch.
-    __slots__ = ("_body_end", "_start", "_stretch", "offset")
+    # Four slots, since readers make thousands at once. Values that messages share stay in their batch.
+    __slots__ = ("_batch", "_body_end", "_start", "offset")
 
-    def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
-        """`start` is the record's position in the buffer of `stretch`.
+    def __init__(self, batch: RecordBatch | UnitBatch, start: int, offset: int, body_end: int = -1) -> None:
+        """`start` is the record's position in the buffer of `batch`.
         `body_end` is the end of a body that needs no decoding, or -1 if it is not known."""
-        self._stretch = stretch
+        self._batch = batch
         self._start = start
         self.offset = offset
         self._body_end = body_end
 
     @property
     def _buffer(self) -> mmap.mmap | bytes:
-        return self._stretch.buffer
+        return self._batch.buffer
 
     @property
     def queue(self) -> QueueRef:
         """Queue of this copy."""
-        return self._stretch.queue
+        return self._batch.queue
 
     @property
     def topic(self) -> str:
@@ -75,7 +75,7 @@ class Located:
     def body(self) -> bytes:
         """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
         end = self._body_end
-        return self._stretch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
+        return self._batch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
 
     if TYPE_CHECKING:  # methods of `Message`, for records that are not plain
 
@@ -131,7 +131,7 @@ class Located:
     def plain_parts(self) -> tuple[bytes, bytes] | None:
         """Return (header, stored body) of an ordinary record, or None.
         Ordinary records have two IPv4 hosts and are not held back by a transaction."""
-        buffer, start, flags = self._stretch.buffer, self._start, self.sys_flag
+        buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
         if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
             return None
         begin = start + BODY_AT_V4
@@ -140,7 +140,7 @@ class Located:
     @property
     def encoded_properties(self) -> bytes:
         """Properties as stored bytes (format#properties)."""
-        buffer, at = self._stretch.buffer, self._body_start()
+        buffer, at = self._batch.buffer, self._body_start()
         at += _I4(buffer, at - BODY_LENGTH_BYTES)[0]
         if _I4(buffer, self._start + MAGIC_AT)[0] == MAGIC_V2:
             at += 2 + (buffer[at] << 8 | buffer[at + 1])

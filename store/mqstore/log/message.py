@@ -69,7 +69,7 @@ class Message(Located):
     @property
     def tags_code(self) -> int:
         """Tags code of the consume-queue unit: hash of the tag, or the due time (format#tags-code)."""
-        return self._stretch.tags_code(self.offset)
+        return self._batch.tags_code(self.offset)
 
     @property
     def unique_key(self) -> str:
@@ -94,7 +94,7 @@ class Message(Located):
         if store:
             at, six = STORE_HOST_AT_V4 + (IPV6_EXTRA if six else 0), flags & STORE_HOST_V6
         at += self._start
-        return self._stretch.buffer[at : at + (IPV6_BYTES if six else IPV4_BYTES)]
+        return self._batch.buffer[at : at + (IPV6_BYTES if six else IPV4_BYTES)]
 
     @property
     def born_host(self) -> str:
@@ -118,7 +118,7 @@ class Message(Located):
 
     def _stored_body(self) -> bytes:
         """Return the body as its header describes it, inflated if it was stored compressed."""
-        buffer = self._stretch.buffer
+        buffer = self._batch.buffer
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]]
         return inflate(self.sys_flag, stored) if self.sys_flag & COMPRESSED else stored
@@ -126,7 +126,7 @@ class Message(Located):
     @property
     def body_view(self) -> memoryview:
         """Stored bytes of the body, read-only and uncopied. They keep the mapping alive."""
-        buffer, start = self._stretch.buffer, self._body_start()
+        buffer, start = self._batch.buffer, self._body_start()
         return memoryview(buffer)[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]].toreadonly()
 
     def text(self, encoding: str = "utf-8") -> str:
@@ -163,7 +163,7 @@ class Message(Located):
 
     def record_bytes(self) -> bytes:
         """Return the whole record as stored."""
-        return self._stretch.buffer[self._start : self._start + self.size]
+        return self._batch.buffer[self._start : self._start + self.size]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):

@@ -41,12 +41,12 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
+from mqstore.log.recordbatch import UnitBatch
 from mqstore.log.records import RecordReader, Request
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.retention import disk_ratio
 from mqstore.log.stats import StoreStats
-from mqstore.log.stretch import Few
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, StoreConfig
@@ -441,7 +441,7 @@ class StoreReader(Closing):
                 segment, buffer = there
                 start = physical - segment.start
                 if start + size <= len(buffer) and size >= MIN_RECORD_BYTES:
-                    return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
+                    return slot, Message(UnitBatch(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
                 slot = max(slot, self.records.find_front(queue))

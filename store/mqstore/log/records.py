@@ -27,8 +27,8 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
+from mqstore.log.recordbatch import RecordBatch, UnitBatch
 from mqstore.log.recovery.report import Finding
-from mqstore.log.stretch import Few, Stretch
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.log.tip import QueueRef
 
@@ -81,12 +81,12 @@ class RecordReader:
         if found is not None:
             messages, after, stop = found
         else:
-            stretches, after, stop = self._locate(asked)
+            batches, after, stop = self._locate(asked)
             messages = []
-            for stretch in stretches:
-                starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
-                messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
-                self.bytes_read += int(stretch.sizes.sum())
+            for batch in batches:
+                starts, slots = batch.starts.tolist(), batch.slots.tolist()
+                messages += map(Message, repeat(batch), starts, slots, batch.body_ends())
+                self.bytes_read += int(batch.sizes.sum())
         if (unit_filter := asked.unit_filter) is not None:
             messages = unit_filter.passing(messages)
         return messages, after, stop
@@ -107,7 +107,7 @@ class RecordReader:
         messages: list[Message]
         messages, looked, total, stop = kernel.read_units(
             Message,
-            Few(queue.ref, buffer, units, offset),
+            UnitBatch(queue.ref, buffer, units, offset),
             buffer,
             segment.start,
             units,
@@ -123,14 +123,14 @@ class RecordReader:
         self.bytes_read += total
         return messages, offset + looked, stop
 
-    def _locate(self, asked: Request) -> tuple[list[Stretch], int, bool]:
+    def _locate(self, asked: Request) -> tuple[list[RecordBatch], int, bool]:
         """Return the checked records of the units, the offset behind the last unit consumed, and a flag.
         The flag is True if a limit ended the read."""
         queue, size = asked.queue, self._run.segment_bytes
         units, slots, after, stop = self._choose(asked)
         physical = units["physical_offset"].astype(np.int64)
         sizes, tags = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
-        stretches: list[Stretch] = []
+        batches: list[RecordBatch] = []
         bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
         for low, high in pairwise([0, *bounds, len(units)] if len(units) else []):
             here = slice(low, high)
@@ -138,7 +138,7 @@ class RecordReader:
             good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention took it meanwhile
-                if stretches:  # reported when it is asked for
+                if batches:  # reported when it is asked for
                     after, stop = int(slots[low]), True
                     break
                 continue
@@ -160,9 +160,9 @@ class RecordReader:
                 continue
             starts = physical[here] - physical[low] // size * size
             known = checked.headers, checked.body_ends
-            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], *known)
-            stretches.append(stretch if good.all() else stretch.only(good))
-        return stretches, after, stop
+            batch = RecordBatch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], *known)
+            batches.append(batch if good.all() else batch.only(good))
+        return batches, after, stop
 
     def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], int, bool]:
         """Return the units that the read asks for, their slots, the offset behind the last unit, and a flag.
@@ -265,5 +265,5 @@ class RecordReader:
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self._delay_table_ms)
         unit = UNIT.pack(physical_offset, record.total_size, code)
-        few = Few(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
-        return Message(few, at, record.queue_offset)
+        batch = UnitBatch(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
+        return Message(batch, at, record.queue_offset)

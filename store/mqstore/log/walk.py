@@ -32,12 +32,12 @@ from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.reader import StoreReader
+from mqstore.log.recordbatch import RecordBatch
 from mqstore.log.records import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
 from mqstore.log.recovery.slots import Placed
 from mqstore.log.recovery.verify import Gap, Verifier
-from mqstore.log.stretch import Stretch
 
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
@@ -46,10 +46,10 @@ _STEP = 512
 
 def walk_log(
     store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
-) -> Iterator[list[Stretch] | Finding | Gap]:
+) -> Iterator[list[RecordBatch] | Finding | Gap]:
     """Yield all messages in a reader's log of the queues `wanted`, by topic and queue id. None means all.
 
-    `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. The stretches of a
+    `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. The batches of a
     list belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer
     the log ends where it ended when `verifier` was made. Needs bounded memory.
     """
@@ -58,7 +58,7 @@ def walk_log(
     events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
     for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
-            stretches: list[Stretch] = []
+            batches: list[RecordBatch] = []
             for found in verifier.placed(verifier.rows_of(event), wanted):
                 if isinstance(found, Finding):
                     if found.kind != "queue_offset":  # the right number is known
@@ -66,9 +66,9 @@ def walk_log(
                     continue
                 if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
-                stretches.append(_stretch(event, found))
+                batches.append(_batch(event, found))
             verifier.done_bytes = event.end - first
-            yield stretches
+            yield batches
         elif isinstance(event, Bad):
             yield verifier.bad(event)
         else:
@@ -93,20 +93,20 @@ def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
             return
 
 
-def in_log_order(stretches: Sequence[Stretch]) -> Iterator[Message]:
-    """Yield the messages of stretches from one list of `walk_log` in log order."""
+def in_log_order(batches: Sequence[RecordBatch]) -> Iterator[Message]:
+    """Yield the messages of batches from one list of `walk_log` in log order."""
     found = chain.from_iterable(
-        map(Message, repeat(each), each.starts.tolist(), each.slots.tolist(), each.body_ends()) for each in stretches
+        map(Message, repeat(each), each.starts.tolist(), each.slots.tolist(), each.body_ends()) for each in batches
     )
-    return found if len(stretches) == 1 else iter(sorted(found, key=attrgetter("physical_offset")))
+    return found if len(batches) == 1 else iter(sorted(found, key=attrgetter("physical_offset")))
 
 
-def _stretch(good: Good, found: Placed) -> Stretch:
+def _batch(good: Good, found: Placed) -> RecordBatch:
     units = found.units
     slots = np.arange(found.first, found.first + len(units), dtype=np.int64)
     starts = units["physical_offset"].astype(np.int64) - good.base
     sizes, codes = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
-    return Stretch(found.queue.ref, good.buffer, starts, sizes, codes, slots, None)
+    return RecordBatch(found.queue.ref, good.buffer, starts, sizes, codes, slots, None)
 
 
 def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:

@@ -58,10 +58,10 @@ from mqstore.log.message import Message
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
 from mqstore.log.outgoing import without_place
 from mqstore.log.reader import StoreReader
+from mqstore.log.recordbatch import UnitBatch
 from mqstore.log.recovery.recover import Progress
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
-from mqstore.log.stretch import Few
 from mqstore.log.tip import QueueRef
 
 __all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "restore"]
@@ -196,7 +196,7 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
         ):
             code = tags_code_at(buffer, position, store.delay_table_ms)
             unit = UNIT.pack(start + position, length, code)
-            yield Message(Few(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
+            yield Message(UnitBatch(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
         if len(headers) or at >= size:
             continue
         check = check_record(buffer, at, segment_bytes - start % segment_bytes, start + at, checksum)

@@ -1,7 +1,7 @@
-"""Stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
+"""Record batch: messages of one queue whose records lie in one segment, in queue order, as arrays.
 
-A read finds stretches, and its caller gets views of them. All their records have been checked. For few messages a read
-keeps no arrays, only a `Few` that their views share.
+A read finds batches, and its caller gets views of them. All their records have been checked. For few messages a read
+keeps no arrays, only a `UnitBatch` that their views share.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mqstore.layout.record import BODY_AT_V4, BORN_HOST_V6, COMPRESSED, STORE_HO
 from mqstore.layout.scan import Headers, gather
 from mqstore.log.tip import QueueRef
 
-__all__ = ["FEW", "Few", "Stretch"]
+__all__ = ["SMALL_BATCH", "RecordBatch", "UnitBatch"]
 
 _Int64s = npt.NDArray[np.int64]
 _NOT_PLAIN = COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6
-FEW = 16
+SMALL_BATCH = 16
 """For up to this many units, one struct at a time is no slower than arrays."""
 
 
 @dataclass(slots=True)
-class Stretch:
+class RecordBatch:
     """Messages of one queue in one segment.
     `starts` and `sizes` are those of the records in `buffer`, `tags_codes` and `slots` those of their units."""
 
@@ -52,9 +52,9 @@ class Stretch:
             self.known_headers = gather(self.buffer, self.starts)
         return self.known_headers
 
-    def only(self, chosen: npt.NDArray[np.bool_]) -> Stretch:
+    def only(self, chosen: npt.NDArray[np.bool_]) -> RecordBatch:
         """Return the messages that a mask chooses."""
-        return Stretch(
+        return RecordBatch(
             self.queue,
             self.buffer,
             self.starts[chosen],
@@ -88,7 +88,7 @@ class Stretch:
         if self.known_ends is not None:
             known: list[int] = self.known_ends.tolist()
             return known
-        if len(self.starts) <= FEW:
+        if len(self.starts) <= SMALL_BATCH:
             return repeat(-1)
         plain = self.plain
         ends = self.starts + self.plain_sizes + BODY_AT_V4
@@ -96,7 +96,7 @@ class Stretch:
         return values
 
 
-class Few:
+class UnitBatch:
     """Messages of one queue in one segment, without arrays: enough to make `Message`s of."""
 
     __slots__ = ("_first", "_units", "buffer", "queue")
