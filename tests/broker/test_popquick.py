@@ -650,9 +650,9 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
         tables.hand_out(state)
     with pytest.raises(TypeError):
         tables.settle()
-    desk = kernel.PopFields()
-    assert desk.hand_out(state, 1, 1, 1, "t", True, False) is None
-    assert desk.settle([state], ["0 1 1 0 0 mqstore 0 0"]) == 0
+    fields = kernel.PopFields()
+    assert fields.hand_out(state, 1, 1, 1, "t", True, False) is None
+    assert fields.settle([state], ["0 1 1 0 0 mqstore 0 0"]) == 0
 
 
 def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_an_operator_who_deletes_the_group_of_a_closed_store_deletes_it(tmp_path
     owner = Owner(tmp_path / "s")
     owner.store.close()
     owner.publish(4)
-    with offline(owner.path) as desk:
-        delete_group(desk.parts, "sp")
+    with offline(owner.path) as opened:
+        delete_group(opened.parts, "sp")
     with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
         assert group_names(open_tables(store)) == []

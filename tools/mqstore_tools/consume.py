@@ -24,7 +24,7 @@ from mqstore.admin import Broker
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.filters import as_filter
 from mqstore.broker.groups import GroupConfig, default_retry
-from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
+from mqstore.broker.names import QueueKey, check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.errors import StoreClosedError
@@ -323,7 +323,7 @@ def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) ->
                 "from": begin,
                 "end": end,
                 "messages": max(0, end - begin) if lag is None else lag.messages,
-                "in_flight": pops.count(group, topic, queue_id),
+                "in_flight": pops.count(QueueKey(group, topic, queue_id)),
             }
         )
     return rows

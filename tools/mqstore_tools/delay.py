@@ -79,8 +79,8 @@ def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json
         with planning(directory) as parts:
             cancelled = is_waiting(parts, handle, parts.clock.now_ms())
     else:
-        with offline(directory) as desk:
-            cancelled = desk.cancel(handle)
+        with offline(directory) as opened:
+            cancelled = opened.cancel(handle)
     if cancelled or json_output:
         row = {"dry_run": dry_run, "cancelled": cancelled}
         tell(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)

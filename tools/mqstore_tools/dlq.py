@@ -258,6 +258,6 @@ def purge(
         tell(row, text, json_output=json_output)
         return
     ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
-    with offline(directory) as desk:
-        row["count"] = change(desk.parts, dry_run=False)
+    with offline(directory) as opened:
+        row["count"] = change(opened.parts, dry_run=False)
     tell(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)

@@ -321,6 +321,6 @@ def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bo
         tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return
     ask(safe(f"Delete {what}?"), yes=yes)
-    with offline(directory) as desk:
-        desk.delete_group(name)
+    with offline(directory) as opened:
+        opened.delete_group(name)
     tell(row, f"deleted {what}", json_output=json_output)

@@ -150,9 +150,9 @@ def reset(
     if not yes:
         _tell(group, rows, dry_run=True, json_output=False, stderr=True)
     ask(safe(f"Let group {group} go on there?"), yes=yes)
-    with offline(directory) as desk:
-        done = desk.reset(group, topic, queue_id, to)
-        rows = _changes(desk.parts, done, before)
+    with offline(directory) as opened:
+        done = opened.reset(group, topic, queue_id, to)
+        rows = _changes(opened.parts, done, before)
     _tell(group, rows, dry_run=False, json_output=json_output)
 
 

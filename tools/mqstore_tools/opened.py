@@ -92,8 +92,8 @@ def carry_out(
             change(tables)
         tell({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
         return
-    with offline(directory) as desk:
-        row = change(desk.parts)
+    with offline(directory) as opened:
+        row = change(opened.parts)
     tell(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
 
 

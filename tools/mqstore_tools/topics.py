@@ -227,6 +227,6 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
         tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return
     ask(safe(f"Delete {what}?"), yes=yes)
-    with offline(directory) as desk:
-        desk.delete_topic(name, force=force)
+    with offline(directory) as opened:
+        opened.delete_topic(name, force=force)
     tell(row, f"deleted {what}", json_output=json_output)

@@ -233,8 +233,8 @@ def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
 
 
 def _send(job: _Job, name: StoreName) -> list[Resent]:
-    with offline(Path(name.path)) as desk:
-        return _replay(job, name, desk.parts, dry_run=False)
+    with offline(Path(name.path)) as opened:
+        return _replay(job, name, opened.parts, dry_run=False)
 
 
 def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> list[Resent]:

@@ -293,8 +293,8 @@ class PopView:
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
     """Failed message that blocks a queue, in either model."""
 
-    def count(self, group: str, topic: str, queue_id: int) -> int:
-        return sum(each.messages for each in self.in_flight if each[:3] == (group, topic, queue_id))
+    def count(self, key: QueueKey) -> int:
+        return sum(each.messages for each in self.in_flight if each[:3] == key)
 
 
 def pop_view(tables: Tables, now_ms: int) -> PopView:

@@ -37,10 +37,10 @@ class Offline:
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     mqstore.engine.MessageStore(folder).close()
-    ...     with offline(folder) as desk:
-    ...         created = desk.parts.topics.create("orders", queues=2)
-    ...         group = desk.parts.groups.create("billing")
-    ...         desk.reset("billing", "orders", None, "earliest")
+    ...     with offline(folder) as opened:
+    ...         created = opened.parts.topics.create("orders", queues=2)
+    ...         group = opened.parts.groups.create("billing")
+    ...         opened.reset("billing", "orders", None, "earliest")
     {QueueRef(topic='orders', queue_id=0): 0, QueueRef(topic='orders', queue_id=1): 0}
     """
 
@@ -100,11 +100,11 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
     Raises what opening for writing raises: StoreLockedError while a broker runs, NotAStoreError without a store."""
     config = replace(config or StoreConfig(), release_in_flight=False)
     with MessageStore(path, create=False, config=config) as store:
-        desk = Offline(store)
+        opened = Offline(store)
         try:
-            yield desk
+            yield opened
         finally:
-            desk.close()
+            opened.close()
 
 
 def _nothing() -> None:
