@@ -192,6 +192,7 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
             goto done;
         bytes += (int32_t)get32((const uint8_t *)near.view.buf + ((Located *)message)->start);
     }
+    near_close(&near); /* an alarm below lets other threads run, and a mapping that is held cannot be closed */
     batch->start = Py_NewRef(numbers[0]);
     batch->count = count;
     batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
