@@ -410,18 +410,6 @@ def test_one_pop_in_five_looks_at_the_retry_topic_first(tmp_path: Path, lucky: f
         assert bodies(pops.pop()) == [expected]
 
 
-def test_a_pop_at_once_leaves_it_to_pop_whose_turn_it_is_as_soon_as_there_is_a_retry_topic(pops: PopBench) -> None:
-    def at_once() -> list[bytes]:
-        return bodies(pops.service.pop_at_once("g", "t", 1, INVISIBLE_MS, False))
-
-    pops.put("t", 8)
-    assert bodies([*pops.pop(), *pops.pop()]) == [b"0", b"1"]  # more are read ahead by the second
-    assert at_once() == ([b"2"] if pops.is_compiled else [])
-    pops.advance(INVISIBLE_MS)  # copies of what was popped go to the retry topic
-    pops.pop()
-    assert at_once() == []
-
-
 def test_a_batch_that_is_not_full_is_filled_from_the_retry_topic(pops: PopBench) -> None:
     pops.put("t", 2)
     pops.pop(n=2)

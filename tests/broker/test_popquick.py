@@ -488,6 +488,17 @@ def test_single_messages_take_the_compiled_way(
 
 
 @compiled
+def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
+    with PopBench(tmp_path, queues=1) as pops:
+        pops.put("t", 8)
+        assert [delivery.message.offset for delivery in (*pops.pop(), *pops.pop())] == [0, 1]
+        assert len(pops.service.pop_at_once("g", "t", 1, 60_000, False)) == 1  # read ahead by the second pop
+        pops.advance(60_000)  # copies of what was popped go to the retry topic
+        pops.pop()
+        assert pops.service.pop_at_once("g", "t", 1, 60_000, False) == []
+
+
+@compiled
 def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(ordered: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
     ordered.pop(n=3)
