@@ -499,6 +499,15 @@ def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
 
 
 @compiled
+def test_a_store_that_waits_for_the_disk_pops_nothing_at_once(tmp_path: Path) -> None:
+    with PopBench(tmp_path, queues=1, durability="flush") as pops:
+        pops.put("t", 8)
+        popped = [*pops.pop(), *pops.pop()]
+        assert pops.service.pop_at_once("g", "t", 1, 60_000, False) == []
+        assert not pops.service.ack_at_once("g", "t", [popped[0].receipt])
+
+
+@compiled
 def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(ordered: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
     ordered.pop(n=3)

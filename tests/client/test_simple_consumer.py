@@ -203,6 +203,19 @@ def test_tags_and_sql(bench: Bench) -> None:
     assert consumer.subscriptions == {"t": "AaAa || red", "u": "price > 5"}
 
 
+def test_a_new_filter_counts_for_prefetched_messages(bench: Bench) -> None:
+    bench.store.create_topic("one", queues=1)
+    consumer = bench.store.simple_consumer("g")
+    consumer.subscribe("one")
+    for body in (b"0", b"1", b"2", b"3", b"4"):
+        bench.put(body, topic="one", tag="red")
+    for body in (b"0", b"1"):  # the second time more are prefetched
+        assert bodies(consumer.receive(wait=0)) == [body]
+    consumer.subscribe("one", tags="blue")
+    bench.put(b"5", topic="one", tag="blue")
+    assert bodies(consumer.receive(wait=0)) == [b"5"]
+
+
 def test_what_failed_comes_again_though_the_filter_is_another_now(bench: Bench) -> None:
     consumer = bench.store.simple_consumer("g")
     consumer.subscribe("t", tags="red")

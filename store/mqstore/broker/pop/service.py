@@ -184,9 +184,10 @@ class PopService:
     def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
         """Deliver prefetched messages to a receiver in this process, without waiting for a lock or the disk.
         [] does not mean that the queues are empty, nor that the arguments are good: then call `pop`. It is [] for a
-        group with retry topics, too: `pop` decides when their turn is."""
+        group with retry topics, too: `pop` decides when their turn is. Compiled code never pops in a store that waits
+        for the disk by default."""
         route = self._routes.known.get((group, topic))
-        if route is None or route.retries or self._flush_by_default:
+        if route is None or route.retries:
             return []
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
@@ -348,7 +349,7 @@ class PopService:
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
         """Acknowledge without waiting for a lock or the disk. Return False, to call `ack`, if it had to."""
-        return not self._flush_by_default and self._settle_at_once(group, topic, receipts) == len(receipts)
+        return self._settle_at_once(group, topic, receipts) == len(receipts)
 
     def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
         """Acknowledge by compiled parts, which take a lock only if it is free.
