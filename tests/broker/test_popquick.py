@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mqstore
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
 from mqstore.broker.offsets import OffsetTable
@@ -499,12 +500,15 @@ def test_a_pop_at_once_leaves_retry_topics_to_pop(tmp_path: Path) -> None:
 
 
 @compiled
-def test_a_store_that_waits_for_the_disk_pops_nothing_at_once(tmp_path: Path) -> None:
-    with PopBench(tmp_path, queues=1, durability="flush") as pops:
-        pops.put("t", 8)
-        popped = [*pops.pop(), *pops.pop()]
-        assert pops.service.pop_at_once("g", "t", 1, 60_000, False) == []
-        assert not pops.service.ack_at_once("g", "t", [popped[0].receipt])
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_only_stores_that_wait_for_no_disk_pop_at_once(tmp_path: Path, durability: Any) -> None:
+    with mqstore.open(tmp_path, durability=durability) as store:
+        store.create_topic("t", queues=1)
+        store.put_many("t", [b""] * 8)
+        store.log.dispatch()
+        popped = [*store.broker.pop("g", "t"), *store.broker.pop("g", "t")]
+        assert len(store.broker.pop_at_once("g", "t", 1, 60, False)) == (durability == "append")
+        assert store.broker.ack_at_once("g", "t", [popped[0].receipt]) == (durability == "append")
 
 
 @compiled
