@@ -48,7 +48,7 @@ from mqstore.errors import (
 )
 from mqstore.layout.properties import TIMER_DELIVER_MS
 from mqstore.log.commitlog import SendReceipt
-from mqstore.options import Duration, check_whole, seconds
+from mqstore.options import Duration, check_whole, milliseconds, seconds
 from mqstore.signalsafe import Condition
 
 __all__ = ["Queue", "Task"]
@@ -80,13 +80,13 @@ class Task(Lease):
 
     __slots__ = ("_codec", "_value")
 
-    def __init__(self, context: LeaseContext, delivery: Delivery, expires_at: float, codec: Codec) -> None:
+    def __init__(self, context: LeaseContext, delivery: Delivery, codec: Codec) -> None:
         # Inline `Lease.__init__`: one call less for each item.
         self._context = context
         self._delivery = delivery
         self._message = None
         self._verb = None
-        self.expires_at = expires_at
+        self._expires_at = None
         self._codec = codec
         self._value: Any = _UNREAD
 
@@ -160,6 +160,7 @@ class Queue:
         self._ordered = ordered
         self._maxsize = maxsize
         self._visibility_s = visibility_seconds(visibility)
+        self._visibility_ms = _visibility_ms(visibility)
         self._shut: str = ""
         """State: "" is open, "put" allows no puts, "all" allows neither puts nor gets."""
         self._changed = Condition()
@@ -280,22 +281,21 @@ class Queue:
         """Return the next item, leased for `visibility` seconds (None: the queue's).
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
         `shutdown`."""
-        task = self._get_at_once(visibility) if timeout is None else None
+        timeout_s = None if timeout is None else seconds(timeout, "timeout")
+        task = self.get_at_once(visibility)
         if task is None:
-            found, expires_at = self._take(1, block, timeout, visibility)
-            task = Task(self._context, found[0], expires_at, self._codec)
+            task = Task(self._context, self._take(1, block, timeout_s, visibility)[0], self._codec)
         self._last.task = task
         return task
 
-    def _get_at_once(self, visibility: Duration | None) -> Task | None:
-        """Get an item that is prefetched, without waiting for a lock or the disk.
-        None does not mean that there is none: then call `get`."""
-        if self._shut or self._broker.topics.entered(self._retries) is not None:
+    def get_at_once(self, visibility: Duration | None = None) -> Task | None:
+        """Get an item that is prefetched, without waiting for a lock or the disk, for callers such as an event loop.
+        None does not mean that there is none: then call `get`. `task_done` does not count it."""
+        if self._shut:
             return None
-        visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
-        expires_at = self._context.monotonic_ms() / 1000 + visibility_s
-        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_s, self._ordered)
-        return Task(self._context, found[0], expires_at, self._codec) if found else None
+        visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
+        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
+        return Task(self._context, found[0], self._codec) if found else None
 
     def get_nowait(self) -> Task:
         """Get an item as `get` does, but raise QueueEmpty instead of waiting."""
@@ -310,8 +310,8 @@ class Queue:
         try:
             block, left = timeout is None or bool(timeout), timeout
             while len(tasks) < max_items:
-                found, expires_at = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None)
-                tasks += [Task(self._context, delivery, expires_at, self._codec) for delivery in found]
+                found = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None)
+                tasks += [Task(self._context, delivery, self._codec) for delivery in found]
                 self._last.task = tasks[-1]
                 block, left = False, None
         except QueueEmpty:
@@ -324,10 +324,8 @@ class Queue:
             raise
         return tasks
 
-    def _take(
-        self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None
-    ) -> tuple[list[Delivery], float]:
-        """Return at least one delivery, and the time when the lease expires."""
+    def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Delivery]:
+        """Return at least one delivery."""
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         turn, topics, ordered = None, self._broker.topics, self._ordered
@@ -338,7 +336,6 @@ class Queue:
                 try:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
-                    expires_at = self._context.monotonic_ms() / 1000 + visibility_s
                     found = self._pop_retries(count, visibility_s) if topics.entered(self._retries) is not None else []
                     if not found:
                         # Skip items of an ordered batch that were acknowledged behind a redelivered one.
@@ -350,7 +347,7 @@ class Queue:
                         self._waits.pass_on(turn)
                     raise
                 if found:
-                    return found, expires_at
+                    return found
                 if shut:
                     raise QueueShutDown(f"queue {self.name!r} was shut down, and is empty")
                 left = None if end is None else end - time.monotonic()
@@ -493,3 +490,8 @@ class Queue:
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"
+
+
+def _visibility_ms(visibility: Duration) -> int:
+    """Return what `visibility_seconds` returns, in milliseconds."""
+    return milliseconds(visibility_seconds(visibility), "visibility")

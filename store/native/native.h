@@ -12,7 +12,7 @@
 #include "table.h"
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 25
+#define NATIVE_VERSION 26
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -169,7 +169,8 @@ PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, SenderType, PutMethodType;
+extern PyTypeObject NumberedType, TipType, LocatedType, BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType, SenderType,
+    PutMethodType;
 int tip_init(void);
 int message_init(void);
 int pop_init(void);

@@ -24,7 +24,7 @@ enum {
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *compact_name;
+static PyObject *compact_name, *note_name;
 
 /* The number in `object`; false, without an exception, when it is none of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -62,11 +62,11 @@ static char *tell(char *at, long long number)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *freed, *batch, *delivery;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *offsets, *freed, *batch, *delivery;
     long long max_body, order_changes;
 } PopFields;
 
-#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(freed) F(batch) F(delivery)
+#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(offsets) F(freed) F(batch) F(delivery)
 
 COLLECTED(pop_fields, PopFields, SHARED)
 
@@ -76,7 +76,7 @@ static bool has_log(const PopFields *self)
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
-           PyDict_CheckExact(self->orders) && self->commit && self->freed && self->batch && PyType_Check(self->batch) &&
+           PyDict_CheckExact(self->orders) && self->offsets && PyObject_TypeCheck(self->offsets, &OffsetFieldsType) && self->freed && self->batch && PyType_Check(self->batch) &&
            PyType_IsSubtype((PyTypeObject *)self->batch, &BatchFieldsType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
@@ -131,9 +131,12 @@ static long long pop_time(long long now_ms, long long last_ms)
     return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
 }
 
-static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long long now_ms, long long invisible_ms, PyObject *topic,
-                          bool local, bool in_order)
+static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long long invisible_ms, PyObject *topic, bool local,
+                          bool in_order)
 {
+    long long now_ms = tip_now_ms(self->tip);
+    if (now_ms < 0 || now_ms > INT64_MAX - INT32_MAX)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id, bytes = 0;
     Located *first = next_of(self, state, count, visible_ms, in_order, &last_ms);
     if (!first)
@@ -252,27 +255,26 @@ done:
     return result;
 }
 
-/* hand_out(state, n, now_ms, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None when `pop` of
+/* hand_out(state, n, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None when `pop` of
    `StandardQueues` or `FifoQueues` must do it.
 
    Of the queue's next messages, if these were read ahead without a filter and are neighbours. The state's lock is taken
    here. */
 static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("hand_out", nargs, 7))
+    if (!has_arguments("hand_out", nargs, 6))
         return NULL;
-    long long count, now_ms, invisible_ms;
-    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &now_ms) ||
-        !number_of(args[3], &invisible_ms) || count < 1 || count > MAX_BATCH || now_ms < 0 || invisible_ms < 0 ||
-        invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
+    long long count, invisible_ms;
+    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &invisible_ms) ||
+        count < 1 || count > MAX_BATCH || invisible_ms < 0 || invisible_ms > INT32_MAX)
         Py_RETURN_NONE;
     QueueFields *state = (QueueFields *)args[0];
     int taken = try_lock(state);
     if (taken <= 0)
         return taken < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *lock = Py_NewRef(state->lock);
-    bool local = args[5] == Py_True, in_order = args[6] == Py_True;
-    return unlocked(lock, hand_out(self, state, (int)count, now_ms, invisible_ms, args[4], local, in_order));
+    bool local = args[4] == Py_True, in_order = args[5] == Py_True;
+    return unlocked(lock, hand_out(self, state, (int)count, invisible_ms, args[3], local, in_order));
 }
 
 /* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
@@ -337,6 +339,27 @@ static int advance(QueueFields *state)
             return open < 0 ? -1 : 0;
     }
     return 0;
+}
+
+/* As `OffsetTable.note`, which does what is not simple. 0, or -1 with an exception. */
+static int note(PopFields *self, PyObject *key, PyObject *offset)
+{
+    OffsetFields *table = (OffsetFields *)self->offsets;
+    PyObject *groups = NULL, *queues = NULL;
+    /* Nothing of Python runs in here, so the lock of the table is not needed: no `reset` comes between. */
+    if (table->committed && PyDict_CheckExact(table->committed) && !PyDict_GET_SIZE(self->resets))
+        groups = PyDict_GetItemWithError(table->committed, PyTuple_GET_ITEM(key, 1));
+    if (groups && PyDict_CheckExact(groups))
+        queues = PyDict_GetItemWithError(groups, PyTuple_GET_ITEM(key, 0));
+    if (queues && PyDict_CheckExact(queues) && PyDict_Contains(queues, PyTuple_GET_ITEM(key, 2)) == 1) {
+        table->changes++;
+        return PyDict_SetItem(queues, PyTuple_GET_ITEM(key, 2), offset);
+    }
+    if (PyErr_Occurred())
+        return -1;
+    PyObject *told = PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL);
+    Py_XDECREF(told);
+    return told ? 0 : -1;
 }
 
 /* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. */
@@ -410,16 +433,12 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
         Py_XDECREF(compacted);
     }
     if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
-        PyObject *committed = PyLong_FromLongLong(state->committed);
-        PyObject *key = Py_NewRef(state->key);
-        PyObject *asked[] = {key, committed};
-        PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 2, NULL) : NULL;
-        Py_DECREF(key);
-        if (told)
+        PyObject *committed = PyLong_FromLongLong(state->committed), *key = Py_NewRef(state->key);
+        if (committed && note(self, key, committed) == 0)
             Py_XSETREF(state->written, Py_NewRef(committed));
         else
             result = -1;
-        Py_XDECREF(told);
+        Py_DECREF(key);
         Py_XDECREF(committed);
     }
 done:
@@ -547,5 +566,6 @@ PyTypeObject PopFieldsType = {
 int pop_init(void)
 {
     compact_name = PyUnicode_InternFromString("_compact");
-    return !compact_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
+    note_name = PyUnicode_InternFromString("note");
+    return !compact_name || !note_name || pop_fields_init() < 0 || PyType_Ready(&PopFieldsType) < 0 ? -1 : 0;
 }

@@ -1,4 +1,5 @@
-/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline. */
+/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline.
+   And `OffsetFields` of the committed offsets. */
 
 #include "popfields.h"
 #include <stddef.h>
@@ -90,6 +91,31 @@ int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch)
     return 0;
 }
 
+/* --- committed offsets --- */
+
+#define OFFSETS(F) F(committed)
+
+COLLECTED(offset_fields, OffsetFields, OFFSETS)
+
+static PyMemberDef offset_fields_members[] = {
+    {"_committed", T_OBJECT_EX, offsetof(OffsetFields, committed), 0, NULL},
+    {"_compiled_changes", T_LONGLONG, offsetof(OffsetFields, changes), 0, NULL},
+    {NULL},
+};
+
+PyTypeObject OffsetFieldsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.OffsetFields",
+    .tp_doc = "Committed offsets.",
+    .tp_basicsize = sizeof(OffsetFields),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)offset_fields_dealloc,
+    .tp_traverse = (traverseproc)offset_fields_traverse,
+    .tp_clear = (inquiry)offset_fields_clear,
+    .tp_members = offset_fields_members,
+};
+
 /* --- the state of a queue --- */
 
 #define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
@@ -173,5 +199,5 @@ int pop_fields_init(void)
     Py_XDECREF(module);
     if (!acquire_name || !release_name || !heappush)
         return -1;
-    return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
+    return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&OffsetFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
 }

@@ -19,6 +19,13 @@ typedef struct {
     long long entries;
 } TimelineFields;
 
+/* The committed offsets. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *committed;
+    long long changes;
+} OffsetFields;
+
 /* The state of a queue. */
 typedef struct {
     PyObject_HEAD

@@ -148,14 +148,14 @@ def in_threads(*calls: Callable[[], object]) -> None:
 
 def parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:
     """A started thread that has parked."""
-    before = waiters.parked
+    before = len(waiters.parked)
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     for _ in range(30_000):
-        if waiters.parked > before:
+        if len(waiters.parked) > before:
             break
         thread.join(0.001)
-    assert waiters.parked == before + 1
+    assert len(waiters.parked) == before + 1
     return thread
 
 

@@ -606,7 +606,7 @@ def test_a_receiver_that_left_something_over_wakes_the_next(pops: PopBench) -> N
 def test_who_cannot_wait_is_not_left_parked(pops: PopBench) -> None:
     with pytest.raises(TopicNotFoundError):
         pops.service.add_waiter("g", "nowhere", -1, None, lambda worth: None)
-    assert pops.waiters.parked == 0
+    assert not pops.waiters.parked
 
 
 def test_waiting_for_what_is_there_does_not_wait(pops: PopBench) -> None:

@@ -130,7 +130,7 @@ def test_a_waiting_thread_is_woken(tmp_path: Path) -> None:
         waiting = [threading.Thread(target=lambda: got.append(queue.get(timeout=HANG_S)), daemon=True) for _ in "ab"]  # noqa: B023
         for thread in waiting:
             thread.start()
-        while queue._waits.broker._waiters.parked < len(waiting):
+        while len(queue._waits.broker._waiters.parked) < len(waiting):
             pass
 
         def put_and_show() -> None:

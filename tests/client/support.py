@@ -164,7 +164,7 @@ def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsu
 
 def parked(broker: Broker) -> int:
     """Return the number of parked readers and receivers."""
-    return broker._waiters.parked
+    return len(broker._waiters.parked)
 
 
 def waits_of(receiver: Queue | SimpleConsumer | PushConsumer) -> Waits:

@@ -48,6 +48,7 @@ TWINS = [
 NOT_THERE = {
     (mqstore.Store, "broker"),  # and `log`, an attribute: by way of `store.sync`
     (mqstore.Queue, "when_ready"),  # what a loop waits by
+    (mqstore.Queue, "get_at_once"),
     (mqstore.SimpleConsumer, "when_ready"),
     (mqstore.PullConsumer, "when_ready"),
     (mqstore.Task, "ack_at_once"),  # what the asyncio classes are made of

@@ -45,7 +45,7 @@ _log = logging.getLogger("mqstore")
 
 _BATCH = 32
 """Number of looks whose answers may wait for each other: about a millisecond."""
-_ROW = 128
+_ROW = 256
 """Number of calls on the loop before others have a turn: about a millisecond."""
 
 T = TypeVar("T")
@@ -278,12 +278,14 @@ class Bridge:
         if self.closed:
             raise StoreClosedError(f"{self.name} was closed; open it again")
 
-    async def breathe(self) -> None:
-        """Count a call that was made on the loop, and let others have a turn after some of them."""
+    def is_turn_over(self) -> bool:
+        """Count a call that was made on the loop. True after some of them: the caller then lets others have a turn, by
+        `asyncio.sleep(0)`."""
         self._in_a_row += 1
-        if self._in_a_row >= _ROW:
-            self._in_a_row = 0
-            await asyncio.sleep(0)
+        if self._in_a_row < _ROW:
+            return False
+        self._in_a_row = 0
+        return True
 
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Return what `work()` returns on the thread.

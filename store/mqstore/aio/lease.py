@@ -9,6 +9,7 @@ No verb can be cancelled half way. A caller that is cancelled meanwhile gets Can
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -36,7 +37,8 @@ class Lease(LeaseForwards[L]):
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
         self._bridge.check()
         if self.sync.ack_at_once():
-            await self._bridge.breathe()
+            if self._bridge.is_turn_over():
+                await asyncio.sleep(0)
         else:
             await self._call(self.sync.ack)
 

@@ -100,7 +100,8 @@ class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer])
             return await (await self.submit(topic, body, queue_id=queue_id, selector=selector, **options))
         self._check()
         receipt = self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options)
-        await self._bridge.breathe()
+        if self._bridge.is_turn_over():
+            await asyncio.sleep(0)
         return receipt
 
     def _goes_here(self, topic: str, body: Body, options: SendOptions) -> bool:
@@ -128,7 +129,8 @@ class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer])
                 stored.set_result(self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options))
             except (SendError, StoreIOError) as error:  # errors of the engine come with the future
                 stored.set_exception(error)
-            await self._bridge.breathe()
+            if self._bridge.is_turn_over():
+                await asyncio.sleep(0)
             return stored
         size = size_of(body)
         if self._line.locked() or not self._has_room(size):

@@ -12,6 +12,7 @@ A put into the page cache takes some microseconds, less than handing it over. So
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -69,7 +70,8 @@ class Puts:
         if not here:
             return await self.in_order(partial(broker.put, topic, body, queue_id=queue_id, **options))
         receipt: SendReceipt = broker.put(topic, body, queue_id=queue_id, **options)
-        await self._bridge.breathe()  # the message is stored, even if the caller is cancelled here
+        if self._bridge.is_turn_over():
+            await asyncio.sleep(0)  # the message is stored, even if the caller is cancelled here
         return receipt
 
     async def in_order(self, work: Callable[[], T]) -> T:

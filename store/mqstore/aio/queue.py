@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -28,6 +29,7 @@ from mqstore.aio.lease import Lease as AsyncLease
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.twin import Closable
+from mqstore.broker.broker import Broker
 from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import release
@@ -40,6 +42,10 @@ from mqstore.store import Store
 __all__ = ["Queue", "Task", "limit"]
 
 _LOOK_S = 0.25
+
+
+def _no_task() -> None:
+    return None
 
 
 def limit(timeout: Duration | None) -> float | None:
@@ -73,12 +79,24 @@ class Task(AsyncLease[queue.Task], TaskForwards[queue.Task]):
 class _Told(queue.Queue):
     """Synchronous queue that reports settlements, and leaves the disk to the caller."""
 
-    on_settled: Callable[[], object] | None = None
+    def __init__(self, bridge: Bridge, broker: Broker, name: str, **options: Any) -> None:
+        self.waiting: set[asyncio.Future[None]] = set()
+        """Futures that are set when something is settled, on the loop."""
+        self._tell = bridge.tell
+        super().__init__(broker, name, **options)
 
     def _settled(self, task: queue.Task, outcome: Settled) -> None:
-        super()._settled(task, outcome)
-        if self.on_settled is not None:
-            self.on_settled()
+        if self._waiting:
+            super()._settled(task, outcome)
+        if self.waiting:
+            self._tell(self.ring)
+
+    def ring(self) -> None:
+        """Wake the waiting callers, on the loop."""
+        waiting, self.waiting = self.waiting, set()
+        for news in waiting:
+            if not news.done():
+                news.set_result(None)
 
     @property
     def left(self) -> bool:
@@ -88,10 +106,6 @@ class _Told(queue.Queue):
     def check_open(self) -> None:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
-
-    def get_at_once(self, visibility: Duration | None) -> queue.Task | None:
-        """Get a prefetched item if no lock is held, else None, even if there are items."""
-        return self._get_at_once(visibility)
 
     def append(self, body: bytes, delay: Duration | None) -> Future[SendReceipt]:
         """Put an encoded item without waiting for room. Return a future for the disk."""
@@ -133,9 +147,7 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
 
     def __init__(self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
-        sync = _Told(store.broker, name, **options)
-        sync.on_settled = self._settled
-        super().__init__(bridge, sync)
+        super().__init__(bridge, _Told(bridge, store.broker, name, **options))
         self.name = name
         self._puts = puts
         codec = options.get("codec")
@@ -143,9 +155,10 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
         self._bounded = bool(options.get("maxsize"))
         self._line = asyncio.Lock()
         """Line of the callers that wait for room."""
-        self._waiting: set[asyncio.Future[None]] = set()
-        """Futures that are set when something is settled."""
-        self._last: WeakKeyDictionary[asyncio.Task[Any], Task] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[asyncio.Task[Any], list[Task]] = WeakKeyDictionary()
+        """Last item of each task of the loop, in a list of one."""
+        self._latest: tuple[Callable[[], asyncio.Task[Any] | None], list[Task]] = _no_task, []
+        """The entry of `_last` that was used last, since finding it costs a fraction of a get."""
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +200,7 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
                         raise
                     await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
                 finally:
-                    self._waiting.discard(news)
+                    self.sync.waiting.discard(news)
         finally:
             self._line.release()
 
@@ -206,9 +219,10 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
         self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None
     ) -> Task:
         """Get as `mqstore.Queue.get`. If cancelled, it has taken nothing, and another receiver is called."""
-        left_s = limit(timeout) if block else 0
+        left_s = (None if timeout is None else limit(timeout)) if block else 0
         self._bridge.check()
-        await self._bridge.breathe()  # before the get: a caller that is cancelled here has taken nothing
+        if self._bridge.is_turn_over():
+            await asyncio.sleep(0)  # before the get: a caller that is cancelled here has taken nothing
         if not self._bridge.taking_back:  # released items go first
             task = self.sync.get_at_once(visibility)
             if task is not None:
@@ -241,9 +255,13 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
 
     def _taken(self, found: queue.Task) -> Task:
         task = Task(self._bridge, found)
-        current = asyncio.current_task()
+        current = asyncio.current_task(self._bridge.loop)
         if current is not None:
-            self._last[current] = task
+            latest, last = self._latest
+            if latest() is not current:
+                last = self._last.setdefault(current, [])
+                self._latest = weakref.ref(current), last
+            last[:] = (task,)
         return task
 
     def __aiter__(self) -> AsyncIterator[Task]:
@@ -269,11 +287,11 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
     async def task_done(self) -> None:
         """Acknowledge the last item of this task of the loop. Raises ValueError if there is none."""
         current = asyncio.current_task()
-        task = None if current is None else self._last.get(current)
-        if current is None or task is None:
+        last = None if current is None else self._last.get(current)
+        if not last:
             raise ValueError("task_done() called, but this task has no item that it did not call it for")
-        await task.ack()
-        del self._last[current]
+        await last[0].ack()
+        last.clear()
 
     async def join(self, timeout: Duration | None = None) -> bool:
         """Wait as `mqstore.Queue.join`."""
@@ -289,25 +307,14 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
                     return False
                 await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
             finally:
-                self._waiting.discard(news)
+                self.sync.waiting.discard(news)
 
     def _listen(self) -> asyncio.Future[None]:
         """Return a future that is done when something is settled, or the queue is shut."""
         self._bridge.check()
         news = self._bridge.loop.create_future()
-        self._waiting.add(news)
+        self.sync.waiting.add(news)
         return news
-
-    def _settled(self) -> None:
-        """Wake waiting callers. Any thread may call it."""
-        if self._waiting:
-            self._bridge.tell(self._ring)
-
-    def _ring(self) -> None:
-        waiting, self._waiting = self._waiting, set()
-        for news in waiting:
-            if not news.done():
-                news.set_result(None)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +331,7 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
             self.sync.shutdown(immediate)
         else:
             await self._bridge.finish(partial(self.sync.shutdown, immediate))
-        self._ring()
+        self.sync.ring()
 
     async def _leave(self, error: BaseException | None) -> None:
         await self.shutdown(immediate=True)

@@ -138,6 +138,9 @@ class Broker(Closing, Sending):
         self._pop = PopService(
             parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self._begun
         )
+        # Not methods: a call between costs as much as some of the work.
+        self.pop_at_once = self._pop.pop_at_once
+        self.ack_at_once = self._pop.ack_at_once
         self._transactions = Transactions(parts, wake("transactions"))
         keepers: dict[str, Mechanism] = {
             "offsets": parts.offsets,
@@ -477,11 +480,6 @@ class Broker(Closing, Sending):
             self._check_open()
         return found
 
-    def pop_at_once(self, group: str, topic: str, n: int, invisible: Duration, order: bool) -> list[Delivery]:
-        """Pop without waiting for a lock or the disk, for callers such as an event loop.
-        Returns [] if it had to wait, or the queues are empty: then call `pop`."""
-        return self._pop.pop_at_once(group, topic, n, milliseconds(invisible, "invisible"), order)
-
     def ack(
         self,
         group: str,
@@ -494,11 +492,6 @@ class Broker(Closing, Sending):
         Raises ReceiptExpiredError for a message that was redelivered, InvalidReceiptError for a receipt that is not one
         of this group and topic."""
         self._pop.ack(group, topic, receipts, durability)
-
-    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> bool:
-        """Acknowledge without waiting for a lock or the disk, for callers such as an event loop.
-        Returns False if it had to wait: then call `ack`."""
-        return self._pop.ack_at_once(group, topic, receipts)
 
     def change_invisible(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from operator import index
 from time import thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
 from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey, is_system_group
@@ -51,6 +51,7 @@ from mqstore.files.jsonfile import EncodedEntry
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.queueends import load_ends
+from mqstore.native import kernel
 from mqstore.options import Durability, milliseconds
 
 __all__ = ["OffsetTable", "after_sent", "check_offsets"]
@@ -64,7 +65,22 @@ _QUICK_REST = 50
 """Shortest pause before the next quick save, in durations of the last one. The table may be large."""
 
 
-class OffsetTable:
+class OffsetFields:
+    """Fields that compiled settlements of pop use."""
+
+    __slots__ = ("_committed", "_compiled_changes")
+
+    _committed: dict[str, dict[str, dict[int, int]]]
+    """Topic -> group -> queue id -> offset."""
+    _compiled_changes: int
+    """Number of changes by compiled code, which does what `OffsetTable.note` does, without its lock."""
+
+
+if not TYPE_CHECKING and kernel is not None:
+    OffsetFields = kernel.OffsetFields
+
+
+class OffsetTable(OffsetFields):
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
     The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
@@ -88,7 +104,8 @@ class OffsetTable:
         self._wakes = True
         """True if the next commit must call `wake`."""
         self._lock = threading.Lock()
-        self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
+        self._committed = {}
+        self._compiled_changes = 0
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
         """First offsets by (group, topic) that are being saved."""
         self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -97,8 +114,8 @@ class OffsetTable:
         self._pulled: dict[QueueKey, int] = {}
         self.resets: dict[QueueKey, int] = {}
         """Pending resets. Callers must not change them."""
-        # Number of all changes, of those on disk, and of those written at all. _saving is the lock for a whole save,
-        # taken before _lock.
+        # Number of changes but those by compiled code, of all that are on disk, and of all that were written at all.
+        # _saving is the lock for a whole save, taken before _lock.
         self._changes = 0
         self._saved = 0
         self._written = 0
@@ -226,9 +243,10 @@ class OffsetTable:
         The caller has checked that the queue has this offset. Raises ConfigError as `commit`. On disk with the next
         save."""
         with self._lock:
-            self._queues_of(key.group, key.topic)[key.queue_id] = offset
+            queues = self._queues_of(key.group, key.topic)
+            self.resets[key] = offset  # first: from here on compiled code notes nothing
+            queues[key.queue_id] = offset
             self._changes += 1
-            self.resets[key] = offset
             self._pulled.pop(key, None)
 
     def take_reset(self, key: QueueKey) -> int | None:
@@ -395,13 +413,17 @@ class OffsetTable:
 
     @property
     def dirty(self) -> bool:
-        return self._changes != self._saved
+        return self._count() != self._saved
+
+    def _count(self) -> int:
+        """Return the number of all changes."""
+        return self._changes + self._compiled_changes
 
     def save(self) -> None:
         """Save all commits made before this call, unless they are on disk.
         Raises FlushFailedError, FlushTimeoutError (the commitlog, which goes first), StoreFullError, StoreIOError,
         ReadOnlyStoreError. The file is then as it was, and the next save tries again."""
-        wanted = self._changes
+        wanted = self._count()
         with self._saving:
             if self._saved < wanted:  # otherwise another save included our change
                 self._write(quick=False)
@@ -410,14 +432,14 @@ class OffsetTable:
         """Save all commits made before this call without a sync. Raises what `save` raises."""
         self._wakes = True
         with self._saving:
-            if self._written != self._changes:
+            if self._written != self._count():
                 self._write(quick=self._file.has_saved)
 
     def _write(self, *, quick: bool) -> None:
         """Write the table. Call under `_saving`."""
         self._wakes = True  # before the copy: a later commit wakes
         with self._lock:
-            changes = self._changes
+            changes = self._count()
             table = {
                 (group, topic): dict(queues)
                 for topic, groups in self._committed.items()

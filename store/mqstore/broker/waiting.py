@@ -113,7 +113,8 @@ class Waiters:
         self._wake = wake
         self._lock = threading.Lock()
         self._topics: dict[str, dict[int, dict[tuple[str | None, int], _Bucket]]] = {}
-        self._parked: set[Waiter] = set()
+        self.parked: set[Waiter] = set()
+        """All waiters. Callers must not change it."""
         self._news: dict[str, int] = {}
         """Counter of news by topic, for `seen`. Growth and wake-ups without a waiter increase it."""
         self._group_news = 0
@@ -128,10 +129,6 @@ class Waiters:
         self._ring = False
         self._closed = False
         self._store.on_growth.append(self._grown)
-
-    @property
-    def parked(self) -> int:
-        return len(self._parked)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -389,14 +386,14 @@ class Waiters:
         with self._lock:
             if self._closed:
                 raise StoreClosedError(f"{self._store.path} is closed; open it again")
-            if len(self._parked) >= _MAX_PARKED:
-                raise StoreBusyError(f"{len(self._parked)} waiters are parked already; receive with fewer at a time")
+            if len(self.parked) >= _MAX_PARKED:
+                raise StoreBusyError(f"{len(self.parked)} waiters are parked already; receive with fewer at a time")
             keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]
             waiter.places = tuple(self._bucket(group, key, filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
                 bucket.waiters[waiter] = None
-            self._parked.add(waiter)
-            if len(self._parked) == 1:
+            self.parked.add(waiter)
+            if len(self.parked) == 1:
                 self._store.attend(True)
             if due_ms is not None:
                 self._schedule(waiter, due_ms)
@@ -489,8 +486,8 @@ class Waiters:
         if waiter.due_ms is not None:
             waiter.due_ms = None
             self._stale += 1
-        self._parked.discard(waiter)
-        if not self._parked:
+        self.parked.discard(waiter)
+        if not self.parked:
             self._store.attend(False)
         if self._stale > _SWEEP and 2 * self._stale > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if entry[2].due_ms == entry[0]]

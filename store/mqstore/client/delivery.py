@@ -48,7 +48,7 @@ Verb = Literal["ack", "nack", "reject", "release"]
 class LeaseContext:
     """State that the leases of a consumer share."""
 
-    __slots__ = ("broker", "group", "log", "monotonic_ms", "told")
+    __slots__ = ("broker", "clock", "group", "log", "told")
 
     def __init__(
         self, broker: Broker, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
@@ -57,23 +57,30 @@ class LeaseContext:
         self.broker = broker
         self.group = group
         self.log = log
-        self.monotonic_ms = broker.store.clock.monotonic_ms
+        self.clock = broker.store.clock
         self.told = told
 
 
 class Lease:
     """Delivery with the verbs that settle it. Thread-safe: the first verb settles it."""
 
-    __slots__ = ("_context", "_delivery", "_message", "_verb", "expires_at")
+    __slots__ = ("_context", "_delivery", "_expires_at", "_message", "_verb")
 
-    def __init__(self, context: LeaseContext, delivery: pop.Delivery, expires_at: float) -> None:
+    def __init__(self, context: LeaseContext, delivery: pop.Delivery) -> None:
         self._context = context
         self._delivery = delivery
         self._message: Message | None = None
         self._verb: Verb | None = None
-        self.expires_at = expires_at
+        self._expires_at: float | None = None
+
+    @property
+    def expires_at(self) -> float:
         """Time at which an unsettled message is redelivered to others, on the scale of `time.monotonic`.
         It is measured by the store's clock."""
+        if self._expires_at is None:
+            clock = self._context.clock
+            self._expires_at = (clock.monotonic_ms() + self._delivery.visible_at_ms - clock.now_ms()) / 1000
+        return self._expires_at
 
     @property
     def message(self) -> Message:
@@ -99,7 +106,9 @@ class Lease:
         Raises ReceiptExpiredError if the message has been delivered to others already."""
         if self._verb is None:
             context, delivery = self._context, self._delivery
-            context.broker.ack(context.group, delivery.topic, [delivery.receipt])
+            receipts = [delivery.receipt]
+            if not context.broker.ack_at_once(context.group, delivery.topic, receipts):
+                context.broker.ack(context.group, delivery.topic, receipts)
             self._verb = "ack"
             if context.told is not None:
                 context.told(self, "ack")
@@ -134,10 +143,10 @@ class Lease:
         if self._verb is not None:
             self._refuse()
         context, delivery = self._context, self._delivery
-        expires_at = context.monotonic_ms() / 1000 + _bounded("visibility", visibility)
+        expires_at = context.clock.monotonic_ms() / 1000 + _bounded("visibility", visibility)
         # Renew without a new receipt, so that a simultaneous `ack` of another thread counts.
         context.broker.renew(context.group, delivery.topic, delivery.receipt, visibility)
-        self.expires_at = expires_at
+        self._expires_at = expires_at
 
     def reject(self, reason: str = "") -> None:
         """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does."""
@@ -218,8 +227,8 @@ class Delivery(Lease):
 
     __slots__ = ("received_at",)
 
-    def __init__(self, context: LeaseContext, delivery: pop.Delivery, received_at: float, expires_at: float) -> None:
-        super().__init__(context, delivery, expires_at)
+    def __init__(self, context: LeaseContext, delivery: pop.Delivery, received_at: float) -> None:
+        super().__init__(context, delivery)
         self.received_at = received_at
         """Time of receipt, on the scale of `expires_at`."""
 

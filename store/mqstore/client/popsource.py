@@ -28,6 +28,7 @@ from mqstore.client.waits import Waits
 from mqstore.client.wanted import Wanted
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
+from mqstore.options import milliseconds
 
 __all__ = ["PopSource"]
 
@@ -214,7 +215,10 @@ class PopSource:
         if topic == self._retries and topic not in self.wanted:
             wanted = self.wanted
             return pop_retries(self._broker, self._group, wanted, count, visibility_s, order=order)
-        found = self._broker.pop_at_once(self._group, topic, count, visibility_s, order) if only is None else []
+        found = []
+        if only is None:
+            visibility_ms = milliseconds(visibility_s, "visibility")
+            found = self._broker.pop_at_once(self._group, topic, count, visibility_ms, order)
         if not found:
             found = self._broker.pop(
                 self._group, topic, count, invisible=visibility_s, filter=only, order=order, start="earliest"

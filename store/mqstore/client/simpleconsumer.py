@@ -194,7 +194,7 @@ class SimpleConsumer(Closing):
             begin_s = self._clock.monotonic_ms() / 1000
             found = source.look(topics, turn, count, visibility_s)
             if found:
-                deliveries = [Delivery(self._context, each, begin_s, begin_s + visibility_s) for each in found]
+                deliveries = [Delivery(self._context, each, begin_s) for each in found]
                 if not self._hooks.on_receive or (deliveries := self._filtered(found, deliveries)):
                     return deliveries
                 turn = None

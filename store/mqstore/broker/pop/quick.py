@@ -19,6 +19,7 @@ from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from mqstore.broker.names import QueueKey
+    from mqstore.broker.offsets import OffsetTable
     from mqstore.broker.pop.ask import Delivery
     from mqstore.broker.pop.orderinfo import OrderInfo
     from mqstore.broker.pop.state import Batch, QueueState, Timeline
@@ -148,8 +149,7 @@ class PopFields:
     """Entries of the order info table."""
     _order_changes = 0
     """Number of changes to the order info by compiled code."""
-    _commit: Callable[[QueueKey, int], None]
-    """Method `note` of the offset table."""
+    _offsets: OffsetTable
     _freed: Callable[[QueueState], None]
     """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
     _batch: type[BatchFields]
@@ -158,7 +158,7 @@ class PopFields:
     if TYPE_CHECKING:
 
         def hand_out(
-            self, state: QueueFields, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
+            self, state: QueueFields, n: int, invisible_ms: int, topic: str, local: bool, in_order: bool
         ) -> list[Delivery] | None:
             """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
             Returns None, with nothing changed, for any other case of `pop` of `StandardQueues` or `FifoQueues`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
+from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic, retry_topic
 from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, NotPermittedError
@@ -27,6 +27,8 @@ class Route:
     """True if a random choice between queues is needed."""
     quick: bool
     """True if compiled code may pop from `queues` and settle there."""
+    at_once: bool
+    """True if `pop_at_once` may, too, since no topic holds redeliveries."""
 
     def check_queue(self, queue_id: int) -> None:
         """Raise ConfigError unless the topic has that queue."""
@@ -71,7 +73,8 @@ class Routes:
         ]
         quick = kernel is not None and not is_retry_topic(topic)
         has_choice = len(queues) > 1 or bool(retries)
-        route = Route(group, topic, config.max_attempts, queues, retries, has_choice, quick)
+        at_once = quick and not retries and self._topics.entered(retry_topic(group)) is None
+        route = Route(group, topic, config.max_attempts, queues, retries, has_choice, quick, at_once)
         known[group, topic] = route
         return route
 

@@ -187,9 +187,7 @@ class PopService:
         group with retry topics, too: `pop` decides when their turn is. Compiled code never pops in a store that waits
         for the disk by default."""
         route = self._routes.known.get((group, topic))
-        if route is None or route.retries:
-            return []
-        if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
+        if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
         lucky = int(self._rng() * 100) if route.has_choice else 0
         return self._pop_prefetched(route, -1, n, invisible_ms, True, order, lucky)
@@ -203,7 +201,7 @@ class PopService:
         if queue_id != -1:
             route.check_queue(queue_id)
         state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-        found = self._tables.hand_out(state, n, self._clock.now_ms(), invisible_ms, route.topic, local, order)
+        found = self._tables.hand_out(state, n, invisible_ms, route.topic, local, order)
         if found is None:
             return []
         if not order and self._waiters.parked and state.ahead:
@@ -338,7 +336,7 @@ class PopService:
         and settles nothing, if a receipt is not one of this group and topic. Raises ReceiptExpiredError for messages
         that were already redelivered (its `receipts`); the others are settled."""
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        done = 0 if waits else self._settle_at_once(group, topic, receipts)
+        done = 0 if waits else self.ack_at_once(group, topic, receipts)
         if done and done == len(receipts):
             return
         late = self._settle(group, topic, receipts[done:], ACK)
@@ -347,13 +345,9 @@ class PopService:
         if late:
             raise expired(late)
 
-    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Acknowledge without waiting for a lock or the disk. Return False, to call `ack`, if it had to."""
-        return self._settle_at_once(group, topic, receipts) == len(receipts)
-
-    def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
-        """Acknowledge by compiled parts, which take a lock only if it is free.
-        Returns the number of settled receipts, from the front."""
+    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
+        """Acknowledge without waiting for a lock or the disk.
+        Returns the number of settled receipts, from the front. The others are for `ack`."""
         route = self._routes.known.get((group, topic))
         return self._tables.settle(route.queues, receipts) if route is not None and route.quick else 0
 

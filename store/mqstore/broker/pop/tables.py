@@ -78,7 +78,7 @@ class PopTables(PopFields):
             self._ack_tail = ack.tail
             self._resets = self.offsets.resets
             self._orders = self.orders.entries
-            self._commit = self.offsets.note
+            self._offsets = self.offsets
             self._freed = self.wake_if_free
             self._batch, self._delivery = Batch, Delivery
 
