@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -486,6 +487,19 @@ def test_single_messages_take_the_compiled_way(
     assert least <= calls["pop"] < most
     assert calls["settle"] < 20  # where a segment of the log is full
     assert bench.committed() == 1000
+
+
+@compiled
+def test_offsets_noted_by_compiled_code_are_saved(tmp_path: Path) -> None:
+    with PopBench(tmp_path, queues=1) as bench:
+        bench.put("t", 8)
+        for committed in (1, 2, 3):
+            bench.ack(*bench.pop())
+            assert bench.parts.offsets.dirty
+            bench.parts.offsets.save()
+            saved = json.loads((tmp_path / "config" / "consumerOffset.json").read_bytes())
+            assert saved["offsetTable"]["t@g"] == {"0": committed}
+            assert not bench.parts.offsets.dirty
 
 
 @compiled

@@ -360,6 +360,33 @@ async def test_a_queue_does_what_its_sync_twin_does(store: aio.Store) -> None:
 
 
 @in_store
+async def test_task_done_is_for_what_the_task_of_the_loop_got_last(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    await queue.put_many([b"0", b"1", b"2"])
+    all_have_one = asyncio.Barrier(3)
+
+    async def work() -> bool:
+        task = await queue.get()
+        await all_have_one.wait()
+        await queue.task_done()
+        return task.settled
+
+    assert await asyncio.gather(*[work() for _ in range(3)]) == [True] * 3
+
+
+@in_store
+async def test_a_put_that_waits_for_room_is_called_by_an_ack(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.aio.queue._LOOK_S", 3600)
+    queue = await store.queue("jobs", maxsize=1)
+    await queue.put(b"0")
+    put = asyncio.create_task(queue.put(b"1"))
+    for _ in range(3):
+        await queue.qsize()  # behind its look
+    await (await queue.get()).ack()
+    await asyncio.wait_for(put, 60)
+
+
+@in_store
 async def test_walking_through_a_queue_ends_when_nothing_is_ready(store: aio.Store) -> None:
     queue = await store.queue("jobs")
     await queue.put_many([b"a", b"b"])
