@@ -29,7 +29,6 @@ from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import gather, read_run
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import SLOTS
 from mqstore.log.readonly import ReadOnlyMessageStore
@@ -446,25 +445,6 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
     with ReadOnlyMessageStore(tmp_path) as store:
         assert [message.body for message in store.read("t")] == [b"a", b"c", b"d"]
         assert list(store.verify()) == []
-
-
-@compiled
-def test_a_put_is_left_to_python_where_another_thread_has_the_log(tmp_path: Path) -> None:
-    with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
-        first = store.put("t", b"a")
-        asked: list[Any] = []
-
-        def refuse(*arguments: Any) -> Any:
-            asked.append(arguments)
-            return False if arguments else acquire()
-
-        with read_by_compiled_put(store, "acquire", refuse) as acquire:
-            assert append_compiled(store, "t", b"b") is None
-            assert asked == [(False,)]
-            second = store.put("t", b"c")
-        assert isinstance(second, SendReceipt)
-        assert (second.offset, second.physical_offset) == (1, first.physical_offset + first.size)
-        assert asked == [(False,), (False,), (False,), ()]
 
 
 @compiled

@@ -58,7 +58,7 @@ def append_compiled(store: MessageStore, topic: str, body: object) -> Any:
 
 
 @contextmanager
-def read_by_compiled_put(store: MessageStore, name: Literal["fd", "acquire", "now_ns"], value: object) -> Iterator[Any]:
+def read_by_compiled_put(store: MessageStore, name: Literal["fd", "now_ns"], value: object) -> Iterator[Any]:
     """Give the compiled call another `value` of what it reads of the log, whose own value it yields."""
     log = store.wakeups.log
     own = getattr(log, f"_{name}")

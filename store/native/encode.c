@@ -2,7 +2,6 @@
 
 #include "native.h"
 
-#include <stdatomic.h>
 
 /* assemble(headers, bodies, tails, out, checksums): header, body and tail of each record, one after the other in `out`.
 
@@ -66,8 +65,7 @@ done:
     return result;
 }
 
-/* lay(out, position, data): copy `data` into `out` from front to back. If the process is killed meanwhile, the front of it is
-   there, where memcpy may store the first bytes last. The fence keeps the compiler from making a memcpy of the loop. */
+/* lay(out, position, data): copy `data` into `out` from front to back. */
 PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("lay", nargs, 3))
@@ -84,17 +82,7 @@ PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_Format(PyExc_ValueError, "lay: %zd bytes at %lld are not within %zd", data->len, (long long)position, out->len);
         goto done;
     }
-    uint8_t *to = (uint8_t *)out->buf + position;
-    const uint8_t *from = data->buf;
-    Py_ssize_t i = 0;
-    for (; i + 8 <= data->len; i += 8) {
-        memcpy(to + i, from + i, 8);
-        atomic_signal_fence(memory_order_seq_cst);
-    }
-    for (; i < data->len; i++) {
-        to[i] = from[i];
-        atomic_signal_fence(memory_order_seq_cst);
-    }
+    lay((uint8_t *)out->buf + position, data->buf, data->len);
     result = Py_NewRef(Py_None);
 done:
     let_go(&held);

@@ -3,7 +3,6 @@
 
 #include "native.h"
 
-#include <stdatomic.h>
 
 /* fence(): neither loads nor stores of this thread pass it. */
 static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -60,7 +59,7 @@ static int fill(PyObject *module)
 {
     PyTypeObject *const types[] = {&NumberedType, &TipType,     &SenderType,    &LocatedType, &BatchFieldsType,
                                    &TimelineFieldsType,    &QueueFieldsType, &PutMethodType, &PopFieldsType, &OffsetFieldsType};
-    if (crc32c_init() < 0 || tip_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
+    if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
         PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0)
         return -1;

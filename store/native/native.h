@@ -5,6 +5,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -12,7 +13,7 @@
 #include "table.h"
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 26
+#define NATIVE_VERSION 27
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -104,6 +105,21 @@ static inline bool bears(const uint8_t *data, const Parts *parts, const char *to
     return parts->topic_size == topic_bytes && !memcmp(data + parts->topic, topic, (size_t)topic_bytes);
 }
 
+/* Copy from front to back. If the process is killed meanwhile, the front of it is there, where memcpy may store the first
+   bytes last. The fence keeps the compiler from making a memcpy of the loop. */
+static inline void lay(uint8_t *to, const uint8_t *from, Py_ssize_t size)
+{
+    Py_ssize_t i = 0;
+    for (; i + 8 <= size; i += 8) {
+        memcpy(to + i, from + i, 8);
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+    for (; i < size; i++) {
+        to[i] = from[i];
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+}
+
 /* --- arguments --- */
 
 /* The buffers that a function holds, to be let go together, whatever comes. Begin with {0}. */
@@ -171,7 +187,6 @@ PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
 extern PyTypeObject NumberedType, TipType, LocatedType, BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType, SenderType,
     PutMethodType;
-int tip_init(void);
 int message_init(void);
 int pop_init(void);
 int sender_init(void);

@@ -43,23 +43,21 @@ PyTypeObject NumberedType = {
 /* Bytes of a record that is written by a call. */
 enum { MOST_CALLED = 16384 };
 
-static PyObject *not_waiting; /* (False,) */
-
 typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
     bool plain;           /* the checksum covers the whole record: what is done here */
+    bool batching;        /* a batch is being made, which puts would outrun */
     int fd;               /* of the segment of `mapping`; -1: nothing but that is to be written to */
     PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
-    PyObject *acquire, *release;
     PyObject *time_ns;    /* None: the system's clock */
     PyObject *on_alarm;
     PyObject *born_host, *store_host;
     PyObject *receipt;    /* the type: a tuple of seven */
 } Tip;
 
-#define OBJECTS(F) F(mapping) F(group) F(acquire) F(release) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
+#define OBJECTS(F) F(mapping) F(group) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
 
 COLLECTED(tip, Tip, OBJECTS)
 
@@ -151,8 +149,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     static const Extra nothing = {0};
     Tip *self = (Tip *)tip;
     extra = extra ? extra : &nothing;
-    if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
-        !is_host(self->store_host))
+    if (!self->plain || self->batching || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
         return 0;
     /* Where every put waits for its sync: by a call, for a page that is stored to through the mapping is made read-only by
        each sync, which costs more than the sync, and faults again. */
@@ -162,22 +159,16 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
         return 0;
 
-    /* Not waited for: waiting lets others run, and is for Python to do. Ours already (a signal handler's put): granted. */
-    PyObject *acquire = Py_NewRef(self->acquire), *release = Py_NewRef(self->release);
-    PyObject *granted = PyObject_Call(acquire, not_waiting, NULL); /* a tuple for each put would cost a thirtieth of it */
-    Py_DECREF(acquire);
-    bool taken = granted == Py_True;
-    Py_XDECREF(granted);
-    if (!taken) {
-        Py_DECREF(release);
-        return granted ? 0 : -1;
-    }
     bool done = false;
     long long now_ns = now_of(self);
+    if (now_ns == -1 && PyErr_Occurred())
+        return -1;
     Py_buffer view;
-    /* From here to the end of this block nothing of Python runs: no signal, no other thread. */
-    if (!(now_ns == -1 && PyErr_Occurred()) && self->end + size <= self->limit && self->mapping &&
-        self->mapping != Py_None && PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) == 0) {
+    /* From here to the end of this block nothing of Python runs: no signal, no other thread. So the log's lock is not needed.
+       Who has it sees in `end` that there was a put, as it sees a put of a signal handler (`_store_at`). */
+    if (self->end + size <= self->limit && self->mapping && self->mapping != Py_None) {
+        if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
+            return -1;
         long long position = self->end, at = position - self->base;
         if (at >= 0 && at <= view.len - size) {
             uint8_t called[MOST_CALLED], *record = by_call ? called : (uint8_t *)view.buf + at;
@@ -198,21 +189,6 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
             }
         }
         PyBuffer_Release(&view);
-    }
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallNoArgs(release);
-    Py_DECREF(release);
-    if (!released) {
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        return -1;
-    }
-    Py_DECREF(released);
-    if (type) {
-        PyErr_Restore(type, value, traceback);
-        return -1;
     }
     if (done && stored->position + size >= self->alarm && self->on_alarm) {
         PyObject *rung = PyObject_CallNoArgs(self->on_alarm);
@@ -261,7 +237,42 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
     return tip_receipt((PyObject *)self, queue, &stored, args[3]);
 }
 
+/* _store_at(position, data, end, queue, next_offset): whether `data` was stored and `end` moved. It was not if the log does not end
+   at `position` any more. `queue` may be None. */
+static PyObject *tip_store_at(Tip *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("_store_at", nargs, 5))
+        return NULL;
+    long long position = PyLong_AsLongLong(args[0]), end = PyLong_AsLongLong(args[2]);
+    bool counts = PyObject_TypeCheck(args[3], &NumberedType);
+    long long next_offset = counts ? PyLong_AsLongLong(args[4]) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer data, view;
+    if (PyObject_GetBuffer(args[1], &data, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(self->mapping ? self->mapping : Py_None, &view, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&data);
+        return NULL;
+    }
+    /* As in `tip_store`: nothing of Python from here on. */
+    long long at = position - self->base;
+    bool fits = at >= 0 && at <= view.len && data.len <= view.len - at, ours = fits && self->end == position;
+    if (ours) {
+        lay((uint8_t *)view.buf + at, data.buf, data.len);
+        if (counts)
+            ((Numbered *)args[3])->next_offset = next_offset;
+        self->end = end;
+    }
+    PyBuffer_Release(&view);
+    PyBuffer_Release(&data);
+    if (!fits && self->end == position)
+        return PyErr_Format(PyExc_ValueError, "_store_at: %lld is not in the segment", position);
+    return PyBool_FromLong(ours);
+}
+
 static PyMethodDef tip_methods[] = {
+    {"_store_at", (PyCFunction)(void (*)(void))tip_store_at, METH_FASTCALL, "Whether bytes were stored: see tip.py."},
     {"_put", (PyCFunction)(void (*)(void))tip_put, METH_FASTCALL, "One ordinary record, or None: see `CommitLog.append`."},
     {NULL},
 };
@@ -272,11 +283,10 @@ static PyMemberDef tip_members[] = {
     {"_base", T_LONGLONG, offsetof(Tip, base), 0, NULL},
     {"_limit", T_LONGLONG, offsetof(Tip, limit), 0, NULL},
     {"_whole_record", T_BOOL, offsetof(Tip, plain), 0, NULL},
+    {"_batching", T_BOOL, offsetof(Tip, batching), 0, NULL},
     {"_fd", T_INT, offsetof(Tip, fd), 0, NULL},
     {"_mapping", T_OBJECT, offsetof(Tip, mapping), 0, NULL},
     {"group", T_OBJECT, offsetof(Tip, group), 0, NULL},
-    {"_acquire", T_OBJECT, offsetof(Tip, acquire), 0, NULL},
-    {"_release", T_OBJECT, offsetof(Tip, release), 0, NULL},
     {"_now_ns", T_OBJECT, offsetof(Tip, time_ns), 0, NULL},
     {"_on_alarm", T_OBJECT, offsetof(Tip, on_alarm), 0, NULL},
     {"_born_host", T_OBJECT, offsetof(Tip, born_host), 0, NULL},
@@ -308,9 +318,3 @@ PyTypeObject TipType = {
     .tp_members = tip_members,
     .tp_methods = tip_methods,
 };
-
-int tip_init(void)
-{
-    not_waiting = PyTuple_Pack(1, Py_False);
-    return not_waiting ? 0 : -1;
-}

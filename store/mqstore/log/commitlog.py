@@ -112,7 +112,8 @@ class CommitLog(Tip):
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
         self._lock = Condition()
-        self._acquire, self._release = self._lock.acquire, self._lock.release
+        """Lock of all that Python appends. Compiled puts do not need it (`append`)."""
+        self._batching = False
         self._holder: int | None = None
         """Thread that keeps puts waiting (`hold`)."""
         self._mapping = None
@@ -177,10 +178,7 @@ class CommitLog(Tip):
         numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
         header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
-        # Taking the lock is the first call inside the `try`, so no signal can come between it and its release. An
-        # RLock knows if this thread holds it when the wait was interrupted. A `with` would cost a tenth of the put.
-        try:
-            self._acquire()
+        with self._lock:
             position = self.end
             end = position + size
             if end > self._limit:
@@ -207,33 +205,16 @@ class CommitLog(Tip):
             )
             data = b"".join((head, body, tail))
             checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-            # A signal handler may put too, but it only runs after a call. So `end` is checked again before bytes are
-            # stored, since its record may lie there now, and before they count, since it may lie over them.
+            data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
+            # A compiled put of another thread, or any put of a signal handler, may have come meanwhile. Its record then
+            # lies at `position`, and this one goes behind it.
             if self.group is not None and not self.group.busy:
                 # This put syncs alone, and a page that a call writes causes no fault after each sync.
-                data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
                 stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
             else:
-                if self.end == position:
-                    mapping = self._mapping
-                    at = position - self._base
-                    mapping[at : at + size] = data  # type: ignore[index]  # None only while _limit is -1: _roll has set it
-                    _CRC.pack_into(mapping, at + CHECKSUM_AT, checksum)  # type: ignore[arg-type]
-                stored = self.end == position
-                # No call between these: a signal handler's exception cannot come in the middle.
-                if stored:
-                    if numbered:
-                        queue.next_offset = offset + 1
-                    self.end = end
+                stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
             if not stored:
-                receipt = self.append(queue, body, tail, fields, unique_key)
-                self._release()
-                return receipt
-        except BaseException:
-            if is_held_here(self._lock):
-                self._release()
-            raise
-        self._release()
+                return self.append(queue, body, tail, fields, unique_key)
         if end >= self.alarm:
             self._on_alarm()
         return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
@@ -252,35 +233,36 @@ class CommitLog(Tip):
         total = self.header_bytes * count + sizes_of_bodies[1]
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
         with self._lock:
-            position = self.end
-            if position + total > self._limit:
-                position = self._roll(total)
-            offset = queue.next_offset
-            now_ms = self._time_ns() // _MS_NS
-            data, sizes = encode_records(
-                bodies,
-                tails,
-                magic=queue.magic,
-                queue_id=queue.queue_id,
-                queue_offset=offset,
-                physical_offset=position,
-                timestamp_ms=now_ms,
-                born_host=self._born_host,
-                store_host=self._store_host,
-                flags=flags,
-                checksum=self._checksum,
-            )
-            view = data.data
-            end = position + total
-            if total >= _CALL_BYTES or kernel is None:
-                stored = self._store(position, view, {queue: offset + count}, by_call=True)
-            elif stored := self.end == position:  # else a signal handler has put. It cannot from here on: no call
-                assert self._mapping is not None
-                kernel.lay(self._mapping, position - self._base, view)
-                queue.next_offset = offset + count
-                self.end = end
-            if not stored:
-                return self.append_many(queue, bodies, tails, flags)
+            try:
+                self._batching = True
+                position = self.end
+                if position + total > self._limit:
+                    position = self._roll(total)
+                offset = queue.next_offset
+                now_ms = self._time_ns() // _MS_NS
+                data, sizes = encode_records(
+                    bodies,
+                    tails,
+                    magic=queue.magic,
+                    queue_id=queue.queue_id,
+                    queue_offset=offset,
+                    physical_offset=position,
+                    timestamp_ms=now_ms,
+                    born_host=self._born_host,
+                    store_host=self._store_host,
+                    flags=flags,
+                    checksum=self._checksum,
+                )
+                view = data.data
+                end = position + total
+                if total >= _CALL_BYTES or kernel is None:
+                    stored = self._store(position, view, {queue: offset + count}, by_call=True)
+                else:
+                    stored = self._store_at(position, view, end, queue, offset + count)
+                if not stored:
+                    return self.append_many(queue, bodies, tails, flags)
+            finally:
+                self._batching = False
         if end >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
@@ -293,29 +275,33 @@ class CommitLog(Tip):
         segment."""
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
         with self._lock:
-            position = self.end
-            if position + total > self._limit:
-                position = self._roll(total)
-            ends = {queue: queue.next_offset for queue in queues}
-            offsets = []
-            for queue in queues:
-                offsets.append(ends[queue])
-                ends[queue] += 1
-            data, _ = encode_copies(
-                heads,
-                bodies,
-                tails,
-                magics=[queue.magic for queue in queues],
-                queue_ids=[queue.queue_id for queue in queues],
-                queue_offsets=offsets,
-                physical_offset=position,
-                timestamp_ms=self._time_ns() // _MS_NS,
-                store_host=self._store_host,
-                checksum=self._checksum,
-            )
-            if not self._store(position, data.data, ends, by_call=total >= _CALL_BYTES):
-                self.append_copies(queues, heads, bodies, tails)
-                return
+            try:
+                self._batching = True
+                position = self.end
+                if position + total > self._limit:
+                    position = self._roll(total)
+                ends = {queue: queue.next_offset for queue in queues}
+                offsets = []
+                for queue in queues:
+                    offsets.append(ends[queue])
+                    ends[queue] += 1
+                data, _ = encode_copies(
+                    heads,
+                    bodies,
+                    tails,
+                    magics=[queue.magic for queue in queues],
+                    queue_ids=[queue.queue_id for queue in queues],
+                    queue_offsets=offsets,
+                    physical_offset=position,
+                    timestamp_ms=self._time_ns() // _MS_NS,
+                    store_host=self._store_host,
+                    checksum=self._checksum,
+                )
+                if not self._store(position, data.data, ends, by_call=total >= _CALL_BYTES):
+                    self.append_copies(queues, heads, bodies, tails)
+                    return
+            finally:
+                self._batching = False
         if position + total >= self.alarm:
             self._on_alarm()
 
@@ -352,12 +338,7 @@ class CommitLog(Tip):
         # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
         segment = self.run.find(start) or self._create(start)
         if position < start:  # else the segment is full to its end, by recovery or by such a roll
-            blank = encode_blank(start - position)
-            if self.end == position:  # no call from here on, as in `append`
-                assert self._mapping is not None
-                at = position - self._base
-                self._mapping[at : at + BLANK_BYTES] = blank
-                self.end = start
+            self._store_at(position, encode_blank(start - position), start, None, 0)
         if self.end == start:
             self._enter(segment)
         return start
@@ -489,7 +470,6 @@ class CommitLog(Tip):
     def disown(self, error: MQStoreError) -> None:
         """Refuse every later put in a forked child, where no thread can release the lock that was held."""
         self._lock = Condition()
-        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._holder = None
         self._refuse(error)
 

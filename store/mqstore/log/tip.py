@@ -81,8 +81,8 @@ class Tip:
     """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python does them."""
     _whole_record: bool
     """True if the checksum is over the whole record. `_put` knows no other."""
-    _acquire: Callable[..., bool]
-    _release: Callable[[], None]
+    _batching: bool
+    """True while a batch is being made. `_put` then leaves puts to Python, which waits: the batch would never end."""
     _now_ns: Callable[[], int] | None
     """None means the system's clock."""
     _on_alarm: Callable[[], None]
@@ -94,7 +94,23 @@ class Tip:
 
         def _put(self, queue: Numbered, body: bytes, tail: bytes, unique_key: str | None) -> Any:
             """Append one ordinary record and return its receipt, or do nothing and return None.
-            It returns None if the put takes more than storing."""
+            It returns None if the put takes more than storing. It needs no lock."""
+
+    def _store_at(
+        self, position: int, data: bytes | memoryview, end: int, queue: Numbered | None, next_offset: int
+    ) -> bool:
+        """Store `data` at `position`, which must be in the mapping, and move `end`, all in one step.
+        Also set the queue's next offset. Returns False, and does nothing, if the log no longer ends at `position`."""
+        if self.end != position:
+            return False
+        assert self._mapping is not None
+        at = position - self._base
+        # No call from here on, behind which a signal handler could put.
+        self._mapping[at : at + len(data)] = data
+        if queue is not None:
+            queue.next_offset = next_offset
+        self.end = end
+        return True
 
 
 if not TYPE_CHECKING and kernel is not None:
