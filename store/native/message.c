@@ -463,7 +463,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     bool stopped = false;
     if (!(messages = PyList_New(0)))
         goto done;
-    for (; looked < there && total < MOST_BYTES; looked++) {
+    for (; looked < there && total < MOST_BYTES && !(stopped = PyList_GET_SIZE(messages) >= most); looked++) {
         int64_t body_end;
         const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (looked + NEXT < there)
@@ -476,8 +476,6 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             break;
         if (hashes && !may_pass(unit, hashes))
             continue;
-        if ((stopped = PyList_GET_SIZE(messages) >= most))
-            break;
         int64_t position = said.physical - segment_start;
         Parts parts;
         if (!is_meant(view, position, &said, true, &parts, &body_end))

@@ -172,18 +172,22 @@ class RecordReader:
         live = is_message(units)
         if unit_filter is not None:
             live &= unit_filter.units(units["tags_code"].astype(np.int64))
-        if not live.all() and (units["size"] <= 0).any():  # retention may have taken the file they were in
-            front = self.find_front(queue)
-            holes = offset + np.flatnonzero(units["size"] <= 0)
-            for slot in holes[holes >= front].tolist() if tell else ():
-                self.tell_lost(queue.missing_units(slot, slot))
         chosen = np.flatnonzero(live)
-        fits = max_messages
+        after, stop = offset + count, False
+        if len(chosen) >= max_messages:
+            chosen = chosen[:max_messages]
+            after = offset + int(chosen[-1]) + 1
         if max_bytes is not None:
             taken = np.cumsum(units["size"][chosen], dtype=np.int64)
-            fits = min(fits, max(int(np.searchsorted(taken, max_bytes, side="right")), int(is_first)))
-        after, stop = (offset + int(chosen[fits]), True) if fits < len(chosen) else (offset + count, False)
-        chosen = chosen[:fits]
+            fits = max(int(np.searchsorted(taken, max_bytes, side="right")), int(is_first))
+            if fits < len(chosen):
+                after, stop = offset + int(chosen[fits]), True
+                chosen = chosen[:fits]
+        holes = offset + np.flatnonzero(units["size"][: after - offset] <= 0)
+        if len(holes):  # retention may have taken the file they were in
+            front = self.find_front(queue)
+            for slot in holes[holes >= front].tolist() if tell else ():
+                self.tell_lost(queue.missing_units(slot, slot))
         return units[chosen], chosen + offset, after, stop
 
     def find_front(self, queue: ConsumeQueue) -> int:
