@@ -2,7 +2,6 @@
 
 #include "native.h"
 
-
 /* assemble(headers, bodies, tails, out, checksums): header, body and tail of each record, one after the other in `out`.
 
    `headers` are all of one width, `bodies` a list of bytes, `tails` a list of as many or one for all. With `checksums`

@@ -2,7 +2,6 @@
 
 #include "native.h"
 
-
 /* put_entries(file, slots, number, hashes, physical, stamps): put entries from `number` on, for which there is room. Of each the
    entry is stored before the header counts it, and that before its slot leads to it, as readers rely on. */
 PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -428,7 +428,7 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
 }
 
 /* read_units(type, batch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
-       -> (messages, how many units were passed, the messages' bytes, whether a limit ended it)
+       -> (messages, how many units were passed, the messages' bytes, whether the budget ended it)
 
    `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass
    (int32) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
@@ -463,7 +463,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     bool stopped = false;
     if (!(messages = PyList_New(0)))
         goto done;
-    for (; looked < there && total < MOST_BYTES && !(stopped = PyList_GET_SIZE(messages) >= most); looked++) {
+    for (; looked < there && total < MOST_BYTES && PyList_GET_SIZE(messages) < most; looked++) {
         int64_t body_end;
         const uint8_t *unit = (const uint8_t *)units->buf + looked * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (looked + NEXT < there)

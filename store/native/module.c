@@ -3,7 +3,6 @@
 
 #include "native.h"
 
-
 /* fence(): neither loads nor stores of this thread pass it. */
 static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -76,7 +76,8 @@ static bool has_log(const PopFields *self)
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
-           PyDict_CheckExact(self->orders) && self->offsets && PyObject_TypeCheck(self->offsets, &OffsetFieldsType) && self->freed && self->batch && PyType_Check(self->batch) &&
+           PyDict_CheckExact(self->orders) && self->offsets && PyObject_TypeCheck(self->offsets, &OffsetFieldsType) &&
+           self->freed && self->batch && PyType_Check(self->batch) &&
            PyType_IsSubtype((PyTypeObject *)self->batch, &BatchFieldsType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
@@ -346,7 +347,8 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
 {
     OffsetFields *table = (OffsetFields *)self->offsets;
     PyObject *groups = NULL, *queues = NULL;
-    /* Nothing of Python runs in here, so the lock of the table is not needed: no `reset` comes between. */
+    /* Nothing of Python runs in here, so the lock of the table is not needed. Who has it reads an offset and writes it without
+       a call in between, and `reset` fills `resets` first. */
     if (table->committed && PyDict_CheckExact(table->committed) && !PyDict_GET_SIZE(self->resets))
         groups = PyDict_GetItemWithError(table->committed, PyTuple_GET_ITEM(key, 1));
     if (groups && PyDict_CheckExact(groups))

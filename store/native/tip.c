@@ -47,7 +47,7 @@ typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
     bool plain;           /* the checksum covers the whole record: what is done here */
-    bool batching;        /* a batch is being made, which puts would outrun */
+    bool appending;       /* Python appends, and would have to begin again behind a put */
     int fd;               /* of the segment of `mapping`; -1: nothing but that is to be written to */
     PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
@@ -149,7 +149,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     static const Extra nothing = {0};
     Tip *self = (Tip *)tip;
     extra = extra ? extra : &nothing;
-    if (!self->plain || self->batching || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
+    if (!self->plain || self->appending || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
         return 0;
     /* Where every put waits for its sync: by a call, for a page that is stored to through the mapping is made read-only by
        each sync, which costs more than the sync, and faults again. */
@@ -165,7 +165,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
         return -1;
     Py_buffer view;
     /* From here to the end of this block nothing of Python runs: no signal, no other thread. So the log's lock is not needed.
-       Who has it sees in `end` that there was a put, as it sees a put of a signal handler (`_store_at`). */
+       Who has it sees in `end` that there was a put, as it sees one of a signal handler. */
     if (self->end + size <= self->limit && self->mapping && self->mapping != Py_None) {
         if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
             return -1;
@@ -237,8 +237,8 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
     return tip_receipt((PyObject *)self, queue, &stored, args[3]);
 }
 
-/* _store_at(position, data, end, queue, next_offset): whether `data` was stored and `end` moved. It was not if the log does not end
-   at `position` any more. `queue` may be None. */
+/* _store_at(position, data, end, queue, next_offset): whether `data` was stored and `end` moved. It was not if the log does not
+   end at `position` any more, or was closed. `queue` may be None. */
 static PyObject *tip_store_at(Tip *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("_store_at", nargs, 5))
@@ -248,10 +248,12 @@ static PyObject *tip_store_at(Tip *self, PyObject *const *args, Py_ssize_t nargs
     long long next_offset = counts ? PyLong_AsLongLong(args[4]) : 0;
     if (PyErr_Occurred())
         return NULL;
+    if (!self->mapping || self->mapping == Py_None)
+        Py_RETURN_FALSE; /* closed by a signal handler: `_roll` says so */
     Py_buffer data, view;
     if (PyObject_GetBuffer(args[1], &data, PyBUF_SIMPLE) < 0)
         return NULL;
-    if (PyObject_GetBuffer(self->mapping ? self->mapping : Py_None, &view, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&data);
         return NULL;
     }
@@ -283,7 +285,7 @@ static PyMemberDef tip_members[] = {
     {"_base", T_LONGLONG, offsetof(Tip, base), 0, NULL},
     {"_limit", T_LONGLONG, offsetof(Tip, limit), 0, NULL},
     {"_whole_record", T_BOOL, offsetof(Tip, plain), 0, NULL},
-    {"_batching", T_BOOL, offsetof(Tip, batching), 0, NULL},
+    {"_appending", T_BOOL, offsetof(Tip, appending), 0, NULL},
     {"_fd", T_INT, offsetof(Tip, fd), 0, NULL},
     {"_mapping", T_OBJECT, offsetof(Tip, mapping), 0, NULL},
     {"group", T_OBJECT, offsetof(Tip, group), 0, NULL},

@@ -106,6 +106,28 @@ def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
     assert offsets.again().start_of("t", 0) == 9
 
 
+def test_an_offset_that_compiled_code_notes_while_starts_move_is_kept(offsets: _Offsets) -> None:
+    """It needs no lock, and may come between any two calls. All offsets were read, and then written again."""
+    table, note = offsets.table, QueueKey("g", "t", 1)
+
+    class Starts(dict[int, int]):
+        def get(self, *arguments: Any) -> Any:
+            table._committed["t"]["g"][1] += 1
+            return super().get(*arguments)
+
+        def items(self) -> Any:
+            for item in super().items():
+                table._committed["t"]["g"][1] += 1
+                yield item
+
+    for queue_id in (0, 1):
+        offsets.fill("t", queue_id, 20)
+        table.commit(QueueKey("g", "t", queue_id), 4)
+    table.move_starts({"t": Starts({0: 9})})
+    assert table.committed(QueueKey("g", "t", 0)) == 9
+    assert (table.committed(note) or 0) > 4
+
+
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
+from mqstore.log import tip as tip_module
 from mqstore.native import kernel
 from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
@@ -848,6 +849,47 @@ def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
         assert [m.body[:1] for m in store.read("t")] == [b"0", b"1", *[b"2"] * (len(stored) - 1), b"l"]
         assert list(store.verify()) == []
     assert open_store(tmp_path / "s").clean_shutdown
+
+
+@pytest.mark.parametrize("call", ["crc32c", "_CRC.pack"])
+def test_a_handler_that_closes_in_the_middle_of_a_put_by_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It was a TypeError, of a mapping that is None."""
+    name, _, method = call.partition(".")
+    real = getattr(commitlog_module, name)
+    store = open_store(tmp_path / "s")
+    store.put("t", b"0")
+
+    def interrupted(*arguments: Any) -> Any:
+        found = (getattr(real, method) if method else real)(*arguments)
+        monkeypatch.undo()
+        store.close()
+        return found
+
+    monkeypatch.setattr(commitlog_module, name, SimpleNamespace(**{method: interrupted}) if method else interrupted)
+    with pytest.raises(StoreClosedError):
+        store.append("t", 0, b"1", reconsume_times=1)
+    with open_store(tmp_path / "s") as store:
+        assert store.clean_shutdown
+        assert [message.body for message in store.read("t")] == [b"0"]
+
+
+@pytest.mark.skipif(kernel is not None, reason="compiled code stores in one step")
+def test_a_put_of_a_handler_before_bytes_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stored over: `len` is a call, behind which a handler may put."""
+    with open_store(tmp_path / "s") as store:
+        receipts = [store.put("t", b"0")]
+
+        def interrupted(data: bytes) -> int:
+            monkeypatch.undo()
+            receipts.append(store.put("t", b"handler"))
+            return len(data)
+
+        monkeypatch.setattr(tip_module, "len", interrupted, raising=False)
+        receipts.append(store.put("t", b"1"))
+        assert [receipt.offset for receipt in receipts] == [0, 1, 2]
+        assert [message.body for message in store.read("t")] == [b"0", b"handler", b"1"]
 
 
 # -- many bytes, written by a call -----------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class OffsetFields:
     _committed: dict[str, dict[str, dict[int, int]]]
     """Topic -> group -> queue id -> offset."""
     _compiled_changes: int
-    """Number of changes by compiled code, which does what `OffsetTable.note` does, without its lock."""
+    """Number of changes by compiled code. It does what `OffsetTable.note` does without its lock, between any two calls
+    of Python. So an offset that was read must be written without a call in between."""
 
 
 if not TYPE_CHECKING and kernel is not None:
@@ -310,8 +311,9 @@ class OffsetTable(OffsetFields):
 
     def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
         for group, queues in self._committed.get(topic, {}).items():
-            if _is_user(group):
-                queues.update({queue_id: max(starts.get(queue_id, 0), offset) for queue_id, offset in queues.items()})
+            for queue_id, start in starts.items() if _is_user(group) else ():
+                if queue_id in queues and queues[queue_id] < start:  # no call in here: compiled code may note an offset
+                    queues[queue_id] = start
         self._changes += 1
         self._forget(lambda key: key.topic == topic and key.queue_id in starts)
 

@@ -79,7 +79,9 @@ class Lease:
         It is measured by the store's clock."""
         if self._expires_at is None:
             clock = self._context.clock
-            self._expires_at = (clock.monotonic_ms() + self._delivery.visible_at_ms - clock.now_ms()) / 1000
+            expires_at = (clock.monotonic_ms() + self._delivery.visible_at_ms - clock.now_ms()) / 1000
+            if self._expires_at is None:  # else extended meanwhile
+                self._expires_at = expires_at
         return self._expires_at
 
     @property

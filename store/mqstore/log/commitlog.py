@@ -2,8 +2,12 @@
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
-Records are only added by `append` and its variants, under one lock (format#append). Large batches are written by a
-system call, not through the mapping. The call waits for memory if the disk is far behind.
+Records are only added by `append` and its variants (format#append): by Python under one lock, or one ordinary record by
+compiled code in one step, which needs no lock. Large batches are written by a system call, not through the mapping. The
+call waits for memory if the disk is far behind.
+
+While Python appends, compiled code does not. But a signal handler may put behind any call. So bytes are stored only if
+the log still ends where it did (`_store_at`, `_store`).
 """
 
 from __future__ import annotations
@@ -112,8 +116,7 @@ class CommitLog(Tip):
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
         self._lock = Condition()
-        """Lock of all that Python appends. Compiled puts do not need it (`append`)."""
-        self._batching = False
+        self._appending = False
         self._holder: int | None = None
         """Thread that keeps puts waiting (`hold`)."""
         self._mapping = None
@@ -147,7 +150,7 @@ class CommitLog(Tip):
         fd = -1 if file is None else file.raw_fd
         self._check_failed()  # again, since a signal handler may have closed the store meanwhile
         if self.end > segment.end:
-            return  # a handler has put, and the log continues in a later segment
+            return  # there was a put, and the log continues in a later segment
         # No call between these, nor the last reference to a file: a handler's put must not find half of them changed.
         _before, self._file = self._file, file
         self._mapping = mapping
@@ -179,42 +182,44 @@ class CommitLog(Tip):
         header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
         with self._lock:
-            position = self.end
-            end = position + size
-            if end > self._limit:
-                position = self._roll(size)
-                end = position + size
-            now_ms = self._time_ns() // _MS_NS
-            offset = queue.next_offset if numbered else 0
-            head = header.pack(
-                size,
-                queue.magic,
-                0,
-                queue.queue_id,
-                flag,
-                offset,
-                position,
-                sys_flag,
-                now_ms if born_ms is None else born_ms,
-                born_host,
-                now_ms,
-                self._store_host,
-                reconsume_times,
-                prepared_offset,
-                len(body),
-            )
-            data = b"".join((head, body, tail))
-            checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-            data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
-            # A compiled put of another thread, or any put of a signal handler, may have come meanwhile. Its record then
-            # lies at `position`, and this one goes behind it.
-            if self.group is not None and not self.group.busy:
-                # This put syncs alone, and a page that a call writes causes no fault after each sync.
-                stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
-            else:
-                stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
-            if not stored:
-                return self.append(queue, body, tail, fields, unique_key)
+            try:
+                stored = False
+                while not stored:  # a signal handler may put before the bytes are stored
+                    self._appending = True
+                    position = self.end
+                    end = position + size
+                    if end > self._limit:
+                        position = self._roll(size)
+                        end = position + size
+                    now_ms = self._time_ns() // _MS_NS
+                    offset = queue.next_offset if numbered else 0
+                    head = header.pack(
+                        size,
+                        queue.magic,
+                        0,
+                        queue.queue_id,
+                        flag,
+                        offset,
+                        position,
+                        sys_flag,
+                        now_ms if born_ms is None else born_ms,
+                        born_host,
+                        now_ms,
+                        self._store_host,
+                        reconsume_times,
+                        prepared_offset,
+                        len(body),
+                    )
+                    data = b"".join((head, body, tail))
+                    checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
+                    data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
+                    if self.group is not None and not self.group.busy:
+                        # This put syncs alone, and a page that a call writes causes no fault after each sync.
+                        stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
+                    else:
+                        stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
+            finally:
+                self._appending = False
         if end >= self.alarm:
             self._on_alarm()
         return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
@@ -234,7 +239,7 @@ class CommitLog(Tip):
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
         with self._lock:
             try:
-                self._batching = True
+                self._appending = True
                 position = self.end
                 if position + total > self._limit:
                     position = self._roll(total)
@@ -262,7 +267,7 @@ class CommitLog(Tip):
                 if not stored:
                     return self.append_many(queue, bodies, tails, flags)
             finally:
-                self._batching = False
+                self._appending = False
         if end >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
@@ -276,7 +281,7 @@ class CommitLog(Tip):
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
         with self._lock:
             try:
-                self._batching = True
+                self._appending = True
                 position = self.end
                 if position + total > self._limit:
                     position = self._roll(total)
@@ -301,7 +306,7 @@ class CommitLog(Tip):
                     self.append_copies(queues, heads, bodies, tails)
                     return
             finally:
-                self._batching = False
+                self._appending = False
         if position + total >= self.alarm:
             self._on_alarm()
 
@@ -389,15 +394,15 @@ class CommitLog(Tip):
     ) -> bool:
         """Write `data` at `position`, advance queue offsets and move `end`: all or nothing.
 
-        Returns False and does nothing if a signal handler has put before. A put that a handler makes meanwhile is
-        refused, since it would be written there too.
+        Returns False and does nothing if there was a put before. Meanwhile a put of a signal handler is refused, since
+        it would be written there too, and others wait.
 
         Bytes are stored from front to back. If the process is killed, whole records remain at the front of a batch.
         None lies behind a hole, which recovery would take for damage. An assigned slice of the mapping may be stored in
         any order."""
         before = {queue: queue.next_offset for queue in numbers}
         end = position + len(data)
-        limit, self._limit = self._limit, -1  # sends a handler's put to `_roll`
+        limit, self._limit = self._limit, -1  # sends other puts to `_roll`
         self._writing = True
         try:
             if self.end != position:

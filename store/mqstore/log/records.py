@@ -75,7 +75,7 @@ class RecordReader:
         """Files whose loss or damage has been logged."""
 
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
-        """Return the messages, the offset behind the last unit consumed, and whether a limit ended the read."""
+        """Return the messages, the offset behind the last unit consumed, and whether `max_bytes` ended the read."""
         kernel = self.checker.kernel
         found = None if kernel is None else self._compiled(kernel, asked)
         if found is not None:
@@ -125,7 +125,7 @@ class RecordReader:
 
     def _locate(self, asked: Request) -> tuple[list[RecordBatch], int, bool]:
         """Return the checked records of the units, the offset behind the last unit consumed, and a flag.
-        The flag is True if a limit ended the read."""
+        The flag is True if `max_bytes` ended the read."""
         queue, size = asked.queue, self._run.segment_bytes
         units, slots, after, stop = self._choose(asked)
         physical = units["physical_offset"].astype(np.int64)
@@ -166,7 +166,7 @@ class RecordReader:
 
     def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], int, bool]:
         """Return the units that the read asks for, their slots, the offset behind the last unit, and a flag.
-        The flag is True if a limit ended the read. A hole is logged as lost."""
+        The flag is True if `max_bytes` ended the read. A hole is logged as lost."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
         units = queue.units(offset, count)
         live = is_message(units)

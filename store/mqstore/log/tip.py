@@ -81,8 +81,9 @@ class Tip:
     """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python does them."""
     _whole_record: bool
     """True if the checksum is over the whole record. `_put` knows no other."""
-    _batching: bool
-    """True while a batch is being made. `_put` then leaves puts to Python, which waits: the batch would never end."""
+    _appending: bool
+    """True while Python appends. `_put` then leaves all puts to Python: of other threads, which wait, and of signal
+    handlers. Otherwise a large record or batch would have to begin again for each of them."""
     _now_ns: Callable[[], int] | None
     """None means the system's clock."""
     _on_alarm: Callable[[], None]
@@ -100,13 +101,14 @@ class Tip:
         self, position: int, data: bytes | memoryview, end: int, queue: Numbered | None, next_offset: int
     ) -> bool:
         """Store `data` at `position`, which must be in the mapping, and move `end`, all in one step.
-        Also set the queue's next offset. Returns False, and does nothing, if the log no longer ends at `position`."""
-        if self.end != position:
-            return False
-        assert self._mapping is not None
+        Also set the queue's next offset. Returns False, and does nothing, if the log no longer ends at `position`, or
+        was closed."""
         at = position - self._base
+        stop = at + len(data)
         # No call from here on, behind which a signal handler could put.
-        self._mapping[at : at + len(data)] = data
+        if self.end != position or self._mapping is None:
+            return False
+        self._mapping[at:stop] = data
         if queue is not None:
             queue.next_offset = next_offset
         self.end = end
