@@ -58,6 +58,14 @@ static char *tell(char *at, long long number)
     return at;
 }
 
+static PyObject *ascii_of(const char *text, Py_ssize_t size)
+{
+    PyObject *made = PyUnicode_New(size, 127);
+    if (made)
+        memcpy(PyUnicode_1BYTE_DATA(made), text, (size_t)size);
+    return made;
+}
+
 /* --- what the queues share --- */
 
 typedef struct {
@@ -184,7 +192,7 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
         PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
         int lies = near_record(&near, (Located *)message, &parts);
         PyObject *items[] = {Py_NewRef(message),
-                             PyUnicode_DecodeASCII(shown, tell(at, offset + made) - shown, NULL),
+                             ascii_of(shown, tell(at, offset + made) - shown),
                              Py_NewRef(visible),
                              Py_NewRef(topic),
                              Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
@@ -278,9 +286,11 @@ static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssiz
     return unlocked(lock, hand_out(self, state, (int)count, invisible_ms, args[3], local, in_order));
 }
 
-/* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
+/* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). The offset is at the end of its text, behind `head`
+   bytes that those of one batch have in common. */
 typedef struct {
     long long start, pop_time_ms, queue_id, offset;
+    Py_ssize_t head;
     bool in_order;
 } Claim;
 
@@ -305,20 +315,30 @@ static bool text_is(const char **at, const char *stop, const char *text)
     return true;
 }
 
-static bool claim_of(PyObject *text, Claim *claim)
+/* `last`: the claim before, of `last_text`, or NULL. */
+static bool claim_of(PyObject *text, Claim *claim, PyObject *last_text, const Claim *last)
 {
-    claim->in_order = false;
     if (!PyUnicode_CheckExact(text) || PyUnicode_READY(text) < 0 || !PyUnicode_IS_COMPACT_ASCII(text)) {
         PyErr_Clear();
         return false;
     }
     const char *at = (const char *)PyUnicode_1BYTE_DATA(text), *stop = at + PyUnicode_GET_LENGTH(text);
     long long invisible_ms;
-    return digits(&at, stop, 18, &claim->start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
-           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) &&
-           (text_is(&at, stop, NO_ORDER) || (claim->in_order = text_is(&at, stop, IN_ORDER))) &&
-           digits(&at, stop, 9, &claim->queue_id) && text_is(&at, stop, " ") && digits(&at, stop, 18, &claim->offset) &&
-           at == stop && claim->start <= claim->offset;
+    if (last && stop - at > last->head && !memcmp(at, PyUnicode_1BYTE_DATA(last_text), (size_t)last->head)) {
+        *claim = *last;
+        at += last->head;
+    } else {
+        const char *begin = at;
+        if (!digits(&at, stop, 18, &claim->start) || !text_is(&at, stop, " ") || !digits(&at, stop, 15, &claim->pop_time_ms) ||
+            !text_is(&at, stop, " ") || !digits(&at, stop, 15, &invisible_ms))
+            return false;
+        claim->in_order = text_is(&at, stop, IN_ORDER);
+        if ((!claim->in_order && !text_is(&at, stop, NO_ORDER)) || !digits(&at, stop, 9, &claim->queue_id) ||
+            !text_is(&at, stop, " "))
+            return false;
+        claim->head = at - begin;
+    }
+    return digits(&at, stop, 18, &claim->offset) && at == stop && claim->start <= claim->offset;
 }
 
 /* As `QueueState.advance`. -1 with an exception. */
@@ -364,28 +384,32 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
     return told ? 0 : -1;
 }
 
-/* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. */
-static long long bit_of(const PopFields *self, const QueueFields *state, const Claim *claim, PyObject *number, BatchFields **batch)
+/* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. `batch`, and the
+   bits `left` in it, are those of the claims before. */
+static long long bit_of(const PopFields *self, const QueueFields *state, const Claim *claim, PyObject *number, BatchFields **batch,
+                        long long *left)
 {
-    long long start, pop_time_ms, left;
+    long long start, pop_time_ms;
     PyObject *found = claim->in_order ? (PyObject *)last_in_order(self, state)
                                       : PyDict_GetItemWithError(state->in_flight, number);
     if (!found)
         return PyErr_Occurred() ? -1 : 0;
-    if (!PyObject_TypeCheck(found, &BatchFieldsType) || (*batch && found != (PyObject *)*batch))
-        return 0;
-    *batch = (BatchFields *)found;
-    if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
-        pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || !number_of((*batch)->left, &left) ||
-        claim->offset < start || claim->offset - start > MOST_BITS)
-        return 0;
-    return left & 1LL << (claim->offset - start);
+    if (found != (PyObject *)*batch) {
+        if (*batch || !PyObject_TypeCheck(found, &BatchFieldsType))
+            return 0;
+        *batch = (BatchFields *)found;
+        if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
+            pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || start != claim->start ||
+            !number_of((*batch)->left, left))
+            return 0;
+    }
+    return claim->offset - claim->start > MOST_BITS ? 0 : *left & 1LL << (claim->offset - claim->start);
 }
 
 /* Deliveries of one batch: 1, 0 when they are for Python, -1 with an exception. */
 static int settle(PopFields *self, QueueFields *state, const Claim *claims, int count)
 {
-    long long start, bits = 0, bit, left, name, written;
+    long long bits = 0, bit, left = 0, name, written;
     PyObject *numbers[MOST_SETTLED], *rest = NULL;
     BatchFields *batch = NULL;
     int made = 0, result = 0;
@@ -393,14 +417,14 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     while (known && made < count) {
         const Claim *claim = &claims[made];
         numbers[made] = PyLong_FromLongLong(claim->offset);
-        bit = numbers[made] ? bit_of(self, state, claim, numbers[made], &batch) : -1;
+        bit = numbers[made] ? bit_of(self, state, claim, numbers[made], &batch, &left) : -1;
         result = bit < 0 ? -1 : 0;
         known = bit > 0 && !(bits & bit) && claim->in_order == in_order;
         bits |= bit;
         made++;
     }
     Py_XINCREF(batch);
-    if (!known || !number_of(batch->left, &left) || !number_of(batch->name, &name) || !number_of(batch->start, &start))
+    if (!known || !number_of(batch->name, &name))
         goto done;
     char body[SETTLED_BYTES];
     char *at = say(tell(say(body, "{\"k\":"), name), ",\"o\":[");
@@ -414,7 +438,7 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
         goto done;
     Py_SETREF(batch->left, Py_NewRef(rest));
     if (in_order) {
-        state->cursor = start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
+        state->cursor = claims->start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
         self->order_changes++;
     } else if (!left) {
         state->batches--;
@@ -522,7 +546,8 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
     if (has_log(self) && PyList_CheckExact(args[0]) && PyList_CheckExact(args[1]) && PyList_GET_SIZE(args[1]) <= MOST_CLAIMS)
         count = (int)PyList_GET_SIZE(args[1]);
     for (int i = 0; i < count; i++)
-        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id >= PyList_GET_SIZE(args[0]))
+        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i], i ? PyList_GET_ITEM(args[1], i - 1) : NULL, i ? &claims[i - 1] : NULL) ||
+            claims[i].queue_id >= PyList_GET_SIZE(args[0]))
             count = 0;
     if (count && run_of(claims, count) < count && !are_apart(args[0], claims, count))
         count = 0;
