@@ -185,8 +185,8 @@ PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType, SenderType,
-    PutMethodType;
+extern PyTypeObject NumberedType, TipType, LocatedType, SenderType, PutMethodType;
+extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType;
 int message_init(void);
 int pop_init(void);
 int sender_init(void);
