@@ -6,12 +6,17 @@ import ipaddress
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+
+import pytest
 
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.log import commitlog
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
@@ -25,6 +30,7 @@ __all__ = [
     "HEADER",
     "SEGMENT",
     "Unsynced",
+    "act_behind",
     "all_queues",
     "as_ours",
     "checkpointed",
@@ -114,6 +120,23 @@ def until_parked(store: MessageStore, count: int = 1) -> None:
 def reboot(root: Path) -> None:
     """Make it look as if the machine had gone down with its writer: the abort mark is of an earlier boot."""
     (root / "abort").write_text("4711 8c6f2a0e-earlier-boot")
+
+
+def act_behind(monkeypatch: pytest.MonkeyPatch, call: str, act: Callable[[], object]) -> None:
+    """Have `act` called once, behind the commitlog's next call of "crc32c", "_CRC.pack_into" or the like.
+    A signal handler, or another thread, may come there. All patches are undone before."""
+    name, _, method = call.partition(".")
+    whole = getattr(commitlog, name)
+    real = getattr(whole, method) if method else whole
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named)
+        monkeypatch.undo()
+        act()
+        return result
+
+    patched = SimpleNamespace(**{method: interrupted}) if method else interrupted
+    monkeypatch.setattr(commitlog, name, patched)
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

@@ -311,7 +311,9 @@ class OffsetTable(OffsetFields):
 
     def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
         for group, queues in self._committed.get(topic, {}).items():
-            for queue_id, start in starts.items() if _is_user(group) else ():
+            if not _is_user(group):
+                continue
+            for queue_id, start in starts.items():
                 if queue_id in queues and queues[queue_id] < start:  # no call in here: compiled code may note an offset
                     queues[queue_id] = start
         self._changes += 1

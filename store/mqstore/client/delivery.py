@@ -106,16 +106,10 @@ class Lease:
     def ack(self) -> None:
         """Acknowledge the message. Repeating it is harmless.
         Raises ReceiptExpiredError if the message has been delivered to others already."""
-        if self._verb is None:
+        if not self.ack_at_once() and self._is_new("ack"):
             context, delivery = self._context, self._delivery
-            receipts = [delivery.receipt]
-            if not context.broker.ack_at_once(context.group, delivery.topic, receipts):
-                context.broker.ack(context.group, delivery.topic, receipts)
-            self._verb = "ack"
-            if context.told is not None:
-                context.told(self, "ack")
-        elif self._verb != "ack":
-            self._refuse()
+            context.broker.ack(context.group, delivery.topic, [delivery.receipt])
+            self._note("ack", "ack")
 
     def ack_at_once(self) -> bool:
         """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.

@@ -34,7 +34,6 @@ from mqstore.layout.record import (
     BLANK_BYTES,
     BORN_HOST_V6,
     CHECKSUM_AT,
-    QUEUE_ID_AT,
     STORE_HOST_V6,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
@@ -183,41 +182,41 @@ class CommitLog(Tip):
         size = header.size + len(body) + len(tail)
         with self._lock:
             try:
-                stored = False
-                while not stored:  # a signal handler may put before the bytes are stored
-                    self._appending = True
-                    position = self.end
+                self._appending = True
+                position = self.end
+                end = position + size
+                if end > self._limit:
+                    position = self._roll(size)
                     end = position + size
-                    if end > self._limit:
-                        position = self._roll(size)
-                        end = position + size
-                    now_ms = self._time_ns() // _MS_NS
-                    offset = queue.next_offset if numbered else 0
-                    head = header.pack(
-                        size,
-                        queue.magic,
-                        0,
-                        queue.queue_id,
-                        flag,
-                        offset,
-                        position,
-                        sys_flag,
-                        now_ms if born_ms is None else born_ms,
-                        born_host,
-                        now_ms,
-                        self._store_host,
-                        reconsume_times,
-                        prepared_offset,
-                        len(body),
-                    )
-                    data = b"".join((head, body, tail))
-                    checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-                    data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
-                    if self.group is not None and not self.group.busy:
-                        # This put syncs alone, and a page that a call writes causes no fault after each sync.
-                        stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
-                    else:
-                        stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
+                now_ms = self._time_ns() // _MS_NS
+                offset = queue.next_offset if numbered else 0
+                head = header.pack(
+                    size,
+                    queue.magic,
+                    0,
+                    queue.queue_id,
+                    flag,
+                    offset,
+                    position,
+                    sys_flag,
+                    now_ms if born_ms is None else born_ms,
+                    born_host,
+                    now_ms,
+                    self._store_host,
+                    reconsume_times,
+                    prepared_offset,
+                    len(body),
+                )
+                data = bytearray().join((head, body, tail))
+                checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
+                _CRC.pack_into(data, CHECKSUM_AT, checksum)
+                if self.group is not None and not self.group.busy:
+                    # This put syncs alone, and a page that a call writes causes no fault after each sync.
+                    stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
+                else:
+                    stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
+                if not stored:
+                    return self.append(queue, body, tail, fields, unique_key)
             finally:
                 self._appending = False
         if end >= self.alarm:
@@ -390,7 +389,7 @@ class CommitLog(Tip):
             raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
 
     def _store(
-        self, position: int, data: bytes | memoryview, numbers: Mapping[Numbered, int], *, by_call: bool
+        self, position: int, data: bytearray | memoryview, numbers: Mapping[Numbered, int], *, by_call: bool
     ) -> bool:
         """Write `data` at `position`, advance queue offsets and move `end`: all or nothing.
 

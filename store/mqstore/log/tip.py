@@ -98,7 +98,7 @@ class Tip:
             It returns None if the put takes more than storing. It needs no lock."""
 
     def _store_at(
-        self, position: int, data: bytes | memoryview, end: int, queue: Numbered | None, next_offset: int
+        self, position: int, data: bytes | bytearray | memoryview, end: int, queue: Numbered | None, next_offset: int
     ) -> bool:
         """Store `data` at `position`, which must be in the mapping, and move `end`, all in one step.
         Also set the queue's next offset. Returns False, and does nothing, if the log no longer ends at `position`, or
