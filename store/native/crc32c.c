@@ -69,11 +69,11 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 
 /* The instruction takes a new value each cycle but gives its result after three. So long inputs are read as three
    strands side by side, and the strands joined: a CRC is linear, so the state behind the first strand, moved on by as
-   many zero bytes as the next has, is what the next would have begun with. `moved` holds that move by tables. */
-enum { STRAND = 256 };
-static uint32_t moved[4][256];
+   many zero bytes as the next has, is what the next would have begun with. Tables hold that move, for two lengths. */
+enum { LONG_STRAND = 256, SHORT_STRAND = 64 };
+static uint32_t moved_long[4][256], moved_short[4][256];
 
-static inline uint32_t move_on(uint32_t crc)
+static inline uint32_t move_on(uint32_t crc, uint32_t moved[4][256])
 {
     return moved[0][crc & 255] ^ moved[1][crc >> 8 & 255] ^ moved[2][crc >> 16 & 255] ^ moved[3][crc >> 24];
 }
@@ -85,21 +85,26 @@ TARGET static inline uint64_t step(uint64_t crc, const uint8_t *at)
     return STEP_8(crc, word);
 }
 
+/* Three strands of `length` bytes. */
+TARGET static inline uint64_t three_strands(uint64_t crc, const uint8_t *at, size_t length, uint32_t moved[4][256])
+{
+    uint64_t second = 0, third = 0;
+    for (const uint8_t *stop = at + length; at < stop; at += 8) {
+        crc = step(crc, at);
+        second = step(second, at + length);
+        third = step(third, at + 2 * length);
+    }
+    return move_on((uint32_t)(move_on((uint32_t)crc, moved) ^ second), moved) ^ third;
+}
+
 /* As `run_by_table`. */
 TARGET static uint32_t run(uint32_t start, const uint8_t *at, size_t n)
 {
     uint64_t crc = start;
-    while (n >= 3 * STRAND) {
-        uint64_t second = 0, third = 0;
-        for (const uint8_t *stop = at + STRAND; at < stop; at += 8) {
-            crc = step(crc, at);
-            second = step(second, at + STRAND);
-            third = step(third, at + 2 * STRAND);
-        }
-        crc = move_on((uint32_t)(move_on((uint32_t)crc) ^ second)) ^ third;
-        at += 2 * STRAND;
-        n -= 3 * STRAND;
-    }
+    for (; n >= 3 * LONG_STRAND; n -= 3 * LONG_STRAND, at += 3 * LONG_STRAND)
+        crc = three_strands(crc, at, LONG_STRAND, moved_long);
+    for (; n >= 3 * SHORT_STRAND; n -= 3 * SHORT_STRAND, at += 3 * SHORT_STRAND)
+        crc = three_strands(crc, at, SHORT_STRAND, moved_short);
     for (; n >= 8; n -= 8, at += 8)
         crc = step(crc, at);
     if (n & 4) {
@@ -174,6 +179,19 @@ PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssi
     return PyBool_FromLong(sum_of_record == record_by_table);
 }
 
+#ifdef TARGET
+static void fill_moved(uint32_t moved[4][256], size_t length)
+{
+    static const uint8_t zeros[LONG_STRAND];
+    for (int bit = 0; bit < 32; bit++) {
+        uint32_t image = run_by_table(1u << bit, zeros, length);
+        uint32_t *row = moved[bit / 8];
+        for (int low = 1 << bit % 8, i = 0; i < low; i++)
+            row[low + i] = row[i] ^ image;
+    }
+}
+#endif
+
 int crc32c_init(void)
 {
     for (uint32_t byte = 0; byte < 256; byte++) {
@@ -188,14 +206,9 @@ int crc32c_init(void)
     bool right = ~run_by_table(~0u, (const uint8_t *)"123456789", 9) == 0xE3069283u;
 #ifdef TARGET
     if (HAS_INSTRUCTION) {
-        static const uint8_t zeros[STRAND];
-        for (int bit = 0; bit < 32; bit++) {
-            uint32_t image = run_by_table(1u << bit, zeros, STRAND);
-            uint32_t *row = moved[bit / 8];
-            for (int low = 1 << bit % 8, i = 0; i < low; i++)
-                row[low + i] = row[i] ^ image;
-        }
-        uint8_t sample[4 * STRAND];
+        fill_moved(moved_long, LONG_STRAND);
+        fill_moved(moved_short, SHORT_STRAND);
+        uint8_t sample[4 * LONG_STRAND];
         for (size_t i = 0; i < sizeof sample; i++)
             sample[i] = (uint8_t)(i * 31 + (i >> 5));
         right = right && record_by_instruction(sample, sizeof sample) == record_by_table(sample, sizeof sample);

@@ -141,7 +141,7 @@ bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 
 /* Records lie here and there, and each is waited for unless it was asked for in time: AHEAD bytes before the end of a
    chain, NEXT records before one whose place is known. Harmless for any address. */
-enum { AHEAD = 1024, NEXT = 6 };
+enum { AHEAD = 2048, NEXT = 6 };
 
 static inline void fetch(const uint8_t *at, int64_t size)
 {

@@ -19,7 +19,8 @@ stored through a mapping makes the whole folio dirty, so a sync of one record wr
 zeros are written page by page (`zero`), and `write` exists. The kernel tracks by block what `pwrite` changes, whatever
 the folio, and the page needn't be made writable again after each sync. So it is faster for writers that sync every
 record, and it is coherent with the mappings. A long write leaves large folios, which nobody stores to again. The kernel
-rounds down, so the page it ends in is a folio of its own.
+rounds down, so the page it ends in is a folio of its own. Large folios take half the time to make, so a long range that
+a fast writer will soon have filled gets them (`populate`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _OPEN_AHEAD = 4
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
 _POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
+_LARGE_FOLIOS_BYTES = 8 << 20  # nobody populates so much for a writer that syncs each record
 
 
 class SegmentWriter(SegmentRun):
@@ -290,6 +292,8 @@ class SegmentWriter(SegmentRun):
             return False
         begin = position - position % mmap.PAGESIZE
         end = min(position + length, segment.size)
+        if end - begin >= _LARGE_FOLIOS_BYTES and hasattr(mmap, "MADV_NORMAL"):
+            mapping.madvise(mmap.MADV_NORMAL, begin, end - begin)
         for step in range(begin, end, _POPULATE_STEP_BYTES):
             if not advise(mapping, step, min(_POPULATE_STEP_BYTES, end - step), POPULATE_WRITE):
                 return False
