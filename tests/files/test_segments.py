@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.holding import held, linux_only, mapped_files
 from tests.without import compiled
 
 SIZE = 16 * 1024  # a few pages
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -451,18 +452,32 @@ def test_populating_a_segment_that_is_no_longer_written_to_does_nothing(folder: 
 
 
 @linux_only
-def test_a_synced_byte_of_a_mapping_for_writing_does_not_take_its_neighbours_along(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("populated", "areas"),
+    [
+        (0, {(0, 16 * MIB): True}),
+        (MIB, {(0, 16 * MIB): True}),
+        (8 * MIB, {(0, 8 * MIB): False, (8 * MIB, 16 * MIB): True}),
+    ],
+)
+def test_a_synced_byte_of_a_mapping_for_writing_takes_no_neighbours_along_but_where_many_come_soon(
+    folder: Path, populated: int, areas: dict[tuple[int, int], bool]
+) -> None:
     """A fault that reads ahead would fill the cache with large folios, and a sync of 1 byte would write them whole."""
-    run = open_run(folder)
+    run = open_run(folder, size=16 * MIB)
     segment = run.create(0)
     run.mapping(segment)
 
-    smaps = Path("/proc/self/smaps").read_text()
-    entry = smaps[smaps.index(segment.path) :]
-    flags = next(line for line in entry.splitlines() if line.startswith("VmFlags:"))
+    run.populate(segment, 0, populated)
 
-    assert " rr" in flags  # random read advised
-    assert isinstance(segment.mapping, mmap.mmap)
+    found = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (area := re.match(r"(\w+)-(\w+) \S+ (\w+) \S+ \d+ *(.*)", line)) is not None:
+            begin, end, offset = (int(number, 16) for number in area.groups()[:3])
+            key = (offset, offset + end - begin) if area[4] == segment.path else None
+        elif key is not None and line.startswith("VmFlags:"):
+            found[key] = " rr" in line  # random read advised
+    assert found == areas
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
