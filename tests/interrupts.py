@@ -8,7 +8,9 @@ luck with timing.
 
 from __future__ import annotations
 
+import _thread
 import dis
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -16,12 +18,39 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "run_interrupted"]
+__all__ = ["Interrupted", "is_with_safe", "run_interrupted"]
 
 _RESUME = dis.opmap["RESUME"]
 _LOOKS = frozenset(
     [_RESUME, *(number for name, number in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD")))]
 )
+
+
+class _Interrupting:
+    """Its `with` is entered by compiled code, as that of a lock, and meanwhile a signal comes."""
+
+    __enter__ = staticmethod(_thread.interrupt_main)
+
+    def __init__(self) -> None:
+        self.exits = 0
+
+    def __exit__(self, *_: object) -> None:
+        self.exits += 1
+
+
+def is_with_safe() -> bool:
+    """Return False if an exception of a signal handler may come between `__enter__` and the block of a `with`.
+    CPython 3.14 has that fault (its issue 148874), and then leaves locks held. For the main thread."""
+    interrupting = _Interrupting()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupting:
+            sys.getrefcount(None)  # here the exception comes, if not before
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return interrupting.exits == 1
 
 
 @cache
@@ -68,8 +97,6 @@ class _Points:
         """Global trace function: follow a frame bytecode by bytecode until the exception was raised."""
         if self.stack or event != "call" or _is_passed_over(frame):
             return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
         code = frame.f_code
         before = _RESUME
         behind = 0
@@ -91,6 +118,10 @@ class _Points:
                 self._returned_to = frame.f_back
             return step
 
+        # In this order, and with the line in `run_interrupted`: else some versions of CPython tell of no bytecode.
+        frame.f_trace = step
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
         return step
 
     def _reach(self, frame: FrameType) -> None:
@@ -111,6 +142,7 @@ def run_interrupted(call: Callable[[], object], at: int) -> list[str]:
     """
     points = _Points(at)
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(points.trace)
     try:
         call()

@@ -27,7 +27,7 @@ import pytest
 import mqstore
 from mqstore import Store
 from tests.campaigns.calls import CALLS, HANG_S, Work, a_queue, nothing, open_store, ordered, probe, put_plain
-from tests.interrupts import run_interrupted
+from tests.interrupts import is_with_safe, run_interrupted
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # finalizers of iterators that were interrupted
@@ -197,6 +197,8 @@ def test_closing_at_every_point(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["threads", "asyncio"])
 def test_real_signals(mode: str, tmp_path: Path) -> None:
     """SIGINT at random moments: the store closes in time, and nothing acknowledged is lost."""
+    if not is_with_safe():
+        pytest.skip("this CPython leaves locks held (its issue 148874; docs/design.md, Signals)")
     rng = random.Random(SEED)
     path = tmp_path / "store"
     start(path, nothing).store.close()
