@@ -7,6 +7,7 @@ that an application's thread can run:
 * A lock is taken by `with` on a `threading.Lock` or `RLock` itself. Between `lock.acquire()` and a `try` an exception
   leaves the lock held for ever. So does one inside the `__enter__` of a class written in Python, such as
   `threading.Condition`, `threading.Event` and `contextlib.contextmanager`: those are for background threads only.
+  (CPython 3.14 may raise behind the `with` of any lock: docs/design.md, Signals.)
 * State that has to be taken back (a count, a mark, an entry in a list) is set inside the `try` whose `finally` takes it
   back, and taking it back is harmless where it was not set. Better is no such state: derive it.
 * Under a lock, the step that makes a change visible is one bytecode, and it comes last.
