@@ -118,7 +118,7 @@ class _Points:
                 self._returned_to = frame.f_back
             return step
 
-        # In this order, and with the line in `run_interrupted`: else some versions of CPython tell of no bytecode.
+        # CPython 3.12 to 3.14 report bytecodes only if set in this order, and in any frame before `settrace`.
         frame.f_trace = step
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True

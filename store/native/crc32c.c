@@ -73,6 +73,17 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 enum { LONG_STRAND = 256, SHORT_STRAND = 64 };
 static uint32_t moved_long[4][256], moved_short[4][256];
 
+static void fill_moved(uint32_t moved[4][256], size_t length)
+{
+    static const uint8_t zeros[LONG_STRAND];
+    for (int bit = 0; bit < 32; bit++) {
+        uint32_t image = run_by_table(1u << bit, zeros, length);
+        uint32_t *row = moved[bit / 8];
+        for (int low = 1 << bit % 8, i = 0; i < low; i++)
+            row[low + i] = row[i] ^ image;
+    }
+}
+
 static inline uint32_t move_on(uint32_t crc, uint32_t moved[4][256])
 {
     return moved[0][crc & 255] ^ moved[1][crc >> 8 & 255] ^ moved[2][crc >> 16 & 255] ^ moved[3][crc >> 24];
@@ -178,19 +189,6 @@ PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssi
 #endif
     return PyBool_FromLong(sum_of_record == record_by_table);
 }
-
-#ifdef TARGET
-static void fill_moved(uint32_t moved[4][256], size_t length)
-{
-    static const uint8_t zeros[LONG_STRAND];
-    for (int bit = 0; bit < 32; bit++) {
-        uint32_t image = run_by_table(1u << bit, zeros, length);
-        uint32_t *row = moved[bit / 8];
-        for (int low = 1 << bit % 8, i = 0; i < low; i++)
-            row[low + i] = row[i] ^ image;
-    }
-}
-#endif
 
 int crc32c_init(void)
 {

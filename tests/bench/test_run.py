@@ -68,7 +68,7 @@ def test_answers_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.M
         (("nonesuch",), "nonesuch"),
         (("put", "--share", "-1"), "more than 0"),
         (("put", "--rounds", "-1"), "at least 1"),
-        (("put", "--body", "7"), "1024"),
+        (("put", "--body", "7"), "128, 1024"),
     ],
 )
 def test_wrong_usage_says_what_is_wrong(
@@ -78,7 +78,7 @@ def test_wrong_usage_says_what_is_wrong(
         _run(tmp_path, *arguments)
 
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err.replace("'", "")  # some versions of argparse quote the choices
     assert list(tmp_path.iterdir()) == []
 
 

@@ -123,8 +123,8 @@ def reboot(root: Path) -> None:
 
 
 def act_behind(monkeypatch: pytest.MonkeyPatch, call: str, act: Callable[[], object]) -> None:
-    """Have `act` called once, behind the commitlog's next call of "crc32c", "_CRC.pack_into" or the like.
-    A signal handler, or another thread, may come there. All patches are undone before."""
+    """Call `act` once, right after the commitlog's next call of `call`, for example "crc32c" or "_CRC.pack_into".
+    A signal handler or another thread may run there. All patches of `monkeypatch` are undone first."""
     name, _, method = call.partition(".")
     whole = getattr(commitlog, name)
     real = getattr(whole, method) if method else whole

@@ -37,7 +37,7 @@ from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.segment import LoadProblem, Segment, segment_name
 from mqstore.files.segments import OFFSET_END, SegmentRun
-from mqstore.files.system import DONT_NEED, POPULATE_WRITE, advise
+from mqstore.files.system import DONT_NEED, NORMAL, POPULATE_WRITE, advise
 from mqstore.files.tmp import new_file, temporary_path
 
 __all__ = ["EXTENDED", "SegmentWriter"]
@@ -51,7 +51,7 @@ _OPEN_AHEAD = 4
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
 _POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
-_LARGE_FOLIOS_BYTES = 8 << 20  # nobody populates so much for a writer that syncs each record
+_LARGE_FOLIOS_BYTES = 8 << 20  # a writer that syncs each record is too slow to be given so many
 
 
 class SegmentWriter(SegmentRun):
@@ -292,8 +292,8 @@ class SegmentWriter(SegmentRun):
             return False
         begin = position - position % mmap.PAGESIZE
         end = min(position + length, segment.size)
-        if end - begin >= _LARGE_FOLIOS_BYTES and hasattr(mmap, "MADV_NORMAL"):
-            mapping.madvise(mmap.MADV_NORMAL, begin, end - begin)
+        if end - begin >= _LARGE_FOLIOS_BYTES:
+            advise(mapping, begin, end - begin, NORMAL)
         for step in range(begin, end, _POPULATE_STEP_BYTES):
             if not advise(mapping, step, min(_POPULATE_STEP_BYTES, end - step), POPULATE_WRITE):
                 return False
