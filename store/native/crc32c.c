@@ -38,7 +38,11 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#if defined(__clang__) && __clang_major__ >= 14 /* since then the instruction is a feature of its own */
+#define TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define TARGET __attribute__((target("sse4.2")))
+#endif
 #define HAS_INSTRUCTION (__builtin_cpu_init(), __builtin_cpu_supports("sse4.2"))
 #define STEP_8(crc, word) _mm_crc32_u64(crc, word)
 #define STEP_4(crc, word) _mm_crc32_u32((uint32_t)(crc), word)
