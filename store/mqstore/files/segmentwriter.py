@@ -37,7 +37,7 @@ from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.segment import LoadProblem, Segment, segment_name
 from mqstore.files.segments import OFFSET_END, SegmentRun
-from mqstore.files.system import DONT_NEED, NORMAL, POPULATE_WRITE, advise
+from mqstore.files.system import DONT_NEED, POPULATE_WRITE, advise
 from mqstore.files.tmp import new_file, temporary_path
 
 __all__ = ["EXTENDED", "SegmentWriter"]
@@ -292,8 +292,9 @@ class SegmentWriter(SegmentRun):
             return False
         begin = position - position % mmap.PAGESIZE
         end = min(position + length, segment.size)
-        if end - begin >= _LARGE_FOLIOS_BYTES:
-            advise(mapping, begin, end - begin, NORMAL)
+        if end - begin >= _LARGE_FOLIOS_BYTES and hasattr(mmap, "MADV_NORMAL"):
+            # Not by `advise`, which lets other threads run: beside a busy writer it takes milliseconds to go on then.
+            mapping.madvise(mmap.MADV_NORMAL, begin, end - begin)
         for step in range(begin, end, _POPULATE_STEP_BYTES):
             if not advise(mapping, step, min(_POPULATE_STEP_BYTES, end - step), POPULATE_WRITE):
                 return False

@@ -31,7 +31,6 @@ import numpy as np
 
 __all__ = [
     "DONT_NEED",
-    "NORMAL",
     "POPULATE_WRITE",
     "UNSUPPORTED",
     "advise",
@@ -48,8 +47,6 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: fault pages in for writing."""
 DONT_NEED = 4
 """MADV_DONTNEED: empty a mapping. Of a file, what is dirty stays so."""
-NORMAL = 0
-"""MADV_NORMAL: the system chooses read-ahead and size of folios again."""
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 _MAP_FIXED = 0x10
 
