@@ -4,8 +4,8 @@
 #   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests
 #   make lint    the same without the tests
 #   make cover   the tests, and which lines they miss
-#   make bench   mqstore beside its peers, each answer beside its goal (BENCH="put --quick" chooses)
-#   make bench-compare OLD=results.json  what became better or worse since then; fails if by more than WORSE=0.2
+#   make bench   mqstore beside its peers, each answer beside its goal (BENCH="-k put" chooses, BENCH=--quick tries)
+#   make bench-compare  the same beside the last saved run, or OLD=0001; fails if a question is slower by WORSE=20%
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
 #                (PYSPARK=4.1.4 takes that version, in an environment of its own; 4.1 or later)
 #   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
@@ -35,8 +35,7 @@ VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
 OLD   ?=
-NEW   ?=
-WORSE ?=
+WORSE ?= 20%
 N     ?= 5000
 ROCKETMQ ?= 5.3.3
 PYSPARK ?=
@@ -82,11 +81,15 @@ lint: $(VENV)/stamp-dev
 # The jars of RocketMQ's store are those of `make interop`. Without them that side is left out, with a word.
 bench: $(VENV)/stamp-bench
 	-@test -n "$$MQSTORE_ROCKETMQ" || ! command -v mvn >/dev/null || $(MAKE) --no-print-directory var/rocketmq-$(ROCKETMQ)/fetched
-	$(BIN)/python -m bench $(BENCH)
+	$(BIN)/python -m pytest $(or $(filter bench/%,$(BENCH)),bench --ignore=bench/test_spark.py) $(BENCHMARK) $(filter-out bench/%,$(BENCH))
+	$(REPORT)
 
-bench-compare: $(VENV)/stamp-core
-	@test -n "$(OLD)" || { echo "give the earlier results: make bench-compare OLD=FILE [NEW=FILE] [WORSE=0.2]"; exit 2; }
-	@$(BIN)/python -m bench.compare $(OLD) $(NEW) $(WORSE:%=--worse %)
+# A run saves itself, unless it is only tried (--quick, --share).
+BENCHMARK := --benchmark-autosave --benchmark-sort=fullname --benchmark-columns=min,median,max,iqr,rounds
+REPORT = $(if $(filter --quick --share%,$(BENCH)),,$(BIN)/python -m bench.report)
+
+bench-compare: BENCHMARK += --benchmark-group-by=fullname --benchmark-compare$(OLD:%==%) --benchmark-compare-fail=min:$(WORSE)
+bench-compare: bench
 
 # Not with the others: pyspark alone is half a gigabyte.
 spark:
@@ -109,9 +112,7 @@ var/delta/fetched: tests/spark/delta.xml
 
 spark-bench:
 	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
-	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs verify_jobs spark_plan; do \
-		$(SPARK_VENV)/bin/python -m bench.$$name; \
-	done
+	$(SPARK_VENV)/bin/python -m pytest bench/test_spark.py $(BENCHMARK) $(BENCH)
 
 interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
 	MQSTORE_ROCKETMQ=var/rocketmq-$(ROCKETMQ) $(BIN)/python -m pytest -n 2 --durations=5 tests/interop

@@ -1,15 +1,12 @@
-"""Benchmarks: named questions, fixed seeds, peers in the same run, answers as ratios with their spread.
+"""Benchmarks: questions as pytest-benchmark functions, peers in the same run, ratios beside their goals.
 
-    python -m bench [NAME ...]       ask, print tables, write JSON, a report with plots and a line of history
-    python -m bench.compare OLD      compare two runs; exit code 1 if something became worse
+    make bench              pytest bench --benchmark-autosave, then the report
 
-    questions.py    the table of all questions with their goals: begin here
-    harness.py      what a question is, and how its sides are timed
-    endtoend.py     latency from put to handler at a given rate
-    engine.py, delivery.py, everyday.py     what mqstore does in each question
-    peers.py, servers.py                    what others do: Python libraries; Redis and the Java store
-    results.py, report.py                   rows of answers as JSON; tables, Markdown and plots
+    test_*.py               the questions, each with its peers and goals
+    sides.py, rates.py      what mqstore does in several of them; messages at a given rate
+    peers.py, servers.py    what others do: Python libraries; Redis and the Java store
+    harness.py, goals.py    how the sides of a question take turns; answers beside their goals
+    conftest.py, report.py  options and the table at the end of a run; a saved run as Markdown with plots
 
-The other modules are commands of their own: `spark_*.py`, `splice.py` and `verify_jobs.py` (`make spark-bench`, with
-`goals.py`), `growth.py`, `in_flight.py`, `lateness.py`, `sync_costs.py`.
+docs/benchmarks.md explains how to run, compare and read them.
 """

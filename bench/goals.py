@@ -1,47 +1,101 @@
-"""How the goals of the data source are measured: sides in turn, the best of five rounds after two that do not count;
-for each ratio a line that says whether its goal is met. Ratios are taken between sides of one run."""
+"""Answers beside their goals. An answer is saved with its benchmark, in `extra_info["answers"]`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["ROUNDS", "SOCKETS", "WARM_UPS", "Side", "measure", "report"]
+__all__ = ["HEADINGS", "UNITS", "Answer", "as_lines", "number_text", "rate_text", "summary"]
 
-ROUNDS, WARM_UPS = 5, 2
-SOCKETS = {"spark.python.unix.domain.socket.enabled": "true"}
-"""Settings of the sessions that are measured: TCP between Spark and its workers would hide the time of the source.
-`mqstore.spark.session` leaves them alone, since pyspark 4.3 then prints a traceback for each idle worker it closes."""
-
-Side = Callable[[], object]
+UNITS = {"x rate": True, "x time": False, "k/s": True, "ms": False, "s": False, "MiB": False}
+"""Units of a value. True: more is better. The first two are ratios: our rate, or our time, divided by the other's."""
+HEADINGS = ("question", "beside", "value", "spread", "goal", "verdict", "figures")
 
 
-def measure(
-    sides: Mapping[str, Side],
-    rounds: int = ROUNDS,
-    warm_ups: int = WARM_UPS,
-    *,
-    tidy: Side = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """The best time of each side, in seconds by `clock`. `tidy` comes after each, and does not count."""
-    best = dict.fromkeys(sides, float("inf"))
-    for number in range(warm_ups + rounds):
-        for name, side in sides.items():
-            begin = clock()
-            side()
-            if number >= warm_ups:
-                best[name] = min(best[name], clock() - begin)
-            tidy()
-    return best
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finding of one question: beside a peer, or a value that stands alone."""
+
+    question: str
+    """Name and parameters of the question, as in `pytest -k`."""
+    beside: str
+    """Name of the peer. Empty for a value that stands alone."""
+    unit: str
+    """One of `UNITS`."""
+    values: Sequence[float]
+    """One for each round. Empty if the peer was left out, and `note` gives the reason."""
+    goal: float | None = None
+    """The least value, or the greatest one if less is better. None: shown for comparison only."""
+    note: str = ""
+    """Absolute figures, for people."""
+
+    @property
+    def value(self) -> float | None:
+        """Median over the rounds."""
+        return statistics.median(self.values) if self.values else None
+
+    @property
+    def met(self) -> bool | None:
+        """Return True if the goal is reached, and None without a goal or a value."""
+        reached = self.gain(self.goal)
+        return None if reached is None else reached >= 1
+
+    def gain(self, other: float | None, value: float | None = None) -> float | None:
+        """Return how many times as good `value` (default: this answer's) is as `other`; None if either is missing."""
+        value = self.value if value is None else value
+        if not value or not other:
+            return None
+        return value / other if UNITS[self.unit] else other / value
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of a row, under `HEADINGS`."""
+        goal = "" if self.goal is None else f"{'>=' if UNITS[self.unit] else '<='} {number_text(self.goal)}"
+        value = "" if self.value is None else f"{number_text(self.value)} {self.unit}"
+        spread = f"{number_text(min(self.values))} .. {number_text(max(self.values))}" if self.values else ""
+        return (
+            self.question,
+            self.beside,
+            value,
+            spread,
+            goal,
+            {None: "", True: "met", False: "not met"}[self.met],
+            self.note,
+        )
 
 
-def report(number: str, what: str, ratio: float, goal: float | None = None, *, most: bool = False) -> None:
-    """A ratio, and beside its goal, which it is to reach, or with `most` not to pass, whether it is met."""
-    if goal is None:
-        print(f"{number:4} {what:64} {ratio:7.2f}")
-        return
-    met = ratio <= goal if most else ratio >= goal
-    print(
-        f"{number:4} {what:64} {ratio:7.2f}   wanted {'<=' if most else '>='} {goal:<5} {'met' if met else 'NOT met'}"
-    )
+def summary(answers: Sequence[Answer]) -> str:
+    """Return how many goals are met."""
+    verdicts = [answer.met for answer in answers if answer.met is not None]
+    return f"{sum(verdicts)} of {len(verdicts)} goals met"
+
+
+def as_lines(answers: Sequence[Answer]) -> list[str]:
+    """Return a table for a terminal: a line with the headings, and one for each answer."""
+    rows = [HEADINGS, *(answer.cells() for answer in answers)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def number_text(number: float | None) -> str:
+    """Return a number to three figures.
+
+    >>> number_text(0.95432), number_text(12.249), number_text(1034.4), number_text(None)
+    ('0.954', '12.2', '1034', '')
+    """
+    return "" if number is None else f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def rate_text(rate: float, unit: str) -> str:
+    """Return a rate as people read it; for calls, the time of one.
+
+    >>> rate_text(612_345.0, "messages"), rate_text(2.5e9, "bytes"), rate_text(80.0, "calls")
+    ('612 k/s', '2.5 GB/s', '12.5 ms')
+    """
+    if unit == "calls":
+        return f"{number_text(1000 / rate)} ms"
+    letter = "B" if unit == "bytes" else ""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= factor:
+            return f"{number_text(rate / factor)} {prefix}{letter}/s"
+    return f"{rate:.0f} {letter}/s"

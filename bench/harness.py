@@ -1,12 +1,12 @@
-"""Questions, and the way their sides are timed.
+"""How the sides of a question take turns.
 
-A *side* is somebody who can do the work: mqstore, or a peer. It is a context manager over (directory, load) that
-prepares everything unmeasured and yields the function to be timed; that function is called once and returns the amount
-of work it did (messages, bytes, calls), so that slow sides may do less of it. A *question* puts our side beside others.
+A *side* is a participant that can do the work: mqstore, or a peer. It is a context manager over (directory, load) that
+prepares everything unmeasured and yields the function to be timed. That function is called once and returns the amount
+of work that it did (messages, bytes, calls), so slow sides may do less.
 
-Each round times every side once, one right after the other, in an order that turns from round to round. A ratio is
-taken within its round, since what the machine does meanwhile then weighs on both sides. The answer is the median over
-the rounds, with the lowest and the highest.
+A question is a pytest-benchmark whose statistics are those of our side. Around each of its rounds every other side is
+timed once, in an order that turns from round to round. A ratio is taken within its round, since other work on the
+machine then affects both sides.
 """
 
 from __future__ import annotations
@@ -19,37 +19,26 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-from bench.results import Row
+import numpy as np
 
-__all__ = ["BODY_SIZES", "SEED", "Load", "Question", "Sample", "Settings", "Side", "Work", "needs_modules", "scratch"]
+from bench.goals import Answer, number_text, rate_text
 
-SEED = 20_240_229
-BODY_SIZES = (128, 1024)
+__all__ = ["RECORDED", "Ask", "Load", "Side", "Work", "each", "needs_modules", "ready", "scratch"]
 
+PERCENTILES = {"50 %": 50, "90 %": 90, "99 %": 99, "99.9 %": 99.9, "max": 100}
+_SEED = 20_240_229
 _DISTINCT_BODIES = 1024
-"""Bodies repeat after so many: random bytes are dear to make, and no side looks for repeats."""
+"""Bodies repeat after this number: random bytes are slow to make, and no side looks for repeats."""
 _WARM_UP_MESSAGES = 1000
-_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Work = Callable[[], int]
-"""The timed part; returns how much it did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Choices for a run."""
-
-    share: float = 1.0
-    """Share of each question's messages, and of the seconds and queues of each latency."""
-    rounds: int = 7
-    body_sizes: Sequence[int] = BODY_SIZES
-    directory: Path | None = None
+"""The timed part. Returns the amount of work that it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +50,8 @@ class Load:
     topic: str = "bench"
 
     def bodies(self, share: float = 1.0) -> list[bytes]:
-        """`messages * share` bodies, at least one; `share` is below 1 for sides that would take minutes."""
-        source = random.Random(SEED + self.body_bytes)
+        """Return `messages * share` bodies, at least one. `share` is below 1 for sides that would take minutes."""
+        source = random.Random(_SEED + self.body_bytes)
         pool = [source.randbytes(self.body_bytes) for _ in range(min(_DISTINCT_BODIES, self.messages))]
         count = max(1, int(self.messages * share))
         return (pool * (count // len(pool) + 1))[:count]
@@ -75,7 +64,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Somebody who can do the work. `prepare(directory, load)` yields the function to be timed."""
+    """A participant that can do the work. `prepare(directory, load)` yields the function to be timed."""
 
     name: str
     prepare: Callable[[Path, Load], AbstractContextManager[Work]]
@@ -83,8 +72,29 @@ class Side:
     """Returns why this side cannot run here, or None."""
 
 
+def ready(name: str, call: Callable[[], object], missing: Callable[[], str | None] = lambda: None) -> Side:
+    """Return a side that needs no preparation, and does one call."""
+
+    @contextmanager
+    def prepare(directory: Path, load: Load) -> Iterator[Work]:
+        yield lambda: (call(), 1)[1]
+
+    return Side(name, prepare, missing)
+
+
+def each(items: Sequence[Any], call: Callable[[Any], object]) -> Work:
+    """Return a timed part that calls with each item."""
+
+    def work() -> int:
+        for item in items:
+            call(item)
+        return len(items)
+
+    return work
+
+
 def needs_modules(*names: str) -> Callable[[], str | None]:
-    """A `Side.missing` for Python modules."""
+    """Return a `Side.missing` for Python modules."""
 
     def missing() -> str | None:
         absent = [name for name in names if find_spec(name) is None]
@@ -93,142 +103,153 @@ def needs_modules(*names: str) -> Callable[[], str | None]:
     return missing
 
 
-class Sample(NamedTuple):
-    """One timing of one side."""
+class Recorded:
+    """A timer of benchmarks whose rounds were measured before: it advances by what each of them took."""
 
-    amount: int
-    seconds: float
+    __name__ = "recorded"
+    _now_s = 0.0
 
-    @property
-    def rate(self) -> float:
-        return self.amount / self.seconds
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Our side beside others, each with the ratio that is wanted, or None if it is shown for comparison only."""
+RECORDED = Recorded()
 
+
+@dataclass(slots=True)
+class Ask:
+    """Asks one question, and keeps its answers."""
+
+    benchmark: Any
+    """Fixture of pytest-benchmark."""
     name: str
-    title: str
-    group: str
-    ours: Side
-    peers: Mapping[Side, float | None]
-    messages: Mapping[int, int]
-    """Messages of a round by the size of their bodies in bytes."""
-    ratio: Literal["x rate", "x time"] = "x rate"
-    """Rates: the goal is the least ratio. Times: it is the greatest."""
-    unit: Literal["messages", "bytes", "calls"] = "messages"
-    clock: Literal["wall", "cpu"] = "wall"
-    """CPU time of the whole process is steady on a busy machine. It fits where no thread waits for another."""
-    limit: tuple[float, str] | None = None
-    """An absolute goal for our side, and its unit: `k/s` or `ms`."""
-    sync_first: bool = False
-    """Write back everybody's dirty pages before each timing: for sides that wait for the disk."""
+    rounds: int
+    share: float = 1.0
+    """Share of the messages."""
+    timer: Callable[[], float] = time.perf_counter
+    answers: list[Answer] = field(default_factory=list)
 
-    def ask(self, settings: Settings) -> list[Row]:
-        """Time all sides at each body size."""
-        sizes = [size for size in self.messages if size in settings.body_sizes]
-        return [row for size in sizes for row in self._rows(size, settings)]
-
-    def _rows(self, body_bytes: int, settings: Settings) -> Iterator[Row]:
-        load = Load(body_bytes, max(1, int(self.messages[body_bytes] * settings.share)))
-        absent = {side: reason for side in self.peers if (reason := side.missing())}
-        sides = [self.ours, *(side for side in self.peers if side not in absent)]
-        samples = self._samples(sides, load, settings)
-        ours = [sample.rate for sample in samples[self.ours]]
-        if self.limit is not None:
-            limit, unit = self.limit
-            own = [1000 / rate if unit == "ms" else rate / 1000 for rate in ours]
-            yield self._row(body_bytes, "", unit, own, limit)
-        for side, goal in self.peers.items():
-            if side in absent:
-                yield self._row(body_bytes, side.name, self.ratio, [], goal, f"left out: {absent[side]}")
-                continue
-            theirs = [sample.rate for sample in samples[side]]
-            figures = {"our_rate": statistics.median(ours), "their_rate": statistics.median(theirs)}
-            said = " beside ".join(_rate_text(rate, self.unit) for rate in figures.values())
-            pairs = zip(ours, theirs, strict=True)
-            values = [our / their if self.ratio == "x rate" else their / our for our, their in pairs]
-            yield self._row(body_bytes, side.name, self.ratio, values, goal, said, figures)
-
-    def _row(
+    def __call__(
         self,
-        body_bytes: int,
-        beside: str,
-        unit: str,
-        values: Sequence[float],
-        goal: float | None,
-        said: str = "",
-        figures: Mapping[str, float] | None = None,
-    ) -> Row:
-        return Row(
-            group=self.group,
-            question=self.name,
-            beside=beside,
-            body_bytes=body_bytes,
-            unit=unit,
-            value=statistics.median(values) if values else None,
-            low=min(values, default=None),
-            high=max(values, default=None),
-            goal=goal,
-            said=said,
-            figures=figures or {},
-        )
+        ours: Side,
+        load: Load,
+        beside: Mapping[Side, float | None],
+        *,
+        by: Literal["rate", "time"] = "rate",
+        unit: Literal["messages", "bytes", "calls"] = "messages",
+        limit: tuple[float, str] | None = None,
+        sync_first: bool = False,
+    ) -> None:
+        """Time `ours` and the sides `beside`, each with the goal of its ratio or None.
 
-    def _samples(self, sides: Sequence[Side], load: Load, settings: Settings) -> dict[Side, list[Sample]]:
-        """Samples of each side, one a round. A small round that does not count goes before."""
-        samples: dict[Side, list[Sample]] = {side: [] for side in sides}
-        warm_up = Load(load.body_bytes, max(1, min(_WARM_UP_MESSAGES, load.messages // 10)))
-        for side in sides:
-            self._measure(side, warm_up, settings.directory)
-        for number in range(settings.rounds):
-            turn = number % len(sides)
-            for side in [*sides[turn:], *sides[:turn]]:
-                samples[side].append(self._measure(side, load, settings.directory))
-        return samples
+        A goal is the least ratio of rates, or the greatest ratio of times. `limit` is an absolute goal for our side and
+        its unit, "k/s" or "ms". `sync_first` writes back all dirty pages before each timing, for sides that wait for
+        the disk.
+        """
+        load = replace(load, messages=self.scaled(load.messages))
+        absent = {side: reason for side in beside if (reason := side.missing())}
+        sides = [ours, *(side for side in beside if side not in absent)]
+        rates: dict[Side, list[float]] = {side: [] for side in sides}
+        amounts: list[int] = []
+        later: list[Side] = []
 
-    def _measure(self, side: Side, load: Load, parent: Path | None) -> Sample:
-        """Prepare `side` in a fresh directory, time its work once, tear down. The garbage collector rests meanwhile."""
-        clock = _CLOCKS[self.clock]
-        gc.collect()  # Not between preparation and work: a store's own threads would use the pause.
+        def measure(side: Side, load: Load) -> float:
+            with self._prepared(side, load, sync_first) as work:
+                begin = self.timer()
+                amount = work()
+                return amount / (self.timer() - begin or 1e-9)
+
+        def setup() -> tuple[tuple[Work], dict[str, Any]]:
+            turn = len(amounts) % len(sides)
+            order = [*sides[turn:], *sides[:turn]]
+            place = order.index(ours)
+            later[:] = order[place + 1 :]
+            for side in order[:place]:
+                rates[side].append(measure(side, load))
+            return (stack.enter_context(self._prepared(ours, load, sync_first)),), {}
+
+        def teardown(_: Work) -> None:
+            stack.close()
+            for side in later:
+                rates[side].append(measure(side, load))
+
+        for side in sides:  # a small round that does not count
+            measure(side, replace(load, messages=max(1, min(_WARM_UP_MESSAGES, load.messages // 10))))
+        with ExitStack() as stack:
+            work = lambda prepared: amounts.append(prepared())  # noqa: E731
+            self.benchmark.pedantic(work, setup=setup, teardown=teardown, rounds=self.rounds)
+        if self.benchmark.disabled:
+            return
+        rates[ours] = [
+            amount / seconds for amount, seconds in zip(amounts, self.benchmark.stats.stats.data, strict=True)
+        ]
+        texts = {side: rate_text(statistics.median(each), unit) for side, each in rates.items()}
+        if limit is not None:
+            values = [1000 / rate if limit[1] == "ms" else rate / 1000 for rate in rates[ours]]
+            self.answer("", limit[1], values, limit[0], texts[ours])
+        for side, goal in beside.items():
+            if side in absent:
+                self.answer(side.name, f"x {by}", [], goal, f"left out: {absent[side]}")
+                continue
+            pairs = zip(rates[ours], rates[side], strict=True)
+            values = [our / their if by == "rate" else their / our for our, their in pairs]
+            self.answer(side.name, f"x {by}", values, goal, f"{texts[ours]} beside {texts[side]}")
+
+    def latencies(self, rounds: Sequence[Sequence[float]], judged: float, goal: float | None, note: str = "") -> None:
+        """Answer with a percentile of latencies in ms, which are exact and count all messages.
+
+        The latencies become the rounds of the benchmark, whose timer is `RECORDED`.
+        """
+        every = iter([latency / 1000 for each in rounds for latency in each])
+        count = sum(map(len, rounds))
+        self.benchmark.pedantic(RECORDED.advance, setup=lambda: ((next(every),), {}), rounds=count)
+        by_round = [np.percentile(each, [*PERCENTILES.values()], method="inverted_cdf").tolist() for each in rounds]
+        found = {name: statistics.median(each) for name, *each in zip(PERCENTILES, *by_round, strict=True)}
+        found["max"] = max(each[-1] for each in by_round)
+        said = ", ".join(f"{name} {number_text(value)}" for name, value in found.items())
+        place = [*PERCENTILES.values()].index(judged)
+        self.answer("", "ms", [each[place] for each in by_round], goal, "; ".join(filter(None, (said, note))))
+        self.benchmark.extra_info["percentiles"] = found
+
+    def answer(
+        self, beside: str, unit: str, values: Sequence[float], goal: float | None = None, note: str = ""
+    ) -> None:
+        """Add an answer."""
+        made = Answer(question=self.name, beside=beside, unit=unit, values=values, goal=goal, note=note)
+        self.answers.append(made)
+        self.benchmark.extra_info.setdefault("answers", []).append(asdict(made))
+
+    def scaled(self, count: int) -> int:
+        """Return the share of a number of messages, at least one."""
+        return max(1, int(count * self.share))
+
+    @contextmanager
+    def _prepared(self, side: Side, load: Load, sync_first: bool) -> Iterator[Work]:
+        """Prepare `side` in a new directory. The garbage collector rests until it is closed."""
+        gc.collect()  # not between preparation and work: a store's own threads would use the pause
         gc.disable()
         try:
-            with scratch(self.name, parent) as directory, side.prepare(directory, load) as work:
-                if self.sync_first:
+            with scratch() as directory, side.prepare(directory, load) as work:
+                if sync_first:
                     os.sync()
-                begin = clock()
-                amount = work()
-                return Sample(amount, clock() - begin)
+                yield work
         finally:
             gc.enable()
 
 
-def _rate_text(rate: float, unit: str) -> str:
-    """A rate as people read it, of calls the time that one takes.
-
-    >>> _rate_text(612_345.0, "messages"), _rate_text(2.5e9, "bytes"), _rate_text(80.0, "calls")
-    ('612 k/s', '2.50 GB/s', '12.5 ms')
-    """
-    if unit == "calls":
-        return f"{1000 / rate:.3g} ms"
-    letter = "B" if unit == "bytes" else ""
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rate >= factor:
-            digits = 2 if rate / factor < 10 else 1 if rate / factor < 100 else 0
-            return f"{rate / factor:.{digits}f} {prefix}{letter}/s"
-    return f"{rate:.0f} {letter}/s"
-
-
 @contextmanager
-def scratch(name: str, parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """An empty directory, removed afterwards.
+def scratch() -> Iterator[Path]:
+    """Yield an empty directory, and remove it afterwards.
 
-    Below `parent`, $MQSTORE_BENCH_DIR or ./var/bench, on a real disk: /tmp is memory on many systems, and a sync that
-    costs nothing would answer nothing.
+    It is below $MQSTORE_BENCH_DIR or ./var/bench, on a real disk: /tmp is memory on many systems, and a sync that costs
+    nothing would answer nothing.
     """
-    root = Path(parent or os.environ.get("MQSTORE_BENCH_DIR") or Path("var", "bench")).absolute()
+    root = Path(os.environ.get("MQSTORE_BENCH_DIR") or Path("var", "bench")).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root))
+    directory = Path(tempfile.mkdtemp(prefix="run-", dir=root))
     try:
         yield directory
     finally:

@@ -1,23 +1,20 @@
-"""Peers that are Python libraries, each used as its own documentation would have it used for speed.
+"""Peers that are Python libraries, each used as its own documentation recommends for speed.
 
-A library is imported where it is used, so that a side is left out where it is not installed.
+A library is imported where it is used, so a side is left out where it is not installed.
 
 queuelib        FifoDiskQueue.push: one write(2) of length and body
 SQLite          WAL, synchronous=off, autocommit: one INSERT a transaction
-LMDB            nosync, writemap, ascending 8-byte keys (append=True), 1000 a transaction, by put and by putmulti;
-                a cursor over all to read
-persist-queue   Queue.put: pickles to a file and rewrites its info file each time
-SQLiteAckQueue  persist-queue's: put, then get and ack of each, a transaction either
-SQLite table    what one writes by hand: a table with a state, WAL, one INSERT a put; a get is an UPDATE ... RETURNING
-                of the oldest row that is ready, an ack a DELETE. synchronous=NORMAL, or FULL: each commit is synced
-queue.Queue     put, or get and task_done: a ceiling, since it keeps everything in memory
+SQLite table    a queue written by hand: WAL, one INSERT a put; a get is an UPDATE ... RETURNING of the oldest row that
+                is ready, an ack a DELETE. synchronous=NORMAL, or FULL: each commit is synced
+LMDB            nosync, writemap, ascending 8-byte keys (append=True), putmulti of 1000 a transaction; a cursor over all
+persist-queue   SQLiteAckQueue.get and ack of each, a transaction either
 litequeue       LiteQueue.pop and done of each, a transaction either
-localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk either
-diskcache       Deque.append, then popleft of each: nothing to acknowledge, so what a crash finds popped is lost
-O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before
-                (no allocation, no journal): what the disk grants a synchronous log at best
-crc32c          the checksum alone over a mapped log that is in the page cache: in one sweep a segment, and one call
-                a record with its place known beforehand
+localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk
+diskcache       Deque.popleft of each: nothing is acknowledged, so a crash loses popped items
+queue.Queue     put, or get and task_done: an upper bound, since it keeps everything in memory
+O_DSYNC         pwrite of as many bytes as a record has, one after the other. Into blocks that were written before it
+                needs no journal, which is the best that a disk can do for a log
+crc32c          the checksum over a mapped log in the page cache: one call a segment, or one a record
 """
 
 from __future__ import annotations
@@ -27,306 +24,196 @@ import mmap
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from crc32c import crc32c
 
-from bench.harness import Load, Side, Work, needs_modules
-
-if TYPE_CHECKING:
-    import lmdb
+from bench.harness import Load, Side, Work, each, needs_modules
 
 BATCH = 1000
 """Messages a transaction, a `put_many`."""
 
-_SQLITE_SHARE = 0.2
-_PERSIST_QUEUE_SHARE = 0.005
-_ACK_QUEUE_SHARE = 0.02
-"""Of the messages of a round: these sides are so slow that the full load would only make the others wait."""
+# Share of the messages of a round: the whole load would take these sides minutes.
+_SQLITE, _ACK_QUEUE = 0.2, 0.02
 
 _key = struct.Struct(">Q").pack
 
+Opened = tuple[Callable[[bytes], object], Callable[[], Any]]
+"""Functions that put a body, and that take and acknowledge the oldest one and return it."""
+Open = Callable[[Path], AbstractContextManager[Opened]]
+
 
 @contextmanager
-def queuelib_push(directory: Path, load: Load) -> Iterator[Work]:
+def puts(directory: Path, load: Load, *, open_queue: Open, share: float = 1) -> Iterator[Work]:
+    bodies = load.bodies(share)
+    with open_queue(directory) as (put, _):
+        yield each(bodies, put)
+
+
+@contextmanager
+def takes(directory: Path, load: Load, *, open_queue: Open, share: float = 1) -> Iterator[Work]:
+    bodies = load.bodies(share)
+    with open_queue(directory) as (put, take):
+        for body in bodies:
+            put(body)
+
+        def work() -> int:
+            for _ in bodies:
+                assert len(take()) == load.body_bytes
+            return len(bodies)
+
+        yield work
+
+
+@contextmanager
+def queuelib(directory: Path) -> Iterator[Opened]:
     from queuelib import FifoDiskQueue
 
-    bodies = load.bodies()
     with closing(FifoDiskQueue(directory / "queuelib")) as queue:
-        push = queue.push
-
-        def work() -> int:
-            for body in bodies:
-                push(body)
-            return len(bodies)
-
-        yield work
+        yield queue.push, queue.pop
 
 
 @contextmanager
-def sqlite_insert(directory: Path, load: Load) -> Iterator[Work]:
-    bodies = load.bodies(_SQLITE_SHARE)
-    with closing(sqlite3.connect(directory / "queue.db", isolation_level=None)) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=OFF")
-        connection.execute("CREATE TABLE message (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-        execute = connection.execute
-
-        def work() -> int:
-            for body in bodies:
-                execute("INSERT INTO message (body) VALUES (?)", (body,))
-            return len(bodies)
-
-        yield work
-
-
-@contextmanager
-def sqlite_table(
-    directory: Path, load: Load, *, work: Literal["put", "get"], synchronous: Literal["NORMAL", "FULL"]
-) -> Iterator[Work]:
-    bodies = load.bodies(_SQLITE_SHARE)
+def sqlite(directory: Path, *, synchronous: str) -> Iterator[Opened]:
     with closing(sqlite3.connect(directory / "queue.db", isolation_level=None)) as connection:
         execute = connection.execute
         execute("PRAGMA journal_mode=WAL")
         execute(f"PRAGMA synchronous={synchronous}")
         execute("CREATE TABLE job (id INTEGER PRIMARY KEY, body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'ready')")
-        execute("CREATE INDEX ready ON job (id) WHERE state = 'ready'")
-        insert = "INSERT INTO job (body) VALUES (?)"
-        take = (
-            "UPDATE job SET state = 'taken' WHERE id = (SELECT id FROM job WHERE state = 'ready' ORDER BY id LIMIT 1)"
-            " RETURNING id, body"
-        )
+        if synchronous != "OFF":
+            execute("CREATE INDEX ready ON job (id) WHERE state = 'ready'")
+        oldest = "(SELECT id FROM job WHERE state = 'ready' ORDER BY id LIMIT 1)"
 
-        def put() -> int:
-            for body in bodies:
-                execute(insert, (body,))
-            return len(bodies)
+        def take() -> Any:
+            [(number, body)] = execute(
+                f"UPDATE job SET state = 'taken' WHERE id = {oldest} RETURNING id, body"
+            ).fetchall()
+            execute("DELETE FROM job WHERE id = ?", (number,))
+            return body
 
-        def get() -> int:
-            for _ in bodies:
-                [(number, body)] = execute(take).fetchall()
-                assert len(body) == load.body_bytes
-                execute("DELETE FROM job WHERE id = ?", (number,))
-            return len(bodies)
-
-        if work == "get":
-            with connection:  # in one transaction, for it is not timed
-                execute("BEGIN")
-                put()
-        yield put if work == "put" else get
+        yield lambda body: execute("INSERT INTO job (body) VALUES (?)", (body,)), take
 
 
 @contextmanager
-def in_memory(directory: Path, load: Load, *, work: Literal["put", "get"]) -> Iterator[Work]:
-    bodies = load.bodies()
+def in_memory(directory: Path) -> Iterator[Opened]:
     queue: Queue[bytes] = Queue()
 
-    def put() -> int:
-        for body in bodies:
-            queue.put(body)
-        return len(bodies)
+    def take() -> bytes:
+        body = queue.get()
+        queue.task_done()
+        return body
 
-    def get() -> int:
-        for _ in bodies:
-            assert len(queue.get()) == load.body_bytes
-            queue.task_done()
-        return len(bodies)
-
-    if work == "get":
-        put()
-    yield put if work == "put" else get
+    yield queue.put, take
 
 
 @contextmanager
-def persist_queue_put(directory: Path, load: Load) -> Iterator[Work]:
-    from persistqueue import Queue as PersistQueue
-
-    bodies = load.bodies(_PERSIST_QUEUE_SHARE)
-    queue = PersistQueue(str(directory / "persistqueue"), tempdir=str(directory))
-    put = queue.put
-
-    def work() -> int:
-        for body in bodies:
-            put(body)
-        return len(bodies)
-
-    try:
-        yield work
-    finally:
-        # It has no close(); its two files would otherwise wait for the garbage collector, with a ResourceWarning.
-        queue.headf.close()
-        queue.tailf.close()
-
-
-@contextmanager
-def persist_queue_ack(directory: Path, load: Load) -> Iterator[Work]:
+def persist_queue(directory: Path) -> Iterator[Opened]:
     from persistqueue import SQLiteAckQueue
 
-    bodies = load.bodies(_ACK_QUEUE_SHARE)
     with closing(SQLiteAckQueue(str(directory / "ackqueue"), multithreading=True)) as queue:
-        for body in bodies:
-            queue.put(body)
 
-        def work() -> int:
-            for _ in bodies:
-                body = queue.get(block=False)
-                assert len(body) == load.body_bytes
-                queue.ack(body)
-            return len(bodies)
+        def take() -> Any:
+            body = queue.get(block=False)
+            queue.ack(body)
+            return body
 
-        yield work
+        yield queue.put, take
 
 
 @contextmanager
-def litequeue_done(directory: Path, load: Load) -> Iterator[Work]:
+def litequeue(directory: Path) -> Iterator[Opened]:
     from litequeue import LiteQueue
 
-    bodies = load.bodies(_ACK_QUEUE_SHARE)
     with closing(LiteQueue(str(directory / "litequeue.db"))) as queue:
-        for body in bodies:
-            queue.put(body.hex()[: load.body_bytes])  # it keeps text
 
-        def work() -> int:
-            for _ in bodies:
-                message = queue.pop()
-                assert len(message.data) == load.body_bytes
-                queue.done(message.message_id)
-            return len(bodies)
+        def take() -> Any:
+            message = queue.pop()
+            queue.done(message.message_id)
+            return message.data
 
-        yield work
+        yield lambda body: queue.put(body.hex()[: len(body)]), take  # it keeps text
 
 
 class _Bytes:
-    """A serializer for localqueue, whose own knows JSON alone."""
+    """A serializer for localqueue, whose own handles JSON only."""
 
-    def dumps(self, item: bytes) -> bytes:
-        return item
-
-    def loads(self, data: bytes) -> bytes:
-        return data
+    dumps = loads = staticmethod(lambda item: item)
 
 
 @contextmanager
-def localqueue_ack(directory: Path, load: Load) -> Iterator[Work]:
+def localqueue(directory: Path) -> Iterator[Opened]:
     from localqueue import DurabilityMode, SimpleQueue
 
-    bodies = load.bodies(_ACK_QUEUE_SHARE)
     path = str(directory / "localqueue.db")
     with closing(SimpleQueue(path, serializer=_Bytes(), durability=DurabilityMode.RELAXED)) as queue:
-        for body in bodies:
-            queue.put(body)
 
-        def work() -> int:
-            for _ in bodies:
-                job = queue.get(block=False)
-                assert len(job.data) == load.body_bytes
-                queue.ack(job)
-            return len(bodies)
+        def take() -> Any:
+            job = queue.get(block=False)
+            queue.ack(job)
+            return job.data
 
-        yield work
+        yield queue.put, take
 
 
 @contextmanager
-def diskcache_popleft(directory: Path, load: Load) -> Iterator[Work]:
+def diskcache(directory: Path) -> Iterator[Opened]:
     from diskcache import Deque
 
-    bodies = load.bodies(_ACK_QUEUE_SHARE)
     deque = Deque(directory=str(directory / "diskcache"))
     with closing(deque.cache):
-        for body in bodies:
-            deque.append(body)
-
-        def work() -> int:
-            for _ in bodies:
-                assert len(deque.popleft()) == load.body_bytes
-            return len(bodies)
-
-        yield work
+        yield deque.append, deque.popleft
 
 
 @contextmanager
-def _lmdb(directory: Path, load: Load) -> Iterator[lmdb.Environment]:
+def lmdb(directory: Path, load: Load, *, work: Literal["putmulti", "cursor"]) -> Iterator[Work]:
     import lmdb
 
+    bodies = load.bodies()
     # Twice the bytes and a little: B+tree pages are half full at worst, and copied once a transaction.
     size = 3 * load.messages * (load.body_bytes + 64) + (64 << 20)
     with closing(lmdb.open(str(directory / "lmdb"), map_size=size, sync=False, writemap=True, map_async=True)) as env:
-        yield env
 
-
-def _lmdb_fill(env: lmdb.Environment, bodies: list[bytes]) -> None:
-    number = 0
-    for start in range(0, len(bodies), BATCH):
-        with env.begin(write=True) as transaction:
-            put = transaction.put
-            for body in bodies[start : start + BATCH]:
-                put(_key(number), body, append=True)
-                number += 1
-
-
-@contextmanager
-def lmdb_put(directory: Path, load: Load) -> Iterator[Work]:
-    bodies = load.bodies()
-    with _lmdb(directory, load) as env:
-
-        def work() -> int:
-            _lmdb_fill(env, bodies)
-            return len(bodies)
-
-        yield work
-
-
-@contextmanager
-def lmdb_putmulti(directory: Path, load: Load) -> Iterator[Work]:
-    bodies = load.bodies()
-    with _lmdb(directory, load) as env:
-
-        def work() -> int:
+        def putmulti() -> int:
             for start in range(0, len(bodies), BATCH):
-                chunk = bodies[start : start + BATCH]
+                items = [(_key(number), body) for number, body in enumerate(bodies[start : start + BATCH], start)]
                 with env.begin(write=True) as transaction:
-                    items = [(_key(number), body) for number, body in enumerate(chunk, start)]
                     transaction.cursor().putmulti(items, append=True)
             return len(bodies)
 
-        yield work
-
-
-@contextmanager
-def lmdb_cursor(directory: Path, load: Load) -> Iterator[Work]:
-    bodies = load.bodies()
-    with _lmdb(directory, load) as env:
-        _lmdb_fill(env, bodies)
-
-        def work() -> int:
+        def cursor() -> int:
             count = read_bytes = 0
             with env.begin() as transaction:
-                for _key_bytes, body in transaction.cursor():
+                for _, body in transaction.cursor():
                     read_bytes += len(body)
                     count += 1
             assert (count, read_bytes) == (len(bodies), len(bodies) * load.body_bytes)
             return count
 
-        yield work
+        if work == "cursor":
+            putmulti()
+        yield cursor if work == "cursor" else putmulti
 
 
 @contextmanager
-def dsync_pwrite(directory: Path, load: Load) -> Iterator[Work]:
+def dsync(directory: Path, load: Load, *, blocks: Literal["written", "allocated", "none"]) -> Iterator[Work]:
     size = load.record_bytes
     record = load.bodies()[0].ljust(size, b"\1")[:size]
     descriptor = os.open(directory / "log", os.O_RDWR | os.O_CREAT | os.O_DSYNC, 0o600)
     try:
-        os.pwrite(descriptor, bytes(load.messages * size), 0)
+        if blocks == "written":
+            os.pwrite(descriptor, bytes(load.messages * size), 0)
+        elif blocks == "allocated" and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, load.messages * size)
 
         def work() -> int:
-            pwrite = os.pwrite
             for position in range(0, load.messages * size, size):
-                pwrite(descriptor, record, position)
+                os.pwrite(descriptor, record, position)
             return load.messages
 
         yield work
@@ -335,80 +222,68 @@ def dsync_pwrite(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
-def mapped_segments(commitlog: Path) -> Iterator[list[mmap.mmap]]:
-    """Every segment of a commit log, mapped for reading, its pages touched."""
-    mappings = []
-    try:
-        for name in sorted(path for path in commitlog.iterdir() if path.name.isdigit()):
-            with name.open("rb") as file:
-                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            mappings.append(mapping)
-            crc32c(mapping)
-        yield mappings
-    finally:
-        for mapping in mappings:
-            mapping.close()
+def mapped_segments(commitlog: Path) -> Iterator[list[memoryview]]:
+    """Yield every segment of a commit log, mapped for reading, its pages touched."""
+    views = []
+    for path in sorted(path for path in commitlog.iterdir() if path.name.isdigit()):
+        with path.open("rb") as file:
+            views.append(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        crc32c(views[-1])
+    yield views
+    for view in views:
+        view.release()
 
 
-def crc32c_sweep(mappings: list[mmap.mmap], log_bytes: int) -> int:
-    """One checksum over `log_bytes` of a log, a call a segment. Returns the bytes covered."""
-    left = log_bytes
-    state = 0
-    for mapping in mappings:
-        take = min(left, len(mapping))
-        with memoryview(mapping) as view, view[:take] as part:
+def crc32c_sweep(views: list[memoryview], log_bytes: int) -> int:
+    """Checksum `log_bytes` of a log, one call a segment. Returns the bytes covered."""
+    left, state = log_bytes, 0
+    for view in views:
+        with view[:left] as part:
             state = crc32c(part, state)
-        left -= take
+            left -= len(part)
     return log_bytes - left
 
 
-def crc32c_records(mappings: list[mmap.mmap], places: list[tuple[int, int, int]]) -> int:
-    """A checksum a record, its place (segment, begin, end) known beforehand. Returns the bytes covered."""
-    views = [memoryview(mapping) for mapping in mappings]
+def crc32c_records(views: list[memoryview], places: list[tuple[int, int, int]]) -> int:
+    """Checksum each record, given its place (segment, begin, end). Returns the bytes covered."""
     covered = 0
-    try:
-        for segment, begin, end in places:
-            crc32c(views[segment][begin:end])
-            covered += end - begin
-    finally:
-        for view in views:
-            view.release()
+    for segment, begin, end in places:
+        crc32c(views[segment][begin:end])
+        covered += end - begin
     return covered
 
 
 def _sqlite_missing() -> str | None:
-    old = sqlite3.sqlite_version_info < (3, 35)
-    return f"SQLite {sqlite3.sqlite_version} knows no RETURNING, 3.35 does" if old else None
+    return None if sqlite3.sqlite_version_info >= (3, 35) else f"SQLite {sqlite3.sqlite_version} has no RETURNING"
 
 
-_LMDB = needs_modules("lmdb")
-_PERSISTQUEUE = needs_modules("persistqueue")
+def _put(name: str, open_queue: Open, share: float, *modules: str) -> Side:
+    return Side(name, partial(puts, open_queue=open_queue, share=share), needs_modules(*modules))
 
-QUEUELIB = Side("queuelib FifoDiskQueue", queuelib_push, needs_modules("queuelib"))
-SQLITE = Side("SQLite WAL, synchronous=off", sqlite_insert)
-SQLITE_TABLE_PUT = Side(
-    "SQLite table, NORMAL", partial(sqlite_table, work="put", synchronous="NORMAL"), _sqlite_missing
-)
-SQLITE_TABLE_PUT_FULL = Side(
-    "SQLite table, FULL", partial(sqlite_table, work="put", synchronous="FULL"), _sqlite_missing
-)
-SQLITE_TABLE_GET = Side(
-    "SQLite table, NORMAL", partial(sqlite_table, work="get", synchronous="NORMAL"), _sqlite_missing
-)
-SQLITE_TABLE_GET_FULL = Side(
-    "SQLite table, FULL", partial(sqlite_table, work="get", synchronous="FULL"), _sqlite_missing
-)
-MEMORY_PUT = Side("queue.Queue in memory", partial(in_memory, work="put"))
-MEMORY_GET = Side("queue.Queue in memory", partial(in_memory, work="get"))
-PERSIST_QUEUE = Side("persist-queue Queue", persist_queue_put, _PERSISTQUEUE)
-LMDB_PUT = Side("LMDB put, 1000 a transaction", lmdb_put, _LMDB)
-LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", lmdb_putmulti, _LMDB)
-LMDB_CURSOR = Side("LMDB cursor", lmdb_cursor, _LMDB)
-SQLITE_ACK_QUEUE = Side("persist-queue SQLiteAckQueue", persist_queue_ack, _PERSISTQUEUE)
-LITEQUEUE = Side("litequeue", litequeue_done, needs_modules("litequeue"))
-LOCALQUEUE = Side("localqueue", localqueue_ack, needs_modules("localqueue"))
-DISKCACHE_DEQUE = Side("diskcache Deque", diskcache_popleft, needs_modules("diskcache"))
-DSYNC = Side("bare pwrite O_DSYNC", dsync_pwrite)
 
-# persist-queue warns on the root logger's behalf whenever it opens; the report is no place for that.
+def _take(name: str, open_queue: Open, share: float, *modules: str) -> Side:
+    return Side(name, partial(takes, open_queue=open_queue, share=share), needs_modules(*modules))
+
+
+_normal, _full = partial(sqlite, synchronous="NORMAL"), partial(sqlite, synchronous="FULL")
+
+QUEUELIB = _put("queuelib FifoDiskQueue", queuelib, 1, "queuelib")
+SQLITE = _put("SQLite WAL, synchronous=off", partial(sqlite, synchronous="OFF"), _SQLITE)
+SQLITE_PUT = _put("SQLite table, NORMAL", _normal, _SQLITE)
+SQLITE_PUT_FULL = _put("SQLite table, FULL", _full, _SQLITE)
+SQLITE_GET = replace(_take("SQLite table, NORMAL", _normal, _SQLITE), missing=_sqlite_missing)
+SQLITE_GET_FULL = replace(_take("SQLite table, FULL", _full, _SQLITE), missing=_sqlite_missing)
+MEMORY_PUT = _put("queue.Queue in memory", in_memory, 1)
+MEMORY_GET = _take("queue.Queue in memory", in_memory, 1)
+SQLITE_ACK_QUEUE = _take("persist-queue SQLiteAckQueue", persist_queue, _ACK_QUEUE, "persistqueue")
+LITEQUEUE = _take("litequeue", litequeue, _ACK_QUEUE, "litequeue")
+LOCALQUEUE = _take("localqueue", localqueue, _ACK_QUEUE, "localqueue")
+DISKCACHE_DEQUE = _take("diskcache Deque", diskcache, _ACK_QUEUE, "diskcache")
+LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", partial(lmdb, work="putmulti"), needs_modules("lmdb"))
+LMDB_CURSOR = Side("LMDB cursor", partial(lmdb, work="cursor"), needs_modules("lmdb"))
+DSYNC = Side("bare pwrite O_DSYNC", partial(dsync, blocks="written"))
+DSYNC_ALLOCATED = Side("the same, blocks only allocated", partial(dsync, blocks="allocated"))
+DSYNC_APPENDING = Side("the same, file grows", partial(dsync, blocks="none"))
+
+# persist-queue warns by the root logger whenever it opens; the report is no place for that.
 logging.getLogger("persistqueue").setLevel(logging.ERROR)

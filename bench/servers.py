@@ -1,6 +1,6 @@
 """Peers that are programs of their own: Redis, and Apache RocketMQ's store in its JVM.
 
-Redis       a stream in a server of our own, on a Unix socket, append-only file: XADD of one field; XREADGROUP of one
+Redis       a stream in a server of its own, on a Unix socket, append-only file: XADD of one field; XREADGROUP of one
             message and XACK. appendfsync everysec, or always: each command is on disk when it returns
 RocketMQ    `DefaultMessageStore.putMessage` in a loop within the JVM (`JavaStore.java`): one thread, a tag, two keys
 """
@@ -16,91 +16,52 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from bench.harness import Load, Side, Work, needs_modules
+from bench.peers import Opened, puts, takes
 from mqstore.spark.sessions import find_java
 
-if TYPE_CHECKING:
-    import redis
-
 _SHARE = {"everysec": 0.05, "always": 0.2}
-"""Share of the messages of a round of puts, since a round trip to a server takes a hundred times as long as a put."""
+"""Share of the messages of a round, since a round trip to a server takes a hundred times as long as a put."""
 _WARM_UP = 2.5
-"""Messages that the JVM puts before anything is timed, as a multiple of those that are timed. Behind half a million a
-put takes half of the CPU time that it takes behind a hundred thousand."""
+"""Messages that the JVM puts before anything is timed, as a multiple of the timed ones. After half a million a put
+takes half of the CPU time that it takes after a hundred thousand."""
 _PATIENCE_S = 60
-
-Fsync = Literal["everysec", "always"]
 
 
 @contextmanager
-def _redis(directory: Path, fsync: Fsync) -> Iterator[redis.Redis]:
+def redis_stream(directory: Path, *, fsync: Literal["everysec", "always"]) -> Iterator[Opened]:
     import redis
 
     # The name of a socket has to be shorter than a path may be.
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         socket = f"{folder}/socket"
         command = ["redis-server", "--port", "0", "--unixsocket", socket, "--dir", str(directory), "--save", ""]
-        process = subprocess.Popen(
-            [*command, "--appendonly", "yes", "--appendfsync", fsync],
-            stdout=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-        )
+        command += ["--appendonly", "yes", "--appendfsync", fsync]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         try:
             with closing(redis.Redis(unix_socket_path=socket)) as client:
-                _until_it_answers(client, process)
-                yield client
+                until = time.monotonic() + _PATIENCE_S
+                while True:
+                    try:
+                        client.xgroup_create("bench", "group", id="0", mkstream=True)
+                        break
+                    except redis.ConnectionError:
+                        if process.poll() is not None or time.monotonic() > until:
+                            raise
+                        time.sleep(0.01)
+
+                def take() -> Any:
+                    found: Any = client.xreadgroup("group", "consumer", {"bench": ">"}, count=1)
+                    [[_, [(number, fields)]]] = found
+                    client.xack("bench", "group", number)
+                    return fields[b"body"]
+
+                yield lambda body: client.xadd("bench", {"body": body}), take
         finally:
             process.terminate()
             process.wait()
-
-
-def _until_it_answers(client: redis.Redis, process: subprocess.Popen[bytes]) -> None:
-    from redis import ConnectionError as NotYet
-
-    until = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            client.ping()
-            return
-        except NotYet:
-            if process.poll() is not None or time.monotonic() > until:
-                raise
-            time.sleep(0.01)
-
-
-@contextmanager
-def redis_add(directory: Path, load: Load, *, fsync: Fsync) -> Iterator[Work]:
-    bodies = load.bodies(_SHARE[fsync])
-    with _redis(directory, fsync) as client:
-
-        def work() -> int:
-            for body in bodies:
-                client.xadd("bench", {"body": body})
-            return len(bodies)
-
-        yield work
-
-
-@contextmanager
-def redis_get(directory: Path, load: Load, *, fsync: Fsync) -> Iterator[Work]:
-    with _redis(directory, fsync) as client:
-        with client.pipeline(transaction=False) as pipeline:
-            for body in load.bodies():
-                pipeline.xadd("bench", {"body": body})
-            pipeline.execute()
-        client.xgroup_create("bench", "group", id="0")
-
-        def work() -> int:
-            for _ in range(load.messages):
-                found: Any = client.xreadgroup("group", "consumer", {"bench": ">"}, count=1)
-                [[_, [(number, fields)]]] = found
-                assert len(fields[b"body"]) == load.body_bytes
-                client.xack("bench", "group", number)
-            return load.messages
-
-        yield work
 
 
 def _redis_missing() -> str | None:
@@ -110,7 +71,7 @@ def _redis_missing() -> str | None:
 
 
 def _jars() -> Path | None:
-    """Folder with RocketMQ's jars: the one that is named, else the one that the Makefile has fetched."""
+    """Folder with RocketMQ's jars: the one in the environment, else the one that the Makefile has fetched."""
     named = os.environ.get("MQSTORE_ROCKETMQ")
     if named is not None:
         return Path(named)
@@ -143,36 +104,39 @@ def java_put(directory: Path, load: Load) -> Iterator[Work]:
     command += [str(load.messages), str(int(_WARM_UP * load.messages))]
     with (directory / "errors").open("w+b") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        assert process.stdin is not None
-        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
 
         def line() -> bytes:
-            assert process.stdout is not None
-            said = process.stdout.readline()
+            said = stdout.readline()
             if not said:
                 errors.seek(0)
                 raise RuntimeError(f"the JVM ended: {errors.read().decode(errors='replace')[-2000:]}")
             return said
 
         def work() -> int:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
+            stdin.write(b"\n")
+            stdin.flush()
             return int(line())
 
         try:
             while line() != b"ready\n":
-                pass  # what a library prints
+                pass  # output of a library
             yield work
         finally:
             process.kill()
             process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            stdin.close()
+            stdout.close()
 
 
-REDIS_ADD = Side("Redis XADD, everysec", partial(redis_add, fsync="everysec"), _redis_missing)
-REDIS_ADD_ALWAYS = Side("Redis XADD, always", partial(redis_add, fsync="always"), _redis_missing)
-REDIS_GET = Side("Redis XREADGROUP and XACK, everysec", partial(redis_get, fsync="everysec"), _redis_missing)
-REDIS_GET_ALWAYS = Side("Redis XREADGROUP and XACK, always", partial(redis_get, fsync="always"), _redis_missing)
+def _redis(name: str, prepare: Any, fsync: Literal["everysec", "always"]) -> Side:
+    stream = partial(redis_stream, fsync=fsync)
+    return Side(f"Redis {name}, {fsync}", partial(prepare, open_queue=stream, share=_SHARE[fsync]), _redis_missing)
+
+
+REDIS_ADD, REDIS_ADD_ALWAYS = _redis("XADD", puts, "everysec"), _redis("XADD", puts, "always")
+REDIS_GET = _redis("XREADGROUP and XACK", takes, "everysec")
+REDIS_GET_ALWAYS = _redis("XREADGROUP and XACK", takes, "always")
 JAVA_PUT = Side("RocketMQ putMessage", java_put, _java_missing)

@@ -1,26 +1,29 @@
-"""How sides are timed, with a clock that only the sides move."""
+"""How the sides of a question take turns, with a clock that only the sides move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench import harness
-from bench.harness import Load, Question, Settings, Side, Work, needs_modules
-from bench.results import Row
+from bench.goals import Answer
+from bench.harness import RECORDED, Ask, Load, Side, Work, needs_modules
 
 
 class Machine:
-    """Sides that take a given time, and a log of their work."""
+    """Sides that take a given time, a log of their work, and a benchmark that times them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    disabled = False
+
+    def __init__(self) -> None:
         self.now = 0.0
         self.log: list[tuple[str, int]] = []
-        monkeypatch.setitem(harness._CLOCKS, "wall", lambda: self.now)
-        monkeypatch.setitem(harness._CLOCKS, "cpu", lambda: self.now / 10)
+        self.extra_info: dict[str, Any] = {}
+        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
 
     def side(
         self, name: str, *seconds: float, share: float = 1.0, missing: Callable[[], str | None] = lambda: None
@@ -44,39 +47,48 @@ class Machine:
 
         return Side(name, prepare, missing)
 
+    def pedantic(self, target: Any, setup: Any, teardown: Any = None, rounds: int = 1) -> None:
+        """Do what the fixture of pytest-benchmark documents."""
+        for _ in range(rounds):
+            args, _ = setup()
+            begin = self.now
+            target(*args)
+            self.stats.stats.data.append(self.now - begin)
+            if teardown is not None:
+                teardown(*args)
+
+    def ask(self, ours: Side, *beside: Side, rounds: int = 1, share: float = 1.0, **options: Any) -> list[Answer]:
+        goals = options.pop("goals", [None] * len(beside))
+        asked = Ask(self, "put", rounds, share, lambda: self.now)
+        asked(ours, Load(128, 1000), dict(zip(beside, goals, strict=True)), **options)
+        assert [Answer(**each) for each in self.extra_info["answers"]] == asked.answers
+        return asked.answers
+
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(monkeypatch)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setenv("MQSTORE_BENCH_DIR", str(tmp_path))
+    return Machine()
 
 
-def _ask(tmp_path: Path, rounds: int = 1, share: float = 1.0, **given: object) -> list[Row]:
-    said: dict[str, object] = {"name": "put", "title": "put", "group": "engine", "messages": {128: 1000}}
-    return Question(**{**said, **given}).ask(Settings(share, rounds, directory=tmp_path))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("by", "value"), [("rate", 4.0), ("time", 0.25)])
+def test_ratio_is_of_rates_or_of_times(machine: Machine, by: str, value: float) -> None:
+    """The peer does a tenth of the work in twice the time a message."""
+    [answer] = machine.ask(machine.side("ours", 1, 0.5), machine.side("peer", 1, 2, share=0.1), by=by)
+
+    assert (answer.beside, answer.unit, answer.value) == ("peer", f"x {by}", pytest.approx(value))
 
 
-@pytest.mark.parametrize(("ratio", "value", "met"), [("x rate", 4.0, True), ("x time", 0.25, True)])
-def test_a_ratio_is_of_rates_or_of_times(tmp_path: Path, machine: Machine, ratio: str, value: float, met: bool) -> None:
-    ours, peer = machine.side("ours", 1, 0.5), machine.side("peer", 1, 2, share=0.1)
+def test_ratio_is_taken_within_its_round(machine: Machine) -> None:
+    ours, peer = machine.side("ours", 1, 1, 2, 3), machine.side("peer", 1, 2, 4, 3)
 
-    [row] = _ask(tmp_path, ours=ours, peers={peer: 1}, ratio=ratio)
+    [answer] = machine.ask(ours, peer, rounds=3)
 
-    assert (row.value, row.met, row.unit) == (pytest.approx(value), met, ratio)
-    assert row.figures == {"our_rate": pytest.approx(2), "their_rate": pytest.approx(0.5)}
+    assert answer.values == pytest.approx([2, 2, 1])
 
 
-def test_the_answer_is_the_median_of_ratios_within_rounds(tmp_path: Path, machine: Machine) -> None:
-    ours, peer = machine.side("ours", 1, 1, 4, 2), machine.side("peer", 1, 2, 4, 6)
-
-    [row] = _ask(tmp_path, rounds=3, ours=ours, peers={peer: None})
-
-    assert [row.value, row.low, row.high] == pytest.approx([2, 1, 3])
-
-
-def test_sides_take_turns_and_each_round_begins_with_another(tmp_path: Path, machine: Machine) -> None:
-    ours, one, two = (machine.side(name, 1, 1, 1, 1) for name in ("ours", "one", "two"))
-
-    _ask(tmp_path, rounds=3, ours=ours, peers={one: None, two: None})
+def test_sides_take_turns_and_each_round_begins_with_another(machine: Machine) -> None:
+    machine.ask(*(machine.side(name, 1, 1, 1, 1) for name in ("ours", "one", "two")), rounds=3)
 
     names = [name for name, _ in machine.log]
     assert [names[at : at + 3] for at in (3, 6, 9)] == [
@@ -86,55 +98,57 @@ def test_sides_take_turns_and_each_round_begins_with_another(tmp_path: Path, mac
     ]
 
 
-def test_a_side_that_is_missing_is_left_out_with_the_reason(tmp_path: Path, machine: Machine) -> None:
+def test_missing_side_is_left_out_with_the_reason(machine: Machine) -> None:
     there, absent = machine.side("there", 1, 1), machine.side("absent", missing=lambda: "no such server")
 
-    rows = _ask(tmp_path, ours=machine.side("ours", 1, 1), peers={absent: 2, there: None})
+    answers = machine.ask(machine.side("ours", 1, 1), absent, there, goals=[2, None])
 
-    assert [(row.beside, row.value, row.met) for row in rows] == [("absent", None, None), ("there", 1, None)]
-    assert rows[0].said == "left out: no such server"
+    assert [(each.beside, each.value, each.met) for each in answers] == [("absent", None, None), ("there", 1, None)]
+    assert answers[0].note == "left out: no such server"
 
 
 @pytest.mark.parametrize(
     ("unit", "seconds", "goal", "value", "met"),
-    [
-        ("ms", 0.02, 30, 20, True),
-        ("ms", 0.02, 10, 20, False),
-        ("k/s", 0.0001, 5, 10, True),
-        ("k/s", 0.0001, 20, 10, False),
-    ],
+    [("ms", 0.02, 30, 20, True), ("ms", 0.02, 10, 20, False), ("k/s", 0.0001, 5, 10, True)],
 )
-def test_a_limit_is_a_row_that_stands_alone(
-    tmp_path: Path, machine: Machine, unit: str, seconds: float, goal: float, value: float, met: bool
+def test_limit_is_an_answer_that_stands_alone(
+    machine: Machine, unit: str, seconds: float, goal: float, value: float, met: bool
 ) -> None:
-    [row] = _ask(tmp_path, ours=machine.side("ours", 1, seconds), peers={}, limit=(goal, unit))
+    [answer] = machine.ask(machine.side("ours", 1, seconds), limit=(goal, unit))
 
-    assert (row.beside, row.unit, row.value, row.met) == ("", unit, pytest.approx(value), met)
+    assert (answer.beside, answer.unit, answer.value, answer.met) == ("", unit, pytest.approx(value), met)
 
 
 @pytest.mark.parametrize(("share", "messages"), [(1, 1000), (0.01, 10), (0.0001, 1)])
-def test_a_share_of_the_messages_is_one_at_least(tmp_path: Path, machine: Machine, share: float, messages: int) -> None:
-    _ask(tmp_path, share=share, ours=machine.side("ours", 1, 1), peers={})
+def test_share_of_the_messages_is_at_least_one(machine: Machine, share: float, messages: int) -> None:
+    machine.ask(machine.side("ours", 1, 1), share=share, limit=(1, "ms"))
 
     assert machine.log[-1] == ("ours", messages)
 
 
-def test_cpu_time_is_another_clock(tmp_path: Path, machine: Machine) -> None:
-    [row] = _ask(tmp_path, ours=machine.side("ours", 1, 1), peers={}, clock="cpu", limit=(1, "ms"))
+def test_directories_of_sides_are_removed(machine: Machine, tmp_path: Path) -> None:
+    machine.ask(machine.side("ours", 1, 1), machine.side("peer", 1, 1))
 
-    assert row.value == pytest.approx(100)
-
-
-def test_only_the_chosen_body_sizes_are_asked(tmp_path: Path, machine: Machine) -> None:
-    sizes = {128: 10, 1024: 10}
-    question = Question(
-        name="put", title="", group="", ours=machine.side("ours", *[1] * 4), peers={}, messages=sizes, limit=(1, "ms")
-    )
-
-    assert [row.body_bytes for row in question.ask(Settings(1, 1, (1024,), tmp_path))] == [1024]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_modules_that_are_not_installed_are_named() -> None:
+def test_percentiles_are_medians_over_the_rounds(machine: Machine) -> None:
+    asked = Ask(machine, "load", 3)
+
+    asked.latencies([[float(factor * n) for n in range(1, 2000)] for factor in (3, 1, 2)], 99, 1000)
+
+    found = {"50 %": 2000, "90 %": 3600, "99 %": 3960, "99.9 %": 3996, "max": 5997}
+    assert machine.extra_info["percentiles"] == found
+    assert (asked.answers[0].values, asked.answers[0].met) == ([5940, 1980, 3960], False)
+
+
+def test_recorded_timer_advances_by_what_was_measured() -> None:
+    begin = RECORDED()
+    RECORDED.advance(0.25)
+
+    assert RECORDED() - begin == 0.25
+
+
+def test_missing_modules_are_named() -> None:
     assert needs_modules("json")() is None
     assert (needs_modules("json", "no_such_module")() or "").startswith("no_such_module not installed")

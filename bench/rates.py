@@ -1,0 +1,94 @@
+"""Messages that are put at a given rate, and their latencies.
+
+The loop is open: each message has a time at which it is due to be put, whatever happened to the messages before it.
+Its latency counts from that time, so a stall shows in all messages that it held up.
+"""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import mqstore
+from bench.harness import scratch
+from bench.sides import run_together
+
+SECONDS = 3
+TOPIC = "bench"
+_PATIENCE_S = 120
+_DUE_NS = struct.Struct("<q")
+"""Begin of each body: the time at which it is due to be put, in ns of `perf_counter_ns`."""
+
+Arrive = Callable[[bytes], None]
+"""Called with the body of each message as soon as it is received."""
+Put = Callable[[bytes], object]
+Receiver = Callable[[mqstore.Store, Arrive], AbstractContextManager[Put]]
+
+
+class Arrivals:
+    """Latencies of messages, as handlers see them."""
+
+    def __init__(self, messages: int) -> None:
+        self.done = threading.Event()
+        self.latencies_ms: list[float] = []
+        self._messages = messages
+
+    def arrive(self, body: bytes) -> None:
+        now_ns = time.perf_counter_ns()
+        self.latencies_ms.append((now_ns - _DUE_NS.unpack_from(body)[0]) / 1e6)  # atomic, as a counter would not be
+        if len(self.latencies_ms) == self._messages:
+            self.done.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Messages at one rate."""
+
+    rate: int
+    """Messages a second, of all threads together."""
+    threads: int = 1
+    queues: int = 4
+    body_bytes: int = 128
+
+    def run(self, receiver: Receiver, share: float) -> tuple[list[float], float, float]:
+        """Run one round in a new store, with a receiver that waits for the messages.
+
+        Returns the latencies in ms, how late puts began in the median, in ms, and the share of the rate at which
+        messages were handled.
+        """
+        messages = max(self.threads, int(self.rate * SECONDS * share))
+        arrivals = Arrivals(messages)
+        with scratch() as directory, mqstore.open(directory / "store") as store:
+            store.create_topic(TOPIC, queues=self.queues)
+            for queue_id in range(self.queues):  # so that no file has to be made while the clock runs
+                store.put(TOPIC, b"", queue_id=queue_id)
+            with receiver(store, arrivals.arrive) as put:
+                time.sleep(0.2)  # the receiver waits by then
+                begin_ns, late_ms = self.produce(put, messages)
+                if not arrivals.done.wait(_PATIENCE_S):
+                    raise RuntimeError(f"some of {messages} messages did not arrive within {_PATIENCE_S} s")
+                kept = messages * 1e9 / self.rate / (time.perf_counter_ns() - begin_ns)
+        return arrivals.latencies_ms, statistics.median(late_ms), kept
+
+    def produce(self, put: Put, messages: int) -> tuple[int, list[float]]:
+        """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
+        interval_ns = 1_000_000_000 / self.rate
+        padding = bytes(self.body_bytes - _DUE_NS.size)
+        late_ms: list[float] = []
+        begin_ns = time.perf_counter_ns() + 20_000_000
+
+        def produce(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                due_ns = begin_ns + int(number * interval_ns)
+                while (left_ns := due_ns - time.perf_counter_ns()) > 0:
+                    time.sleep(left_ns / 1e9)
+                late_ms.append(-left_ns / 1e6)
+                put(_DUE_NS.pack(due_ns) + padding)
+
+        run_together(produce, [range(first, messages, self.threads) for first in range(self.threads)])
+        return begin_ns, late_ms

@@ -1,0 +1,122 @@
+"""Questions about growth: a store that holds much, beside one that holds a hundredth of it, or nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from bench.harness import Ask, Load, Side, Work, each, scratch
+
+HOURS_S = 12 * 3600
+_PROBES = 2000
+Fill = Callable[[mqstore.Store, int], None]
+"""Brings a store to a size along one axis."""
+
+
+def messages(store: mqstore.Store, size: int) -> None:
+    for at in range(0, size, 1000):
+        store.put_many("bench", [b"x" * 128] * min(1000, size - at))
+    store.log.dispatch()
+
+
+def queues(store: mqstore.Store, size: int) -> None:
+    store.create_topic("many", queues=max(1, size))
+    for queue_id in range(size):
+        store.put("many", b"x", queue_id=queue_id)
+
+
+def topics(store: mqstore.Store, size: int) -> None:
+    for number in range(size):
+        store.put(f"topic-{number}", b"x")
+
+
+def in_flight(store: mqstore.Store, size: int) -> None:
+    messages(store, size)
+    with store.simple_consumer("idle", {"bench": "*"}, visibility=HOURS_S) as consumer:
+        held = 0
+        while held < size:
+            held += len(consumer.receive(32))
+
+
+def delayed(store: mqstore.Store, size: int) -> None:
+    for number in range(size):
+        store.put("bench", b"x", delay=3600 + number * 7919 % HOURS_S)
+
+
+@contextmanager
+def use(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[Work]:
+    """Put, get and acknowledge items of a queue in a store of this size."""
+    with mqstore.open(directory / "store") as store:
+        fill(store, round(load.messages * part))
+        queue = store.queue("probe")
+
+        def probe(_: int) -> None:
+            queue.put(b"x")
+            queue.get().ack()
+
+        yield each(range(min(_PROBES, load.messages)), probe)
+
+
+@contextmanager
+def reopen(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[Work]:
+    with mqstore.open(directory / "store") as store:
+        fill(store, round(load.messages * part))
+    with ExitStack() as stack:
+        yield lambda: (stack.enter_context(mqstore.open(directory / "store")), 1)[1]
+
+
+AXES = [
+    (messages, 1_000_000, 0.01),
+    (queues, 1000, 0.01),
+    (topics, 1000, 0.01),
+    (in_flight, 100_000, 0),
+    (delayed, 100_000, 0),
+]
+ALONG = pytest.mark.parametrize(("fill", "size", "part"), [pytest.param(*axis, id=axis[0].__name__) for axis in AXES])
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+@ALONG
+def test_growth(ask: Ask, fill: Fill, size: int, part: float) -> None:
+    """The time of put, get and ack in a store that holds much."""
+    few = Side(f"{size * part:,.0f} of them", partial(use, fill=fill, part=part))
+    ask(Side(f"{size:,}", partial(use, fill=fill, part=1)), Load(128, size), {few: 1.5}, by="time")
+
+
+@ALONG
+def test_growth_open(ask: Ask, fill: Fill, size: int, part: float) -> None:
+    """The time of opening a store that holds much."""
+    few = Side(f"{size * part:,.0f} of them", partial(reopen, fill=fill, part=part))
+    ask(Side(f"{size:,}", partial(reopen, fill=fill, part=1)), Load(128, size), {few: None}, by="time", unit="calls")
+
+
+def hold(path: Path, size: int) -> float:
+    """Have this number of messages in flight. Returns the anonymous memory that they take, in MiB."""
+
+    def anonymous_kib() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+
+    with mqstore.open(path) as store:
+        before = anonymous_kib()
+        in_flight(store, size)
+        return (anonymous_kib() - before) / 1024
+
+
+def test_in_flight(ask: Ask) -> None:
+    """Memory of a million deliveries in flight, and the time of a restart with them."""
+    with scratch() as directory:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            mib = pool.submit(hold, directory / "store", ask.scaled(1_000_000)).result()
+        begin = time.perf_counter()
+        ask.benchmark.pedantic(mqstore.open, (directory / "store",)).close()
+        ask.answer("restart", "s", [time.perf_counter() - begin])
+    ask.answer("memory", "MiB", [mib], 500)

@@ -1,0 +1,145 @@
+"""`pytest bench`: every question is asked and answered. How fast anything is, is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+from bench.report import main, write_report
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted(path.name for path in (ROOT / "bench").glob("test_*.py"))
+
+
+def ask(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the questions in a process of their own. No JVM and no Redis are started: they would take longest."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--quick", "--share", "0.002", *arguments]
+    places = {"PATH": "/nowhere", "MQSTORE_ROCKETMQ": str(tmp_path), "MQSTORE_BENCH_DIR": str(tmp_path / "stores")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment.pop("JAVA_HOME", None)
+    storage = f"--benchmark-storage={tmp_path / 'saved'}"
+    return subprocess.run(
+        [*command, storage], cwd=ROOT, env=environment | places, capture_output=True, text=True, check=False
+    )
+
+
+def saved(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "saved").rglob("*.json"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("module", MODULES)
+def test_every_question_is_answered(tmp_path: Path, module: str) -> None:
+    done = ask(tmp_path, f"bench/{module}", "-k", "not test_spark_", "--benchmark-save=run")
+
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    [path] = saved(tmp_path)
+    asked = json.loads(path.read_text())["benchmarks"]
+    assert len(asked) == int(re.findall(r"(\d+) passed", done.stdout)[-1])
+    for each in asked:
+        answers = each["extra_info"]["answers"]
+        assert answers, each["name"]
+        assert [one for one in answers if not one["values"] and not one["note"].startswith("left out: ")] == []
+        assert each["name"].removeprefix("test_") in done.stdout
+    text = write_report(path, tmp_path / "report").read_text()
+    assert [each["name"] for each in asked if f"| {each['name'].removeprefix('test_')} |" not in text] == []
+    assert list((tmp_path / "stores").iterdir()) == []
+
+
+@pytest.mark.timeout(900)
+def test_saved_run_is_compared_and_worse_fails(tmp_path: Path) -> None:
+    question = ("bench/test_store.py", "-k", "first_read")
+    assert ask(tmp_path, *question, "--benchmark-save=run").returncode == 0
+    [path] = saved(tmp_path)
+    compare = ("--benchmark-compare=0001", "--benchmark-compare-fail=min:10%")
+    for least, code in ((1e9, 0), (1e-12, 1)):
+        run = json.loads(path.read_text())
+        run["benchmarks"][0]["stats"]["min"] = least
+        path.write_text(json.dumps(run))
+
+        done = ask(tmp_path, *question, *compare)
+
+        assert (done.returncode != 0) == code, done.stdout[-4000:] + done.stderr[-4000:]
+        assert ("Performance has regressed" in done.stderr) == code
+        assert "answers beside their goals" in done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_run_of_a_share_is_not_saved_by_itself(tmp_path: Path) -> None:
+    done = ask(tmp_path, "bench/test_store.py", "-k", "first_read", "--benchmark-autosave")
+
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "these figures say little" in done.stdout
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.timeout(900)
+def test_question_runs_once_untimed_under_xdist(tmp_path: Path) -> None:
+    done = ask(tmp_path, "bench/test_store.py", "-k", "first_read or flush_16", "-n", "1")
+
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "3 passed" in done.stdout
+
+
+ANSWERS = [
+    {"question": "put", "beside": "queuelib", "unit": "x rate", "values": [2.5], "goal": 2, "note": "5 k/s"},
+    {"question": "put", "beside": "redis", "unit": "x rate", "values": [], "goal": 1, "note": "left out: no server"},
+    {"question": "load", "beside": "", "unit": "ms", "values": [3.0], "goal": 1, "note": ""},
+]
+LATENCY = {"50 %": 0.1, "90 %": 0.2, "99 %": 0.3, "99.9 %": 0.4, "max": 9.0}
+
+
+def _run(path: Path, **info: Any) -> Path:
+    machine = {"system": "Linux", "release": "6", "python_version": "3.11", "cpu": {"count": 2, "brand_raw": "x"}}
+    said = {"datetime": "2026-11-26T12:00:00+00:00", "share": 1, "rounds": 5, "load": 0.5, "packages": {"numpy": "2"}}
+    benchmarks = [{"name": "test_put", "extra_info": {"answers": ANSWERS, **info}}]
+    path.write_text(json.dumps({**said, "machine_info": machine, "commit_info": {}, "benchmarks": benchmarks}))
+    return path
+
+
+def test_report_has_a_row_for_each_answer(tmp_path: Path) -> None:
+    text = write_report(_run(tmp_path / "run.json"), tmp_path).read_text()
+
+    assert "**1 of 2 goals met.**" in text
+    assert [line for line in text.splitlines() if line.startswith("| ")][1:] == [
+        "| put | queuelib | 2.5 x rate | 2.5 .. 2.5 | >= 2 | met | 5 k/s |",
+        "| put | redis |  |  | >= 1 |  | left out: no server |",
+        "| load |  | 3 ms | 3 .. 3 | <= 1 | not met |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("info", "plots"), [({}, {"goals.png"}), ({"percentiles": LATENCY}, {"goals.png", "latency.png"})]
+)
+def test_plot_is_drawn_where_there_is_something_to_show(tmp_path: Path, info: dict[str, Any], plots: set[str]) -> None:
+    pytest.importorskip("matplotlib")
+
+    text = write_report(_run(tmp_path / "run.json", **info), tmp_path).read_text()
+
+    assert {path.name for path in tmp_path.glob("*.png")} == plots
+    assert set(re.findall(r"\]\((.*?)\)", text)) == plots
+
+
+def test_report_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+
+    assert "matplotlib is not installed" in write_report(_run(tmp_path / "run.json"), tmp_path).read_text()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"benchmarks": []}', '{"benchmarks": [{"name": "x", "extra_info": {}}]}'])
+def test_other_file_is_refused_by_its_name(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(text)
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "run.json"), "--folder", str(tmp_path / "report")])
+
+    assert ended.value.code == 2
+    assert "run.json is not a run" in capsys.readouterr().err
