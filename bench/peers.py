@@ -40,7 +40,7 @@ BATCH = 1000
 """Messages a transaction, a `put_many`."""
 
 # Share of the messages of a round: the whole load would take these sides minutes.
-_SQLITE, _ACK_QUEUE = 0.2, 0.02
+_SQLITE, _ACK_QUEUE, _DSYNC = 0.2, 0.02, 0.25
 
 _key = struct.Struct(">Q").pack
 
@@ -202,19 +202,19 @@ def lmdb(directory: Path, load: Load, *, work: Literal["putmulti", "cursor"]) ->
 
 @contextmanager
 def dsync(directory: Path, load: Load, *, blocks: Literal["written", "allocated", "none"]) -> Iterator[Work]:
-    size = load.record_bytes
+    size, count = load.record_bytes, len(load.bodies(_DSYNC))
     record = load.bodies()[0].ljust(size, b"\1")[:size]
     descriptor = os.open(directory / "log", os.O_RDWR | os.O_CREAT | os.O_DSYNC, 0o600)
     try:
         if blocks == "written":
-            os.pwrite(descriptor, bytes(load.messages * size), 0)
+            os.pwrite(descriptor, bytes(count * size), 0)
         elif blocks == "allocated" and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, load.messages * size)
+            os.posix_fallocate(descriptor, 0, count * size)
 
         def work() -> int:
-            for position in range(0, load.messages * size, size):
+            for position in range(0, count * size, size):
                 os.pwrite(descriptor, record, position)
-            return load.messages
+            return count
 
         yield work
     finally:

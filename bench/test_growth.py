@@ -1,4 +1,4 @@
-"""Questions about growth: a store that holds much, beside one that holds a hundredth of it, or nothing."""
+"""Questions about growth: a store that holds much, beside one that holds little or nothing."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def reopen(directory: Path, load: Load, *, fill: Fill, part: float) -> Iterator[
 
 AXES = [
     (messages, 1_000_000, 0.01),
-    (queues, 1000, 0.01),
-    (topics, 1000, 0.01),
+    (queues, 500, 0.02),
+    (topics, 200, 0.05),
     (in_flight, 100_000, 0),
     (delayed, 100_000, 0),
 ]
