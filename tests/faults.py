@@ -53,6 +53,7 @@ CHANGES = frozenset(
         "fdatasync",
         "sync_directory",
         "allocate",
+        "allocate_more",
         "truncate_sparse",
         "replace",
         "link",
@@ -236,9 +237,13 @@ class FaultyFileSystem(FileSystem):
         self._enter("sync_directory", path)
         super().sync_directory(path)
 
-    def allocate(self, fd: int, length: int) -> None:
+    def allocate(self, fd: int, length: int, first: int) -> int:
         self._enter("allocate", fd, 0, length)
-        super().allocate(fd, length)
+        return super().allocate(fd, length, first)
+
+    def allocate_more(self, fd: int, start: int, stop: int) -> None:
+        self._enter("allocate_more", fd, start, stop - start)
+        super().allocate_more(fd, start, stop)
 
     def truncate_sparse(self, fd: int, length: int) -> None:
         self._enter("truncate_sparse", fd, 0, length)

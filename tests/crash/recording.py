@@ -176,10 +176,11 @@ class RecordingFileSystem(FileSystem):
         if os.fspath(path) in self._by_path:
             self._add("sync_folder", self._by_path[os.fspath(path)])
 
-    def allocate(self, fd: int, length: int) -> None:
+    def allocate(self, fd: int, length: int, first: int) -> int:
         self.observe()
-        super().allocate(fd, length)
+        allocated = super().allocate(fd, length, first)
         self._resized(fd)
+        return allocated
 
     def truncate_sparse(self, fd: int, length: int) -> None:
         self.observe()

@@ -123,8 +123,8 @@ def test_allocated_files_have_length_and_blocks(tmp_path: Path, monkeypatch: pyt
     length = (2 << 20) + 5  # by hand, zeros are written a MiB at a time
     fd = REAL.open(tmp_path / "a", NEW)
     REAL.pwrite(fd, b"kept", 0)
-    REAL.allocate(fd, length)
-    REAL.allocate(fd, 10)  # never shorter
+    REAL.allocate(fd, length, length)
+    REAL.allocate(fd, 10, 10)  # never shorter
     assert REAL.size(fd) == length
     assert os.fstat(fd).st_blocks * 512 >= length
     assert REAL.pread(fd, length, 0) == b"kept" + bytes(length - 4)
@@ -143,7 +143,7 @@ def test_a_sparse_file_grows_and_never_shrinks(tmp_path: Path) -> None:
 
 def test_a_mapping_is_shared_outlives_its_descriptor_and_never_passes_the_end(tmp_path: Path) -> None:
     fd = REAL.open(tmp_path / "a", NEW)
-    REAL.allocate(fd, 8192)
+    REAL.allocate(fd, 8192, 8192)
     for length in (0, 8193):
         with pytest.raises(StoreIOError, match="cannot map"):
             REAL.map(fd, length, writable=True)

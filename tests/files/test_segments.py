@@ -466,6 +466,7 @@ def test_a_synced_byte_of_a_mapping_for_writing_takes_no_neighbours_along_but_wh
     """A fault that reads ahead would fill the cache with large folios, and a sync of 1 byte would write them whole."""
     run = open_run(folder, size=16 * MIB)
     segment = run.create(0)
+    run.allocate(segment, segment.size)
     run.mapping(segment)
 
     run.populate(segment, 0, populated)
@@ -835,7 +836,7 @@ def test_no_room_for_a_copy_of_its_own_changes_nothing(folder: Path) -> None:
     os.link(folder / segment_name(0), folder.parent / "kept")
     fs = FaultyFileSystem()
     run = open_run(folder, fs=fs)
-    for operation in ("allocate", "pwrite", "replace"):
+    for operation in ("truncate_sparse", "pwrite", "replace"):
         fs.fail(operation, errno.ENOSPC)
         with pytest.raises(StoreFullError):
             run.own(2)

@@ -255,19 +255,38 @@ class FileSystem:
         finally:
             os.close(fd)
 
-    def allocate(self, fd: int, length: int) -> None:
-        """Make the file at least `length` bytes with disk blocks behind them, new ones zero.
-        So a later write through a mapping cannot meet a full disk (SIGBUS). Meant for new files: where zeros must be
-        written by hand, old holes stay. After an error the file may have grown, and the one that made it removes it."""
+    def allocate(self, fd: int, length: int, first: int) -> int:
+        """Make the file at least `length` bytes long, with disk blocks for the `first` ones. Return how many have them.
+        So a write through a mapping cannot meet a full disk (SIGBUS). A system that cannot reserve blocks gets zeros
+        written up to `length`, and old holes stay. After an error the file may have grown, and its maker removes it."""
         try:
-            if system.allocate(fd, length):
-                return
             present = os.fstat(fd).st_size
+            if system.allocate(fd, 0, first):
+                if length > max(first, present):
+                    os.ftruncate(fd, length)
+                return first
         except OSError as error:
             self._fail(error, fd, "allocate")
         zeros = memoryview(_ZEROS)
         for position in range(present, length, len(_ZEROS)):
             self.pwrite(fd, zeros[: length - position], position)
+        return length
+
+    def allocate_more(self, fd: int, start: int, stop: int) -> None:
+        """Reserve disk blocks for [start, stop) of a file that is longer. Bytes that are there stay.
+        Does nothing where the system cannot: such files got all their blocks when they were made."""
+        try:
+            system.allocate(fd, start, stop)
+        except OSError as error:
+            self._fail(error, fd, "allocate_more")
+
+    def free_bytes(self, path: StrPath) -> int:
+        """Return how many bytes may still be written to the file system of `path`."""
+        try:
+            found = os.statvfs(path)
+        except OSError as error:
+            self._fail(error, path, "statvfs")
+        return found.f_bavail * found.f_frsize
 
     def truncate_sparse(self, fd: int, length: int) -> None:
         """Give a new file its length without disk blocks. ValueError when it would shorten the file.

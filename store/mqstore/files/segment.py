@@ -67,16 +67,30 @@ class Segment:
 
     `length` is what the file really holds, less than `size` only for a damaged one. `SegmentRun.mapping` makes
     `mapping`, which becomes None again when the run drops it: take a reference before use. `writable` says that it is
-    mapped for writing, `in_memory` that it is of no file (`extend_in_memory`).
+    mapped for writing, `in_memory` that it is of no file (`extend_in_memory`). Of a segment that is written, the first
+    `allocated` bytes have disk blocks.
     """
 
-    __slots__ = ("end", "file", "in_memory", "inode", "length", "mapping", "path", "size", "start", "writable")
+    __slots__ = (
+        "allocated",
+        "end",
+        "file",
+        "in_memory",
+        "inode",
+        "length",
+        "mapping",
+        "path",
+        "size",
+        "start",
+        "writable",
+    )
 
     def __init__(self, start: int, size: int, length: int, path: str) -> None:
         self.start = start
         self.size = size
         self.end = start + size
         self.length = length
+        self.allocated = 0
         self.path = path
         self.mapping: mmap.mmap | None = None
         self.writable = False

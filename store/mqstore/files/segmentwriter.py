@@ -1,15 +1,16 @@
 """The segments of the process that writes a run: making, filling, syncing, cutting and removing them.
 
     <directory>/<20 digits>     a segment
-    <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its disk blocks here and is then
-                                renamed into place, so that no name in <directory> is ever short (format#manifest)
+    <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its first disk blocks here and is
+                                then renamed into place, so that no name in <directory> is ever short (format#manifest)
 
 How bytes are kept safe:
 
 * A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed with their last
   reference, as mappings are unmapped: `sync` may be using one while the segment is retired.
 * What is written through a mapping has its disk blocks beforehand (format#allocation). So a full disk is an
-  error of `create` or `prepare`, and never a SIGBUS.
+  error of `create`, `prepare` or `allocate`, and never a SIGBUS. A segment gets its blocks in steps ahead of the
+  writer, which double from 1 MiB to a whole segment. So a small store stays small, and a busy writer does not wait.
 * The last segment is mapped for writing, and the one before it until the next is prepared, for its end may still be
   written. All others are read-only, so that a stray store can't damage what was long durable.
 
@@ -52,6 +53,9 @@ _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
 _POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
 _LARGE_FOLIOS_BYTES = 8 << 20  # a writer that syncs each record is too slow to be given so many
+_STEP_BYTES = 1 << 20
+_SHARE = 8
+"""A step of allocation takes at most this part of the free bytes. A step that fails may take all that is left."""
 
 
 class SegmentWriter(SegmentRun):
@@ -59,9 +63,9 @@ class SegmentWriter(SegmentRun):
 
     `sparse`: files get their length without disk blocks and are never mapped for writing, only `write` changes them.
 
-    `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `populate`, `sync` and
-    `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there is no room
-    (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
+    `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `allocate`, `populate`,
+    `sync` and `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there
+    is no room (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -82,6 +86,8 @@ class SegmentWriter(SegmentRun):
         "_prepare_lock",
         "_prepared",
         "_sparse",
+        "_step",
+        "_step_lock",
         "_tmp_directory",
     )
 
@@ -107,6 +113,8 @@ class SegmentWriter(SegmentRun):
         self._names_changed = 0  # files created and removed in the folder, and how many of these changes are durable
         self._names_synced = 0
         self._folder_lock = threading.Lock()
+        self._step = _STEP_BYTES
+        self._step_lock = threading.RLock()  # a signal handler may put in the middle of a step
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class SegmentWriter(SegmentRun):
 
     def _extend(self, segment: Segment) -> None:
         file = File(self._fs, segment.path, os.O_RDWR)
-        self._give_length(file.fd)
+        self._give_length(file.fd, segment.length)
         self._fs.fdatasync(file.fd)
         segment.length = segment.size
 
@@ -202,18 +210,38 @@ class SegmentWriter(SegmentRun):
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
         try:
             file = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-            self._give_length(file.fd)
+            segment = Segment(start, self.segment_bytes, self.segment_bytes, path)
+            segment.allocated = self._give_length(file.fd, self._affordable(0))
             fs.fdatasync(file.fd)
         except BaseException:
             fs.unlink(path, missing_ok=True)
             raise
-        return Segment(start, self.segment_bytes, self.segment_bytes, path)
+        return segment
 
-    def _give_length(self, fd: int) -> None:
+    def _give_length(self, fd: int, allocated: int) -> int:
+        """Give a file its full length, and blocks for `allocated` bytes. Return how many bytes have them."""
         if self._sparse:
             self._fs.truncate_sparse(fd, self.segment_bytes)
-        else:
-            self._fs.allocate(fd, self.segment_bytes)
+            return 0
+        return self._fs.allocate(fd, self.segment_bytes, allocated)
+
+    def _affordable(self, allocated: int) -> int:
+        """Return where the next step of a segment ends that has blocks for `allocated` bytes."""
+        free = self._fs.free_bytes(self._tmp_directory)
+        step = min(self._step, max(_PAGE_BYTES, free // _SHARE // _PAGE_BYTES * _PAGE_BYTES))
+        return min(self.segment_bytes, allocated + step)
+
+    def allocate(self, segment: Segment, needed: int) -> None:
+        """Give a segment blocks for its first `needed` bytes at least, and for a step ahead.
+        Raises StoreFullError. Then nothing has changed. Does nothing if the bytes have their blocks."""
+        with self._step_lock:
+            if needed <= segment.allocated:
+                return
+            stop = max(needed, self._affordable(segment.allocated))
+            file = self.file(segment)
+            self._fs.allocate_more(file.fd, segment.allocated, stop)
+            segment.allocated = max(segment.allocated, stop)
+            self._step = min(2 * self._step, max(self.segment_bytes, _STEP_BYTES))
 
     def _make_folder(self) -> None:
         # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a
@@ -284,14 +312,14 @@ class SegmentWriter(SegmentRun):
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
         """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer.
-        Changes no byte, and other threads run meanwhile. False when this did nothing: not mapped for writing, or not
-        supported by the system. The writer then meets the faults itself."""
+        Pages without disk blocks are left out. Changes no byte, and other threads run meanwhile. False when this did
+        nothing: not mapped for writing, or not supported by the system. The writer then meets the faults itself."""
         with self._lock:
             mapping = segment.mapping if segment.writable else None
         if mapping is None:
             return False
         begin = position - position % mmap.PAGESIZE
-        end = min(position + length, segment.size)
+        end = min(position + length, segment.allocated)
         if end - begin >= _LARGE_FOLIOS_BYTES and hasattr(mmap, "MADV_NORMAL"):
             # Not by `advise`, which lets other threads run: beside a busy writer it takes milliseconds to go on then.
             mapping.madvise(mmap.MADV_NORMAL, begin, end - begin)
@@ -404,7 +432,7 @@ class SegmentWriter(SegmentRun):
         found = fs.stat(source.fd)
         fs.mkdir(tmp, self._folder_mode(), exist_ok=True)
         with new_file(fs, tmp, name, segment.path, self._file_mode) as target:
-            fs.allocate(target, found.st_size)
+            fs.truncate_sparse(target, found.st_size)
             fs.copy(source.fd, target, found.st_size)
             fs.take_after(target, found)
             fs.fdatasync(target)

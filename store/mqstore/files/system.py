@@ -65,13 +65,13 @@ else:
     sync_data = os.fdatasync
 
 
-def allocate(fd: int, length: int) -> bool:
-    """Reserve blocks for [0, length) of a file. Return False, with nothing changed, if it cannot."""
+def allocate(fd: int, start: int, stop: int) -> bool:
+    """Reserve blocks for [start, stop) of a file. Return False, with nothing changed, if the system cannot."""
     if sys.platform == "darwin":
         return False
     else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
         try:
-            os.posix_fallocate(fd, 0, length)
+            os.posix_fallocate(fd, start, stop - start)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise

@@ -86,13 +86,13 @@ class TreeCopy:
         self._on_bytes(len(content))
         self._sync_some()
 
-    def file(self, name: str, source: int, length: int | None = None, *, allocate: bool = False) -> None:
+    def file(self, name: str, source: int, length: int | None = None) -> None:
         """Copy an open file, or its first `length` bytes with zeros up to its size.
-        `allocate`: it may be written through a mapping later, so it needs its disk blocks now."""
+        What is written through a mapping later gets its disk blocks then."""
         found = self._source_fs.stat(source)
         length = found.st_size if length is None else length
         fd = self._create(name)
-        (self._fs.allocate if allocate else self._fs.truncate_sparse)(fd, found.st_size)
+        self._fs.truncate_sparse(fd, found.st_size)
         self._fs.copy(source, fd, length)
         self._fs.take_after(fd, found)
         self._fs.write_back(fd)

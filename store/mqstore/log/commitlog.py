@@ -150,12 +150,15 @@ class CommitLog(Tip):
         self._check_failed()  # again, since a signal handler may have closed the store meanwhile
         if self.end > segment.end:
             return  # there was a put, and the log continues in a later segment
+        # What bulk appends or an earlier process have written has its blocks.
+        segment.allocated = max(segment.allocated, self.end - segment.start)
+        limit = segment.start + segment.allocated - BLANK_BYTES
         # No call between these, nor the last reference to a file: a handler's put must not find half of them changed.
         _before, self._file = self._file, file
         self._mapping = mapping
         self._fd = fd
         self._base = segment.start
-        self._limit = segment.start + self.run.segment_bytes - BLANK_BYTES
+        self._limit = limit
 
     def append(
         self,
@@ -333,18 +336,22 @@ class CommitLog(Tip):
             self._rolling = rolling
 
     def _make_room(self, size: int) -> int:
-        position = self.end
-        if self._mapping is None:
-            self._enter(self.run.find(position) or self._create(position))
-            if position + size <= self._limit:
-                return position
-        start = self._base + self.run.segment_bytes
+        position, run = self.end, self.run
+        segment = run.find(self._base if self._mapping is not None else position) or self._create(position)
+        if position + size + BLANK_BYTES <= segment.end:
+            run.allocate(segment, position + size + BLANK_BYTES - segment.start)
+            self._enter(segment)
+            return position
+        start = segment.end
         # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
-        segment = self.run.find(start) or self._create(start)
+        following = run.find(start) or self._create(start)
+        run.allocate(following, size + BLANK_BYTES)
         if position < start:  # else the segment is full to its end, by recovery or by such a roll
+            run.allocate(segment, position + BLANK_BYTES - segment.start)
+            self._enter(segment)
             self._store_at(position, encode_blank(start - position), start, None, 0)
         if self.end == start:
-            self._enter(segment)
+            self._enter(following)
         return start
 
     def _create(self, start: int) -> Segment:

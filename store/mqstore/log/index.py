@@ -27,6 +27,7 @@ from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
     HEADER_BYTES,
+    SLOT_BYTES,
     SLOT_DTYPE,
     IndexHeader,
     check_index,
@@ -45,6 +46,9 @@ _MAX_UNSYNCED = 2
 """Number of files that are open for writing. A full one keeps its descriptor until it is synced."""
 _MAX_PENDING = 1 << 20
 """Maximum number of entries that wait in memory on a full disk. Beyond it the oldest are dropped."""
+
+_BLOCK_BITS = 16
+"""Disk blocks of an index file are allocated by 64 KiB, where entries and their slots are."""
 
 _Entries = tuple[
     npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
@@ -83,6 +87,7 @@ class IndexFile:
         "_length",
         "_mapped",
         "_mapping",
+        "_missing",
         "_order",
         "dirty",
         "fd",
@@ -100,6 +105,7 @@ class IndexFile:
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
         self._order: tuple[int, bool] | None = None  # number of entries, and True if they ascend
+        self._missing = np.ones(-(-length >> _BLOCK_BITS), np.bool_)  # blocks that may have no room on the disk
         self.path = path
         self.writable = writable
         self.dirty = False
@@ -111,6 +117,20 @@ class IndexFile:
             except BaseException:
                 self.close()
                 raise
+
+    def allocate(self, slots: int, hashes: npt.NDArray[np.int32] | Sequence[int]) -> None:
+        """Reserve disk blocks for the bytes that `put_entries` changes. Raises StoreFullError."""
+        wanted = np.zeros_like(self._missing)
+        wanted[0] = True
+        wanted[np.asarray(hashes, np.int64) % slots * SLOT_BYTES + HEADER_BYTES >> _BLOCK_BITS] = True
+        number = self.header.next_entry
+        first = self._length - ENTRY_BYTES * (self._entries - number)
+        last = min(first + ENTRY_BYTES * len(hashes), self._length) - 1
+        wanted[first >> _BLOCK_BITS : (last >> _BLOCK_BITS) + 1] = True
+        for block in np.flatnonzero(wanted & self._missing).tolist():
+            start = block << _BLOCK_BITS
+            self._fs.allocate_more(self.fd, start, min(start + (1 << _BLOCK_BITS), self._length))
+            self._missing[block] = False
 
     @property
     def name(self) -> str:
@@ -338,7 +358,7 @@ class Index:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
         path = os.path.join(self._root, f"{stamp:017d}")
         with new_file(fs, self._tmp, "index", path, self._file_mode) as fd:
-            fs.allocate(fd, self.file_bytes)
+            fs.allocate(fd, self.file_bytes, min(self.file_bytes, 1 << _BLOCK_BITS))
             fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
         fs.sync_directory(self._root)
         return self._open(path, writable=True)
@@ -382,6 +402,7 @@ class Index:
                     self._begun = self._current()
                     file, _ = self._begun
                     file.dirty = True
+                    file.allocate(self.slots, hashes)
                     done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
                 else:  # a signal handler has raised in the lines above, so the entries may be in the file
                     file, number = self._begun

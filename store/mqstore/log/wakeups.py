@@ -38,6 +38,8 @@ class PagesAhead:
         """Begin with a log that ends at `end`."""
         self._first = end
         self._populated = end
+        self._ahead = 0
+        """Number of bytes that were prepared at the last look."""
         self._seen = self._clock.monotonic_ms(), end
         """Time (monotonic ms) and position of the writer at the last look."""
 
@@ -50,7 +52,7 @@ class PagesAhead:
             return 0
         mark = last.end
         if self._populated < last.end and not is_called:
-            mark = self._populated - self._bytes // 2
+            mark = self._populated - self._ahead // 2
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def prepare(self, end: int, is_called: bool) -> None:
@@ -62,29 +64,36 @@ class PagesAhead:
             if (
                 last.start <= end < last.end
                 and not is_called
-                and end + self._bytes // 2 >= self._populated
+                and end + self._ahead // 2 >= self._populated
                 and self._populated < last.end
             ):
-                self._keep_pace(end)
+                wanted = self._keep_pace(end)
+                allocated = last.start + last.allocated
+                if end + wanted > allocated and last.allocated < last.size:
+                    self._run.allocate(last, last.allocated + 1)
+                    allocated = last.start + last.allocated
                 start = max(end, self._populated)
-                stop = min(last.end, end + self._bytes)
+                stop = min(allocated, end + self._bytes)
                 if stop > start:
                     self._run.populate(last, start - last.start, stop - start)
                     self._populated = stop
+                self._ahead = max(0, stop - end)
             if end - last.start >= last.size * 3 // 4 and end > self._first:
                 self._prepared = last.end
                 self._run.prepare(last.end, populate_bytes=self._bytes)
         finally:  # on a full disk too, or every later put would wake the flusher
             if self._populated < last.start:
-                self._populated = min(last.end, last.start + self._bytes)
+                self._populated = last.start + min(last.allocated, self._bytes)
 
-    def _keep_pace(self, end: int) -> None:
-        """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`."""
+    def _keep_pace(self, end: int) -> int:
+        """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`.
+        Return how many bytes the writer stores until the next look can be expected."""
         now_ms = self._clock.monotonic_ms()
         seen_ms, seen = self._seen
         self._seen = now_ms, end
         wanted = (end - seen) * _POPULATE_MS // max(1, now_ms - seen_ms)
         self._bytes = min(max(wanted, _POPULATE_MIN), _POPULATE_MAX)
+        return wanted
 
 
 class Wakeups:

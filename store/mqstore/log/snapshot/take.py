@@ -405,8 +405,8 @@ class _Making:
             if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
                 fd = moment.held.get(segment.start)
                 if fd is not None:
-                    copy.file(name, fd, length, allocate=True)
-                elif not self._still(self._file, copy, name, length, allocate=True, segment=segment):
+                    copy.file(name, fd, length)
+                elif not self._still(self._file, copy, name, length, segment=segment):
                     raise _GoneError
 
     def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
@@ -419,9 +419,9 @@ class _Making:
             return False
         return True
 
-    def _file(self, copy: TreeCopy, name: str, length: int | None = None, *, allocate: bool = False) -> None:
+    def _file(self, copy: TreeCopy, name: str, length: int | None = None) -> None:
         with QUIET.opened(self._original.root / name, os.O_RDONLY) as fd:
-            copy.file(name, fd, length, allocate=allocate)
+            copy.file(name, fd, length)
 
     def _of_root(self) -> dict[int, str]:
         """Return the files of the copy that belong to root, by inode. Empty if this process is not root's."""
