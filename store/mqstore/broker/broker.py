@@ -105,7 +105,7 @@ class Broker(Closing, Sending):
     def __init__(self, store: MessageStore) -> None:
         if store.mode != "rw":
             raise ReadOnlyStoreError(f"{store.path} was opened for reading; a broker needs mode='rw'")
-        if store.retention_bound is not None:
+        if store.room.bound is not None:
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
         self.store = store
         self._closed = False
@@ -176,6 +176,8 @@ class Broker(Closing, Sending):
         if store.config.clock is None:
             self._housekeeper.run("pop")  # first: messages held by receivers of the process before are visible
             self._housekeeper.start()
+        store.room.settle = self.save
+        store.room.start()
 
     def _topic_changed(self, topic: str) -> None:
         config = self.topics.get(topic)

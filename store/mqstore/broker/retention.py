@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ __all__ = ["RetentionService", "all_pins", "oldest_of", "physical_of"]
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096
+_SETTLING_BYTES = 448
+"""Bytes of the records and units by which a message is popped and acknowledged alone: about 400 (`python -m bench`)."""
 _ROLL_STEP = 500
 """Number of messages relocated in one `run_once`: some milliseconds, then others have their turn."""
 
@@ -61,7 +64,19 @@ def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
         yield from mechanism.pins()
 
 
-def _unconsumed(parts: Tables) -> Iterator[Pin]:
+class _Waiting(NamedTuple):
+    """Messages of a queue that are kept for consumers."""
+
+    topic: str
+    queue_id: int
+    first: int
+    deliveries: int
+    """Number of deliveries to come: each group gets each of its messages."""
+    group: str
+    why: str
+
+
+def _waiting(parts: Tables) -> Iterator[_Waiting]:
     store, offsets = parts.store, parts.offsets
     for topic in store.topics():
         if is_system_topic(topic):
@@ -72,17 +87,25 @@ def _unconsumed(parts: Tables) -> Iterator[Pin]:
         for ref in store.queues(topic):
             start, end = offsets.bounds(topic, ref.queue_id)
             if is_dlq_topic(topic):
-                needed, group, why = start, START_GROUP, "dead letters, not replayed, purged or expired"
+                needed, deliveries, group, why = start, 0, START_GROUP, "dead letters, not replayed, purged or expired"
             elif not groups:
-                needed, group, why = start, "", "no group has consumed it"
+                needed, deliveries, group, why = start, end - start, "", "no group has consumed it"
             else:
-                committed = offsets.of_queue(topic, ref.queue_id)
-                needed, group = min((start if at is None else at, each) for each, at in committed.items())
-                needed, why = max(needed, start), "not consumed"
+                committed = {
+                    each: start if at is None else max(at, start)
+                    for each, at in offsets.of_queue(topic, ref.queue_id).items()
+                }
+                needed, group = min((at, each) for each, at in committed.items())
+                deliveries, why = sum(max(0, end - at) for at in committed.values()), "not consumed"
             if needed < end:
-                physical = physical_of(store, topic, ref.queue_id, needed)
-                if physical is not None:
-                    yield Pin(physical, topic, ref.queue_id, group, why)
+                yield _Waiting(topic, ref.queue_id, needed, deliveries, group, why)
+
+
+def _unconsumed(parts: Tables) -> Iterator[Pin]:
+    for topic, queue_id, first, _, group, why in _waiting(parts):
+        physical = physical_of(parts.store, topic, queue_id, first)
+        if physical is not None:
+            yield Pin(physical, topic, queue_id, group, why)
 
 
 def oldest_of(pins: Iterable[Pin]) -> Pin | None:
@@ -111,8 +134,8 @@ def worth_rolling(
 
 
 class RetentionService:
-    """Retention of a broker: the bound of deletion, relocation, and cleaning.
-    It cleans by the default policy if the store was given none."""
+    """Retention of a broker: the bound of deletion, the room that consumers need, and relocation.
+    A store that was given no policy gets the default one."""
 
     def __init__(
         self,
@@ -131,7 +154,9 @@ class RetentionService:
         """End offset of the running pass of relocation, or None."""
         self._rolled = 0
         self._told: Pin | None = None
-        parts.store.retention_bound = self.bound
+        room = parts.store.room
+        room.bound, room.needed = self.bound, self.room_needed
+        parts.store.default_retention = Retention()
 
     def oldest_pin(self) -> Pin | None:
         """Return the pin that keeps the front of the log under the policy in force."""
@@ -161,16 +186,24 @@ class RetentionService:
         self._told = pin
         return pin.physical_offset
 
+    def room_needed(self) -> int:
+        """Return the bytes that consumers will store to settle what waits, until segments of it can be deleted.
+
+        Each delivery by receipt takes `_SETTLING_BYTES`. A settled segment is deleted, then the next one. More than one
+        segment's worth is needed only if settling takes more bytes than the messages have."""
+        store = self._parts.store
+        settling = sum(each.deliveries for each in _waiting(self._parts)) * _SETTLING_BYTES
+        held = max(1, store.max_offset - store.min_offset)
+        segment_bytes = store.manifest.commitlog_segment_bytes
+        return settling * min(segment_bytes, held) // held + max(0, settling - held)
+
     def run_once(self, now_ms: int) -> int | None:
-        """Clean, and look for records to relocate, every ten seconds. Relocate some of them.
-        Raises what a put or the deletion of a file raises. The next run tries again."""
+        """Look for records to relocate every ten seconds, and relocate some of them. The store cleans by itself.
+        Raises what a put raises. The next run tries again."""
         if now_ms >= self._due_ms or now_ms < self._due_ms - _INTERVAL_MS:
             self._due_ms = now_ms + _INTERVAL_MS
-            policy = self._parts.config.retention
-            if policy is None:  # otherwise the store cleans by itself, within our bound
-                self._parts.store.clean(Retention())
             if self._roll_before is None:
-                self._roll_before = self._dead_before(policy or Retention())
+                self._roll_before = self._dead_before(self._parts.config.retention or Retention())
         return now_ms if self._roll_some(now_ms) else self._due_ms
 
     def _dead_before(self, policy: Retention) -> int | None:
@@ -219,7 +252,7 @@ class RetentionService:
         return False
 
     def close(self) -> None:
-        self._parts.store.retention_bound = None
+        self._parts.store.room.bound = None
 
     def pins(self) -> Iterable[Pin]:
         return ()

@@ -49,6 +49,7 @@ from mqstore.log.outgoing import (
     OutgoingMessage,
     check_integer,
     checked_group,
+    flat_body,
     no_such_option,
     refuse_options,
 )
@@ -155,6 +156,8 @@ class Road(Sending):
         compressed = options.get("compressed")
         if compressed not in _COMPRESSED:
             raise InvalidMessageError(f"compressed {compressed!r}: a body is compressed by 'zlib' or not", "compressed")
+        body = flat_body(body)
+        self._writer.check_room(len(body))
         return self.append(
             topic,
             queue_id,

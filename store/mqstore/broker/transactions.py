@@ -69,7 +69,7 @@ from mqstore.layout.properties import (
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, user_properties
+from mqstore.log.outgoing import Body, flat_body, user_properties
 from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
 
 __all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transactions"]
@@ -246,6 +246,8 @@ class Transactions:
         _, _, visible = self._parts.road.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
         _check_room(visible)
         stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
+        body = flat_body(body)
+        self._store.writer.check_room(len(body))
         self._parts.topics.ensure(HALF_TOPIC, 1)
         bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
         self._halves.announce(identity, bounds[1] if bounds else 0)

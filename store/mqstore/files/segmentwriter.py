@@ -243,6 +243,11 @@ class SegmentWriter(SegmentRun):
             segment.allocated = max(segment.allocated, stop)
             self._step = min(2 * self._step, max(self.segment_bytes, _STEP_BYTES))
 
+    def allocated_beyond(self, offset: int) -> int:
+        """Return how many bytes of disk blocks the last segment has behind `offset`."""
+        last = self.last
+        return 0 if last is None else max(0, last.start + last.allocated - max(offset, last.start))
+
     def _make_folder(self) -> None:
         # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a
         # segment it is.

@@ -73,11 +73,15 @@ class BackgroundWork:
         self._errors.attempt("prepare", self._wakeups.prepare)  # cheap if nothing is due
         return min(self._due_ms[name] for name, _, _ in self._tasks)
 
+    def call(self, name: str) -> None:
+        """Wake the flusher to do a task now."""
+        self._due_ms[name] = 0
+        self._wakeups.flusher.ring()
+
     def flush_soon(self) -> None:
         """Wake the flusher to sync at once. Used by puts that do not wait, if only synced messages are shown."""
         self._is_flush_wanted = True  # first, since the flusher clears it before it reads the end of the log
-        self._due_ms["flush"] = 0
-        self._wakeups.flusher.ring()
+        self.call("flush")
 
     def _flush(self) -> None:
         now = self._clock.monotonic_ms()

@@ -64,6 +64,9 @@ _MS_NS = 1_000_000
 _LOOK_S = 0.1
 """Interval at which a waiting put checks whether it may continue, even if it was not notified."""
 _ZEROS = bytes(1 << 18)
+_AHEAD_BYTES = 8192
+"""Bytes behind the end of the log that have disk blocks. An opening looks there: on a full tmpfs, a look at a hole of a
+mapped file is SIGBUS."""
 _CALL_BYTES = 131_072
 """Batches of this many bytes and more are written by a system call.
 The kernel then takes whole pages as they are. It zeroes each page before a store through the mapping. For fewer bytes
@@ -114,6 +117,7 @@ class CommitLog(Tip):
         self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
+        self._free_until = 0
         self._lock = Condition()
         self._appending = False
         self._holder: int | None = None
@@ -152,7 +156,9 @@ class CommitLog(Tip):
             return  # there was a put, and the log continues in a later segment
         # What bulk appends or an earlier process have written has its blocks.
         segment.allocated = max(segment.allocated, self.end - segment.start)
-        limit = segment.start + segment.allocated - BLANK_BYTES
+        whole = segment.allocated >= segment.size
+        end = segment.end - BLANK_BYTES if whole else segment.start + segment.allocated - _AHEAD_BYTES
+        limit = min(end, self._free_until)
         # No call between these, nor the last reference to a file: a handler's put must not find half of them changed.
         _before, self._file = self._file, file
         self._mapping = mapping
@@ -312,8 +318,8 @@ class CommitLog(Tip):
         if position + total >= self.alarm:
             self._on_alarm()
 
-    def _roll(self, size: int) -> int:
-        """Make room for `size` bytes. Return the position to write at.
+    def _roll(self, size: int, *, early: bool = False) -> int:
+        """Make room for `size` bytes, in the next segment if `early`. Return the position to write at.
         The segment is created before the BLANK that leads to it, so a full disk leaves everything as it was."""
         while self._holder is not None:
             self._refuse_holder()
@@ -331,28 +337,45 @@ class CommitLog(Tip):
             self.settle()
         rolling, self._rolling = self._rolling, True
         try:
-            return self._make_room(size)
+            return self._make_room(size, early)
         finally:
             self._rolling = rolling
 
-    def _make_room(self, size: int) -> int:
+    def _make_room(self, size: int, early: bool) -> int:
         position, run = self.end, self.run
         segment = run.find(self._base if self._mapping is not None else position) or self._create(position)
-        if position + size + BLANK_BYTES <= segment.end:
-            run.allocate(segment, position + size + BLANK_BYTES - segment.start)
+        if self._mapping is None:  # before a next segment is there: then this one may be mapped for reading only
+            self._enter(segment)
+        if not early and position + size + BLANK_BYTES <= segment.end:
+            run.allocate(segment, min(position + size + _AHEAD_BYTES - segment.start, segment.size))
             self._enter(segment)
             return position
         start = segment.end
         # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
         following = run.find(start) or self._create(start)
-        run.allocate(following, size + BLANK_BYTES)
+        run.allocate(following, min(size + _AHEAD_BYTES, following.size))
         if position < start:  # else the segment is full to its end, by recovery or by such a roll
             run.allocate(segment, position + BLANK_BYTES - segment.start)
-            self._enter(segment)
             self._store_at(position, encode_blank(start - position), start, None, 0)
         if self.end == start:
             self._enter(following)
         return start
+
+    @property
+    def free_until(self) -> int:
+        """Position up to which puts of applications need not ask for room (`log/room.py`)."""
+        return self._free_until
+
+    @free_until.setter
+    def free_until(self, position: int) -> None:
+        with self._lock:
+            self._free_until = position
+            self._limit = -1  # the next put enters its segment again
+
+    def end_segment(self) -> None:
+        """End the last segment at the present end of the log, so that retention can delete it."""
+        with self._lock:
+            self._roll(0, early=True)
 
     def _create(self, start: int) -> Segment:
         # A signal handler's put that needs a segment too is refused. It would wait for this one, or create the same.
@@ -459,7 +482,7 @@ class CommitLog(Tip):
             return wiped
 
     def has_room(self, size: int) -> bool:
-        """Return True if a record of `size` bytes needs no new segment, and nobody holds the log."""
+        """Return True if a record of `size` bytes needs no disk blocks and no room, and nobody holds the log."""
         return self.end + size <= self._limit
 
     @property

@@ -47,8 +47,9 @@ _MAX_UNSYNCED = 2
 _MAX_PENDING = 1 << 20
 """Maximum number of entries that wait in memory on a full disk. Beyond it the oldest are dropped."""
 
-_BLOCK_BITS = 16
-"""Disk blocks of an index file are allocated by 64 KiB, where entries and their slots are."""
+_STEP_BYTES = 1 << 16
+"""Step in which entries get their disk blocks. The slots have theirs from the beginning: on tmpfs, reading a hole of a
+mapped file takes a block, too."""
 
 _Entries = tuple[
     npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
@@ -81,13 +82,13 @@ class IndexFile:
     be thousands, and a mapping may cost a descriptor."""
 
     __slots__ = (
+        "_allocated",
         "_entries",
         "_final_header",
         "_fs",
         "_length",
         "_mapped",
         "_mapping",
-        "_missing",
         "_order",
         "dirty",
         "fd",
@@ -105,7 +106,7 @@ class IndexFile:
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
         self._order: tuple[int, bool] | None = None  # number of entries, and True if they ascend
-        self._missing = np.ones(-(-length >> _BLOCK_BITS), np.bool_)  # blocks that may have no room on the disk
+        self._allocated = 0  # bytes that surely have disk blocks
         self.path = path
         self.writable = writable
         self.dirty = False
@@ -118,19 +119,14 @@ class IndexFile:
                 self.close()
                 raise
 
-    def allocate(self, slots: int, hashes: npt.NDArray[np.int32] | Sequence[int]) -> None:
-        """Reserve disk blocks for the bytes that `put_entries` changes. Raises StoreFullError."""
-        wanted = np.zeros_like(self._missing)
-        wanted[0] = True
-        wanted[np.asarray(hashes, np.int64) % slots * SLOT_BYTES + HEADER_BYTES >> _BLOCK_BITS] = True
-        number = self.header.next_entry
-        first = self._length - ENTRY_BYTES * (self._entries - number)
-        last = min(first + ENTRY_BYTES * len(hashes), self._length) - 1
-        wanted[first >> _BLOCK_BITS : (last >> _BLOCK_BITS) + 1] = True
-        for block in np.flatnonzero(wanted & self._missing).tolist():
-            start = block << _BLOCK_BITS
-            self._fs.allocate_more(self.fd, start, min(start + (1 << _BLOCK_BITS), self._length))
-            self._missing[block] = False
+    def allocate(self, count: int) -> None:
+        """Reserve disk blocks for the next `count` entries. Raises StoreFullError."""
+        number = min(self.header.next_entry + count, self._entries)
+        needed = self._length - ENTRY_BYTES * (self._entries - number)
+        if needed > self._allocated:
+            stop = min(needed + _STEP_BYTES, self._length)
+            self._fs.allocate_more(self.fd, self._allocated, stop)
+            self._allocated = stop
 
     @property
     def name(self) -> str:
@@ -358,7 +354,7 @@ class Index:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
         path = os.path.join(self._root, f"{stamp:017d}")
         with new_file(fs, self._tmp, "index", path, self._file_mode) as fd:
-            fs.allocate(fd, self.file_bytes, min(self.file_bytes, 1 << _BLOCK_BITS))
+            fs.allocate(fd, self.file_bytes, HEADER_BYTES + SLOT_BYTES * self.slots)
             fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
         fs.sync_directory(self._root)
         return self._open(path, writable=True)
@@ -402,7 +398,7 @@ class Index:
                     self._begun = self._current()
                     file, _ = self._begun
                     file.dirty = True
-                    file.allocate(self.slots, hashes)
+                    file.allocate(count)
                     done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
                 else:  # a signal handler has raised in the lines above, so the entries may be in the file
                     file, number = self._begun

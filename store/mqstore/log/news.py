@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mqstore.errors import StoreFullError
 from mqstore.log.bulk.txn import Intent, IntentWatch
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.parts import StoreParts
@@ -23,6 +25,9 @@ class News(Protocol):
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
         """Make new messages of `queue` visible. Without a queue, those of `topic`, or of all topics."""
+
+    def check_complete(self) -> None:
+        """Raise StoreFullError if messages cannot be shown since the disk is full. For callers that found none."""
 
     def list_again(self) -> None:
         """List the segments again. Does nothing for the process that owns them."""
@@ -54,6 +59,13 @@ class OwnNews:
         if self._dispatcher.position < self._visible_end():
             self._check_open()  # in a forked child a lock may be held by a thread that is not there
             self._dispatcher.catch_up()
+
+    def check_complete(self) -> None:
+        """Raise StoreFullError if there is no room for the units of stored messages."""
+        error = self._dispatcher.error
+        if isinstance(error, StoreFullError) and not self._dispatcher.catch_up():
+            text = f"{error.strerror}, so stored messages cannot be shown"
+            raise StoreFullError(errno.ENOSPC, text, str(error.filename), error.operation)
 
     def list_again(self) -> None:
         """Do nothing: this process makes and deletes the segments."""
@@ -91,6 +103,9 @@ class FileNews:
         """Hide a bulk append that is not recorded (spark#commit): the log ends at its start."""
         self.pending_splice = self._intents.pending()
         self._run.limit = None if self.pending_splice is None else self.pending_splice.start
+
+    def check_complete(self) -> None:
+        """Do nothing: the process that writes the store reports it."""
 
     def list_again(self) -> None:
         with self._lock:  # an intent that one thread saw must not replace later news of another thread

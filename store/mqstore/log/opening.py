@@ -70,6 +70,9 @@ class Opening:
         """Load and recover the store. On an error the caller closes the parts."""
         parts, abort, txn = self._parts, self._abort, self._txn
         created = not self._manifest.exists
+        # First: on a full disk what follows needs the room that the last writer has kept there.
+        self._fs.mkdir(self._path / "tmp", exist_ok=True)
+        remove_temporaries(self._fs, self._path / "tmp")
         clean = not abort.exists()
         parts.machine_ran_on = abort.is_of_this_boot()
         went_down = not clean and not parts.machine_ran_on
@@ -184,9 +187,6 @@ class Opening:
 
     def _prepare_folders(self, created: bool) -> None:
         fs, path = self._fs, self._path
-        tmp = path / "tmp"
-        fs.mkdir(tmp, exist_ok=True)
-        remove_temporaries(fs, tmp)
         guarded = self._manifest.profile != "mqstore" or manifests.is_guarded(path)
         if created or not guarded:  # not guarded if the creator was killed in between
             fs.mkdir(path / "commitlog", exist_ok=True)

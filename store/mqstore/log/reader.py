@@ -307,6 +307,8 @@ class StoreReader(Closing):
         # If the read could return more than is known, look for news first, so that a thread sees what it has put.
         queue = self.queue_named(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
+        if offset >= high:
+            self.news.check_complete()
         if high == 0:
             return GetResult("NO_MESSAGE_IN_QUEUE", [], 0, low, high)
         if offset < low:

@@ -18,6 +18,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.errors import StoreFullError
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.dispatch import Output, few
 from mqstore.layout.record import Checksum, check_record
@@ -133,6 +134,8 @@ class Dispatcher:
                 self.error = None
             except Exception as error:
                 self.error = error
+                if isinstance(error, StoreFullError):
+                    self._log.free_until = 0  # the next put asks for room, and is refused
                 raise
             return self.position - begin
 

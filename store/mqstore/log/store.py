@@ -46,6 +46,7 @@ from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import Retainer
+from mqstore.log.room import Room
 from mqstore.log.stats import StoreStats
 from mqstore.log.syncs import LogSyncs
 from mqstore.log.taskerrors import TaskErrors
@@ -61,6 +62,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _RETENTION_MS = 10_000
+_ROOM_MS = 1_000
 _INBOX_MS = 2_000
 
 
@@ -175,8 +177,8 @@ class MessageStore(StoreReader, Sending):
             self._log, parts.queue_table, parts.index, checksum=parts.checksum, end_of=visible_end
         )
         self.on_growth = self._dispatcher.listeners
-        self.retention_bound: Callable[[Retention], int] | None = None
-        """Returns the physical offset from which a broker still needs the log: `clean` deletes nothing there."""
+        self.default_retention: Retention | None = None
+        """Retention of a store that was given none. Set by a broker."""
         self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_open))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
@@ -189,6 +191,7 @@ class MessageStore(StoreReader, Sending):
             flush_soon=self.background.flush_soon,
             check_open=self.check_open,
             dispatch=self._dispatcher.catch_up,
+            make_room=lambda size: self.room.check(size),
         )
         self._sender = self.writer.sender()
         self._retainer = Retainer(
@@ -208,8 +211,17 @@ class MessageStore(StoreReader, Sending):
             stopping=lambda: self.wakeups.stopping,
         )
         self._bulk = BulkAppender(parts, splicer, self._commit, appended=self.wakeups.passed)
-        if config.retention is not None:
-            self.background.add_task("retention", _RETENTION_MS, self.clean)
+        self.room = Room(
+            parts,
+            self._log,
+            self._dispatcher,
+            policy=lambda: config.retention or self.default_retention,
+            clean=self.clean,
+            drop_before=self._retainer.drop_before,
+            call_flusher=partial(self.background.call, "retention") if self._background else None,
+        )
+        self.background.add_task("retention", _RETENTION_MS, self.room.run_once)
+        self.background.add_task("room", _ROOM_MS, self.room.look)
         take_inbox = partial(self._bulk.take_inbox_if_idle, lambda: self._closed)
         self.background.add_task("inbox", _INBOX_MS, take_inbox)
 
@@ -355,9 +367,13 @@ class MessageStore(StoreReader, Sending):
         if policy is None:
             return []
         bound = self.expired(policy)
-        if bound and self.retention_bound is not None:
-            bound = min(bound, self.retention_bound(policy))
-        return self.drop_before(bound) if bound else []
+        if not bound:
+            return []
+        if self.room.bound is None:
+            self.flush()
+        else:
+            bound = min(bound, self.room.bound(policy))
+        return self.drop_before(bound)
 
     def expired(self, retention: Retention) -> int:
         """Return the physical offset below which `retention` keeps nothing, or 0 if it keeps everything.
@@ -432,6 +448,7 @@ class MessageStore(StoreReader, Sending):
             self._dispatcher.wake_all()
             self.wakeups.stop()
             self._join_threads(timeout_s)
+            self.room.close()
             with self._bulk.lock:  # a bulk append sees that the store is closing, and undoes itself
                 failed = self._log.failed
                 self._log.poison(closed)

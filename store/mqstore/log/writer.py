@@ -179,7 +179,7 @@ def _counts_failures(
 class LogWriter:
     """Puts messages to a log.
     `flush_soon` wakes the flusher to sync at once. `check_open` raises if the store is closed. `dispatch` makes puts
-    visible."""
+    visible. `make_room` frees room for an application's put, or raises StoreFullError."""
 
     def __init__(
         self,
@@ -190,6 +190,7 @@ class LogWriter:
         flush_soon: Callable[[], None],
         check_open: Callable[[], None],
         dispatch: Callable[[], object],
+        make_room: Callable[[int], None],
     ) -> None:
         self.failed_puts = 0
         self.latency = Histogram()
@@ -205,6 +206,7 @@ class LogWriter:
         self._flush_soon = flush_soon
         self._check_open = check_open
         self._dispatch = dispatch
+        self._make_room = make_room
         self._max_message_size = parts.config.max_message_size
         self.max_body = min(self._max_message_size, log.max_record_bytes)
         self._max_chunk = min(self._max_message_size + ALLOWANCE, log.max_record_bytes)
@@ -222,6 +224,7 @@ class LogWriter:
         """
         queue = self.queue_to_put(topic, queue_id)
         body = self._checked_body(body)
+        self.check_room(len(body))
         if not options:
             return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self.syncs.by_default)
         waits = self.waits(options.pop("durability", None))
@@ -232,6 +235,13 @@ class LogWriter:
         check_integer(flag, 32, "flag")
         tail = tail_of(queue.plain_tail, user_properties(**options))  # type: ignore[misc]  # `flag` is taken out
         return self._put_record(queue, body, tail, Fields(flag), options.get("unique_key"), waits)
+
+    def check_room(self, body_bytes: int) -> None:
+        """Ask for room before an application's put, unless its blocks are allocated. Raises StoreFullError.
+        The engine's own records do not ask: what is kept back is for them."""
+        size = body_bytes + ALLOWANCE
+        if not self.log.has_room(size):
+            self._make_room(size)
 
     def _checked_body(self, body: Body) -> bytes:
         flat = flat_body(body)
@@ -257,6 +267,7 @@ class LogWriter:
         """Put the parts that a compiled sender has checked and encoded, but could not store.
         `numbers` are flag, system flag, and 1 to wait for the disk."""
         queue = self.queue_to_put(topic, queue_id)
+        self.check_room(len(body))
         flag, sys_flag, waits = numbers
         tail = tail_of_bytes(queue.plain_tail, properties)
         return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
@@ -461,6 +472,7 @@ class LogWriter:
             cuts = self._cuts(bodies, tails)
         try:
             for start, stop in pairwise(cuts):
+                self.check_room((longest + overhead) * (stop - start))
                 receipts.add(
                     *self.log.append_many(
                         queue,

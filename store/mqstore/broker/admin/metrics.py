@@ -211,6 +211,7 @@ class Metrics:
 
     def lag(self, group: str) -> dict[tuple[str, int], int]:
         """Return (topic, queue id) -> number of messages, as `Broker.lag` does."""
+        self._store.news.check_complete()
         return {
             queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
             for queue, offset in self._offsets.of_group(group).items()

@@ -177,7 +177,9 @@ class PopService:
                 break
             if self._parts.groups.get(group) is None:  # a search for messages would create the group again
                 raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
-        if found and waits:
+        if not found:
+            self._store.news.check_complete()
+        elif waits:
             self._store.flush()
         return found
 

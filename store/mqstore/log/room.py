@@ -1,0 +1,192 @@
+"""Room on the disk: what is kept back for consumers, and what is deleted when the disk is full (format#room).
+
+    free bytes of the disk, and blocks that the log has ahead
+    +------------------------------+--------------------------------------------+
+      a put may take this            kept back: acknowledgements, units, checkpoints
+
+Puts of applications ask before the log grows beyond `CommitLog.free_until`; the engine's own records do not. A put that
+would take what is kept back is refused, after segments that nobody needs were deleted. So a full disk can be consumed
+down to the last message, and is free then.
+
+A part of it is kept in a file, which opening removes: a disk that others have filled can be opened, and then freed.
+
+Only the flusher deletes. A put waits for it, because its own thread may hold a lock, or be a signal handler's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from mqstore.errors import StoreFullError
+from mqstore.files.tmp import temporary_path
+from mqstore.log.commitlog import CommitLog
+from mqstore.log.parts import StoreParts
+from mqstore.log.reput import Dispatcher
+from mqstore.options import Retention
+from mqstore.signalsafe import Gate
+
+__all__ = ["Room"]
+
+_KEPT_BYTES = 1 << 20
+"""Kept back for units, checkpoints and JSON files, whatever waits."""
+_FILE_BYTES = 1 << 18
+"""Part of it that is kept in a file."""
+_CLEAN_MS = 100
+"""A log that is larger than retention allows is cleaned again after this time, as long as puts come."""
+_PATIENCE_S = 10.0
+"""Maximum time that a put waits for the flusher to free room."""
+_SHARE = 8
+"""A put checks again when the log has grown by this part of the bytes that were to spare.
+Waiting messages need at most six times their bytes to be acknowledged, one by one, and the log needs the bytes once."""
+
+
+class Room:
+    """Room for the log of a store that is open for writing."""
+
+    def __init__(
+        self,
+        parts: StoreParts,
+        log: CommitLog,
+        dispatcher: Dispatcher,
+        *,
+        policy: Callable[[], Retention | None],
+        clean: Callable[[Retention], object],
+        drop_before: Callable[[int], object],
+        call_flusher: Callable[[], None] | None,
+    ) -> None:
+        """`policy` returns the retention in force, or None. `clean` applies it. `call_flusher` makes the flusher call
+        `run_once`; it is None for a store without background threads."""
+        self.needed: Callable[[], int] = lambda: 0
+        """Returns the bytes that consumers will store to settle what waits. Set by a broker."""
+        self.bound: Callable[[Retention], int] | None = None
+        """Returns the physical offset below which no message is needed. Set by a broker."""
+        self.settle: Callable[[], None] = lambda: None
+        """Saves the state that decides `bound`, as of now. Set by a broker."""
+        self._parts = parts
+        self._log = log
+        self._dispatcher = dispatcher
+        self._policy = policy
+        self._clean = clean
+        self._drop_before = drop_before
+        self._call_flusher = call_flusher
+        self._file: str | None = None
+        self._lock = threading.RLock()
+        self._wanted = 0
+        """Size of the largest put that waits for room."""
+        self._cleaned_ms = 0
+        self._cleaned = Gate()
+        """Opened when the next run has cleaned."""
+
+    def start(self) -> None:
+        """Free room if an earlier process has left the disk full."""
+        if not self._has_room(0):
+            self._wait_for_run()
+
+    def check(self, size: int) -> None:
+        """Make room for a put of `size` bytes for which `CommitLog.has_room` is false. Raises StoreFullError."""
+        log, segment_bytes = self._log, self._log.run.segment_bytes
+        policy = self._policy()
+        if policy is not None and policy.max_bytes is not None:
+            over = log.end - log.min_offset - policy.max_bytes - 2 * segment_bytes
+            if over > 0 and not 0 <= self._parts.clock.monotonic_ms() - self._cleaned_ms < _CLEAN_MS:
+                self._wait_for_run()
+        if log.end + size <= log.free_until or self._has_room(size):
+            return
+        self._wanted = max(self._wanted, size)
+        self._wait_for_run()
+        if not self._has_room(size):
+            raise self._error(size)
+
+    def run_once(self) -> None:
+        """Delete what retention does not keep and, on a full disk, what nobody needs. For the flusher."""
+        cleaned, self._cleaned = self._cleaned, Gate()
+        wanted, self._wanted = self._wanted, 0
+        try:
+            self._dispatcher.catch_up()
+            policy = self._policy()
+            if policy is not None:
+                self._clean(policy)
+                if not self._has_room(wanted):
+                    self._free(policy, wanted)
+                    self._has_room(wanted)
+        finally:
+            self._cleaned_ms = self._parts.clock.monotonic_ms()
+            cleaned.open()
+
+    def close(self) -> None:
+        """Let puts wait no longer: the flusher has ended."""
+        self._cleaned.open()
+
+    def look(self) -> None:
+        """Do what `run_once` does if the engine's own records have used the room that was found. For the flusher."""
+        if self._log.end >= self._log.free_until:
+            self.run_once()
+
+    def _wait_for_run(self) -> None:
+        if self._call_flusher is None:
+            self.run_once()
+            return
+        cleaned = self._cleaned
+        self._call_flusher()
+        cleaned.wait(_PATIENCE_S)
+
+    def _has_room(self, size: int) -> bool:
+        """Return True if a put of `size` bytes leaves free what is kept back. Note the result for later puts."""
+        spare = self._free_bytes() - self._kept_bytes() - size
+        fits = spare >= 0 and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
+        self._log.free_until = self._log.end + size + spare // _SHARE if fits else 0
+        self._hold(fits)
+        return fits
+
+    def _hold(self, wanted: bool) -> None:
+        """Keep room in a file if `wanted`, or give it up."""
+        fs, tmp = self._parts.fs, self._parts.root / "tmp"
+        with self._lock:
+            if not wanted and self._file is not None:
+                fs.unlink(self._file, missing_ok=True)
+                self._file = None
+            elif wanted and self._file is None:
+                path = temporary_path(tmp, "room")
+                with suppress(StoreFullError):
+                    with fs.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._parts.config.file_mode) as fd:
+                        fs.allocate(fd, _FILE_BYTES, _FILE_BYTES)
+                    self._file = path
+
+    def _free_bytes(self) -> int:
+        run = self._log.run
+        held = 0 if self._file is None else _FILE_BYTES
+        return self._parts.fs.free_bytes(run.directory.parent) + run.allocated_beyond(self._log.end) + held
+
+    def _kept_bytes(self) -> int:
+        return _KEPT_BYTES + self.needed()
+
+    def _free(self, policy: Retention, wanted: int) -> None:
+        """Delete the oldest segments that nobody needs, as many as there is room missing and an eighth of the log."""
+        if self.bound is None:
+            return
+        log, run = self._log, self._log.run
+        with suppress(StoreFullError):  # then what was saved before decides
+            self.settle()
+        unneeded = self.bound(policy)
+        missing = max(0, self._kept_bytes() + wanted - self._free_bytes()) + (log.end - log.min_offset) // _SHARE
+        count = -(-missing // run.segment_bytes)
+        self._drop_before(min(unneeded, log.min_offset + count * run.segment_bytes))
+        last = run.last
+        if last is not None and not self._has_room(wanted) and 2 * (unneeded - last.start) > log.end - last.start > 0:
+            # The last segment is never deleted. It ends early if most of it is not needed any more.
+            log.end_segment()
+            self._drop_before(min(unneeded, log.end))
+
+    def _error(self, size: int) -> StoreFullError:
+        free, kept = self._free_bytes(), self._kept_bytes()
+        segment_bytes = self._log.run.segment_bytes
+        text = (
+            f"{free:,} bytes are free, of which {kept:,} are kept back so that consumers can settle what waits. This "
+            f"needs {size:,}. Consumed messages give space back in whole segments, of {segment_bytes:,} bytes here; a "
+            "new store can have smaller ones (StoreConfig.segment_bytes)"
+        )
+        return StoreFullError(errno.ENOSPC, text, str(self._parts.root), "put")
