@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -15,17 +14,14 @@ import pytest
 
 import mqstore
 from mqstore import Retention, SimulatedClock, StoreConfig
+from mqstore.broker.broker import Broker
 from mqstore.errors import StoreFullError
+from tests.faults import FaultyFileSystem
+from tests.log.support import open_store
+from tests.smalldisk import blocks, small_disk
 
 MIB = 1 << 20
 SEGMENT = 65_536
-
-
-def blocks(root: Path) -> int:
-    """Return the number of bytes on disk below `root`, as `du` counts them."""
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_blocks * 512 for folder, _, names in os.walk(root) for name in names
-    )
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
@@ -65,83 +61,85 @@ def test_retention_by_size_keeps_up_with_puts(tmp_path: Path, unconsumed: Litera
         assert log.min_offset > 0
 
 
-class Disk:
-    """File system of limited size, mounted at `path`."""
-
-    def __init__(self, path: Path, mib: int) -> None:
-        self.path = path
-        self.mib = mib
-
-    def free(self) -> int:
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+@pytest.fixture(params=[32, 100, 200], ids=["32 MiB", "100 MiB", "200 MiB"])
+def size(request: pytest.FixtureRequest) -> int:
+    return int(request.param) * MIB
 
 
-@pytest.fixture(params=[32, 100, 200])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a file system, and not in every container")
-    try:
-        yield Disk(path, request.param)
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)  # tasks may hold mappings
-
-
-def test_queue_that_is_always_empty_never_fills_the_disk(disk: Disk) -> None:
-    with mqstore.open(disk.path / "mq") as store:
+def test_queue_that_is_always_empty_never_fills_the_disk(tmp_path: Path, size: int) -> None:
+    with small_disk(tmp_path / "disk", size) as disk, mqstore.open(disk / "mq") as store:
         queue = store.queue("jobs")
-        rounds = disk.mib * MIB * 5 // 2 // 100_000
-        for _ in range(rounds):
+        for _ in range(size * 5 // 2 // 100_000):
             queue.put(bytes(100_000))
             queue.get(timeout=15).ack()
         assert queue.qsize() == 0
         assert store.stats().errors == {}
 
 
-@pytest.mark.parametrize("size", [100, 10_000])
-def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(disk: Disk, size: int) -> None:
-    count = 0
-    with mqstore.open(disk.path / "mq") as store:
-        queue = store.queue("jobs")
-        bodies = [bytes(size)] * (MIB // (size + 400))
-        with suppress(StoreFullError):
-            while True:
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(tmp_path: Path, size: int, length: int) -> None:
+    with small_disk(tmp_path / "disk", size) as disk:
+        bodies = [bytes(length)] * (MIB // (length + 400))
+        with mqstore.open(disk / "mq") as store:
+            queue = store.queue("jobs")
+            with suppress(StoreFullError):
+                while True:
+                    queue.put_many(bodies)
+            with pytest.raises(StoreFullError, match=r"bytes are free.*segment_bytes"):
                 queue.put_many(bodies)
-                count += len(bodies)
-        with pytest.raises(StoreFullError, match=r"bytes are free.*segment_bytes"):
-            queue.put_many(bodies)
-    with mqstore.open(disk.path / "mq") as store:
-        queue = store.queue("jobs")
-        assert queue.qsize() >= count
-        count = queue.qsize()
-        for number in range(count):
-            for task in queue.get_many(32) if number % 100 == 0 else [queue.get(timeout=15)]:
-                task.ack()
-                count -= 1
-            if not count:
-                break
-        assert queue.qsize() == count == 0
-        for body in bodies:  # as much as before fits again
-            queue.put(body)
-        assert queue.qsize() == len(bodies)
+        with mqstore.open(disk / "mq") as store:
+            queue = store.queue("jobs")
+            count = queue.qsize()
+            assert count > size // 4 // (length + 500)
+            for _ in range(count):
+                queue.get(timeout=15).ack()
+            assert queue.qsize() == 0
+            for body in bodies:
+                queue.put(body)
+            assert queue.qsize() == len(bodies)
 
 
-def test_kills_on_a_full_disk_lose_nothing_that_was_acknowledged(disk: Disk) -> None:
+def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:
+    """Other programs may take what is kept back. Then reads, pops and sizes say so, and the next put is refused."""
+    fs = FaultyFileSystem()
+    with Broker(open_store(tmp_path / "s", fs=fs)) as broker:
+        broker.put("t", b"first", queue_id=0)
+        assert len(broker.pop("g", "t")) == 1
+        fs.fail({"pwrite", "create", "truncate_sparse"}, errno.ENOSPC, times=None, path_part="consumequeue")
+        broker.put("t", b"second", queue_id=0)
+        for call in (
+            lambda: broker.pop("g", "t"),
+            lambda: broker.lag("g"),
+            lambda: broker.store.read("t", 0, 1),
+            lambda: broker.put("t", b"third", queue_id=0),
+        ):
+            with pytest.raises(StoreFullError):
+                call()
+        assert [message.body for message in broker.store.read("t", 0, 0)] == [b"first"]
+        fs.heal()
+        assert [message.body for message in broker.store.read("t", 0, 1)] == [b"second"]
+        broker.put("t", b"third", queue_id=0)
+        assert broker.lag("g")["t", 0] == 3
+
+
+def test_kills_on_a_full_disk_lose_nothing_that_was_acknowledged(tmp_path: Path, size: int) -> None:
+    with small_disk(tmp_path / "disk", size, needs_mount=True) as disk:
+        _kill_and_check(disk)
+
+
+def _kill_and_check(disk: Path) -> None:
     put: set[bytes] = set()
     begun: set[bytes] = set()  # the kill may have come behind the acknowledgement
     done: set[bytes] = set()
     for seed in range(3):
-        arguments = [sys.executable, "-c", BUSY, str(disk.path / "mq"), str(seed)]
+        arguments = [sys.executable, "-c", BUSY, str(disk / "mq"), str(seed)]
         child = subprocess.run(arguments, capture_output=True, check=False)
         assert child.returncode == -signal.SIGKILL, child.stderr
         for line in child.stdout.splitlines(keepends=True):
             if line.endswith(b"\n"):
                 {b"+": put, b"?": begun, b"-": done}[line[:1]].add(line[1:-1])
     left: list[bytes] = []
-    with mqstore.open(disk.path / "mq") as store:
+    with mqstore.open(disk / "mq") as store:
         queue = store.queue("jobs")
         while queue.qsize():
             task = queue.get(timeout=15)
