@@ -451,9 +451,10 @@ class Store(Closing, Sending):
         progress: Callable[[int, int], None] | None = None,
     ) -> SnapshotReport:
         """Copy the store as it is now to the folder `target`, while it is in use.
-        The folder must be empty or not exist. The copy is a cleanly closed store, and was read back. `findings` of the
-        report lists its faults, normally none. Leased messages are redelivered in it, as after a crash. With `link`
-        closed segments get a second name (hard links) instead of a copy. It calls `progress(bytes done, bytes in all)`.
+        The folder must be empty or not exist. All progress is saved first (`Broker.save`). The copy is a cleanly closed
+        store, and was read back. `findings` of the report lists its faults, normally none. Leased messages are
+        redelivered in it, as after a crash. With `link` closed segments get a second name (hard links) instead of a
+        copy. It calls `progress(bytes done, bytes in all)`.
 
         After an error nothing of it is left. Raises ConfigError for an occupied target, StoreLockedError if another
         call writes it, StoreFullError, StoreIOError, and StoreBusyError if topics change all the time.
@@ -467,8 +468,6 @@ class Store(Closing, Sending):
         (1, [], [b'hello'])
         """
         self.log.check_open()
-        if self._broker is not None:
-            self._broker.save()
         return snapshot_store(
             self.path,
             target,
@@ -476,6 +475,7 @@ class Store(Closing, Sending):
             config=self.log.config,
             progress=progress,
             json_checks=CONFIG_CHECKS,
+            saved=None if self._broker is None else self._broker.saved,
         )
 
     def flush(self) -> None:

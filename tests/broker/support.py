@@ -16,7 +16,8 @@ import pytest
 from mqstore.broker.broker import Broker
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
+from mqstore.broker.mechanism import Mechanism
+from mqstore.broker.parts import Parts, open_parts, open_tables
 from mqstore.broker.waiting import Waiters
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreFullError
@@ -233,6 +234,7 @@ class ServiceBench(Generic[Service]):
 
     def close(self) -> None:
         for mechanism in (*self.mechanisms, self.parts.offsets):
+            mechanism.persist()
             mechanism.close()
         self.parts.store.close()
 

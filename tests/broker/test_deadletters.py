@@ -264,7 +264,7 @@ def test_marks_of_letters_that_a_power_cut_took_do_not_hide_later_ones(tmp_path:
     parts = new_parts(tmp_path / "store")
     die(parts, 5)
     DeadLetters(parts, "g").replay([1, 3])
-    parts.offsets.close()
+    parts.offsets.persist()
     parts.store.close()
     path = tmp_path / "store" / "config" / "consumerOffset.json"
     value = json.loads(path.read_text())
@@ -284,7 +284,7 @@ def test_a_damaged_letter_does_not_stop_the_others_and_is_let_go_of(tmp_path: Pa
     letter = [*DeadLetters(parts, "g")][damaged]
     at = letter.physical_offset + letter.size - 1
     del letter
-    parts.offsets.close()
+    parts.offsets.persist()
     parts.store.close()
     segments = sorted((tmp_path / "store" / "commitlog").iterdir())
     flip(segments[at >> 16], at & 0xFFFF)

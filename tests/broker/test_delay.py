@@ -461,7 +461,7 @@ def test_the_version_counts_every_200th_delivery(delays: Delays) -> None:
     for _ in range(450):
         delays.put(1)
     delays.pass_ms(1_000)
-    delays.service.close()
+    delays.service.persist()
     assert delays.file()["dataVersion"] == {"counter": 2, "stateVersion": 0, "timestamp": START_MS + 1_000}
 
 
@@ -590,7 +590,7 @@ def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: 
     )
     delays.open()
     delays.pass_ms(1_000)
-    delays.service.close()
+    delays.service.persist()
     assert delays.delivered() == [b"b"]
     assert delays.file() == {
         "dataVersion": {"counter": 5, "stateVersion": 0, "timestamp": 9},

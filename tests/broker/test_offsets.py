@@ -179,7 +179,7 @@ def test_every_five_hundredth_commit_counts_for_the_version(offsets: _Offsets) -
 def test_saving_writes_once_and_nothing_when_nothing_changed(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.save()
-    offsets.table.close()
+    offsets.table.persist()
     assert not offsets.file.exists()
     offsets.table.commit(QueueKey("g", "t", 0), 4)
     assert offsets.table.dirty
@@ -187,7 +187,7 @@ def test_saving_writes_once_and_nothing_when_nothing_changed(offsets: _Offsets) 
     assert not offsets.table.dirty
     before = len(offsets.fs.changes())
     offsets.table.save()
-    offsets.table.close()
+    offsets.table.persist()
     assert len(offsets.fs.changes()) == before
 
 
@@ -266,7 +266,7 @@ def test_offsets_are_saved_when_the_interval_is_over_and_only_when_dirty(tmp_pat
     assert table.run_once(START_MS + 5_000) == START_MS + 10_000
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 1}}
     table.commit(QueueKey("g", "t", 0), 2)
-    table.close()
+    table.persist()
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 2}}
     offsets.store.close()
 

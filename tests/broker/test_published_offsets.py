@@ -63,7 +63,7 @@ def test_progress_is_folded_in_when_offsets_are_saved(owner: Owner, at: str) -> 
     if at == "open":
         owner.table = owner.again()
     else:
-        (owner.table.close if at == "close" else owner.tick)()
+        (owner.table.persist if at == "close" else owner.tick)()
     assert owner.table.committed(QueueKey("sp", "t", 0)) == 4
     assert owner.on_disk() == {"t@sp": {"0": 4}}
     assert owner.waiting() == []
@@ -160,9 +160,9 @@ def test_a_save_that_fails_keeps_what_was_taken_for_the_next(owner: Owner) -> No
     owner.publish(9)
     owner.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(OSError, match="consumerOffset"):
-        owner.table.close()
+        owner.table.persist()
     assert owner.waiting() == ["sp.json.taken"]
-    owner.table.close()
+    owner.table.persist()
     assert owner.on_disk() == {"t@sp": {"0": 9}}
     assert owner.waiting() == []
 
@@ -174,7 +174,7 @@ def test_an_owner_that_dies_anywhere_in_a_fold_loses_nothing(tmp_path: Path, ste
     owner.publish(9)
     owner.fs.crash(nth=step)
     try:
-        owner.table.close()
+        owner.table.persist()
     except Crash:
         died = True
     else:

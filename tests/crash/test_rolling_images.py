@@ -24,7 +24,8 @@ import pytest
 from mqstore.broker import retention
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.parts import Parts, Roller, open_parts
+from mqstore.broker.mechanism import Roller
+from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
 from mqstore.clock import SimulatedClock

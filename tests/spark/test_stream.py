@@ -240,7 +240,7 @@ def test_a_stream_that_has_read_all_shows_no_lag(query: Query) -> None:
     assert lags() == [4, 0]
     query.run(startingOffsets="earliest", maxOffsetsPerTrigger="2", commitGroup="reports")
     assert lags() == [0, 0]
-    open_parts(query.store).offsets.close()  # as the owner does now and then
+    open_parts(query.store).offsets.persist()  # as the owner does now and then
     assert not [*(query.path / "config/spark/groups").iterdir()]
     assert lags() == [0, 0]
 

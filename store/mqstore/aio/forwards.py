@@ -271,9 +271,10 @@ class StoreForwards(Twin[StoreT]):
         self, target: str | PathLike[str], *, link: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> SnapshotReport:
         """Copy the store as it is now to the folder `target`, while it is in use.
-        The folder must be empty or not exist. The copy is a cleanly closed store, and was read back. `findings` of the
-        report lists its faults, normally none. Leased messages are redelivered in it, as after a crash. With `link`
-        closed segments get a second name (hard links) instead of a copy. It calls `progress(bytes done, bytes in all)`.
+        The folder must be empty or not exist. All progress is saved first (`Broker.save`). The copy is a cleanly closed
+        store, and was read back. `findings` of the report lists its faults, normally none. Leased messages are
+        redelivered in it, as after a crash. With `link` closed segments get a second name (hard links) instead of a
+        copy. It calls `progress(bytes done, bytes in all)`.
 
         After an error nothing of it is left. Raises ConfigError for an occupied target, StoreLockedError if another
         call writes it, StoreFullError, StoreIOError, and StoreBusyError if topics change all the time.

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
 from mqstore.broker.admin.statistics import StatisticsSnapshot
@@ -34,10 +34,11 @@ from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
+from mqstore.broker.mechanism import Mechanism, Pin
 from mqstore.broker.members import Members, Mode
 from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
+from mqstore.broker.parts import Parts, delete_group, open_parts
 from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
@@ -68,6 +69,7 @@ __all__ = ["Broker"]
 
 _log = logging.getLogger("mqstore")
 
+Result = TypeVar("Result")
 Start = Literal["earliest", "latest"] | datetime
 
 
@@ -162,13 +164,9 @@ class Broker(Closing, Sending):
             timer=self._timer,
             transactions=self._transactions,
         )
-        self._mechanisms: dict[str, Mechanism] = {
-            **keepers,
-            "retention": self._retention,
-            "statistics": self._metrics,
-        }
-        for name, mechanism in self._mechanisms.items():
-            self._housekeeper.add(name, mechanism.run_once)
+        # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
+        for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():
+            self._housekeeper.add(name, mechanism)
         store.enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
@@ -649,8 +647,17 @@ class Broker(Closing, Sending):
         return due_ms if due_ms is None else self._housekeeper.next_due_ms(now_ms)
 
     def save(self) -> None:
-        """Save committed offsets and tables now."""
-        self.offsets.save()
+        """Write to disk everything that `close` would write: all progress, and the messages that it rests on.
+        Raises what writing a file raises, after saving the rest."""
+        self.saved(lambda: None)
+
+    def saved(self, work: Callable[[], Result]) -> Result:
+        """Save as `save` does, and return `work()`. No mechanism runs in between, so snapshots have what was saved."""
+        self._check_open()
+        with self._housekeeper.turn:
+            if errors := self._housekeeper.persist([*self._members.on_save, self.store.flush]):
+                raise errors[0]
+            return work()
 
     def close(self, timeout: Duration = 30) -> None:
         """Wait for running work, save every table, and close the store.
@@ -661,15 +668,9 @@ class Broker(Closing, Sending):
                 return
             self._closed = True
             self._waiters.close()  # first: waiting callers may leave while the rest ends
-            if not self._housekeeper.stop(timeout_s):
-                _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
             self._async_puts.close()
-            # Offsets last: the other mechanisms change them.
-            for name, mechanism in reversed(self._mechanisms.items()):
-                try:
-                    mechanism.close()
-                except Exception:  # the store is closed and the others are saved, even if one fails
-                    _log.exception("%s: %s: not persisted", self.store.path, name)
+            if not self._housekeeper.close(timeout_s):
+                _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
         finally:
             self.store.close(timeout)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from mqstore.broker.mechanism import Mechanism, Wake
 from mqstore.broker.names import (
     DLQ_PREFIX,
     QueueKey,
@@ -41,7 +42,7 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.offsets import after_sent
-from mqstore.broker.parts import Parts, Pin, Tables, Wake, messages_of
+from mqstore.broker.parts import Parts, Tables, messages_of
 from mqstore.broker.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig
@@ -360,7 +361,7 @@ def _checked_offset(offset: object) -> int:
     return offset
 
 
-class DeadLetterExpiry:
+class DeadLetterExpiry(Mechanism):
     """Removal of dead letters older than `dlq_retention`, so that they do not hold the log for ever."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
@@ -397,10 +398,3 @@ class DeadLetterExpiry:
             )
         oldest = next(iter(letters), None)
         return now_ms + self._age_ms if oldest is None else oldest.store_timestamp_ms + self._age_ms
-
-    def close(self) -> None:
-        """Do nothing: logical starts are saved with the offsets."""
-
-    def pins(self) -> tuple[Pin, ...]:
-        """Return no pins: a queue of dead letters is kept from its logical start on."""
-        return ()

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
+from mqstore.broker.mechanism import Mechanism
 from mqstore.clock import Clock
 from mqstore.signalsafe import Bell
 
@@ -24,15 +26,13 @@ _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _LOOK_MS = 500
 """Longest sleep in ms while something is due later. Nobody reports a jump of the wall clock."""
 
-RunOnce = Callable[[int], int | None]
-
 
 class _Job:
-    __slots__ = ("due_ms", "failures", "name", "run", "woken")
+    __slots__ = ("due_ms", "failures", "mechanism", "name", "woken")
 
-    def __init__(self, name: str, run: RunOnce) -> None:
+    def __init__(self, name: str, mechanism: Mechanism) -> None:
         self.name = name
-        self.run = run
+        self.mechanism = mechanism
         self.due_ms: int | None = None
         self.woken = True
         self.failures = 0
@@ -50,6 +50,9 @@ class Housekeeper:
         """Error of each mechanism that failed in its last run. A successful run removes it."""
         self._name = name
         self._clock = clock
+        self.turn = threading.RLock()
+        """Lock that is held while a mechanism runs or is saved. Reentrant, because a mechanism calls functions of the
+        application, which may save."""
         self._jobs: list[_Job] = []
         self._bell = Bell()
         self._stopping = False
@@ -67,9 +70,9 @@ class Housekeeper:
 
         return wake
 
-    def add(self, name: str, run: RunOnce) -> None:
-        """Add a mechanism. `run` is due at once, then at the times that it returns."""
-        self._jobs.append(_Job(name, run))
+    def add(self, name: str, mechanism: Mechanism) -> None:
+        """Add a mechanism. It is due at once, then at the times that its `run_once` returns."""
+        self._jobs.append(_Job(name, mechanism))
 
     def run(self, name: str) -> None:
         """Run the mechanism of that name now, before `start`."""
@@ -99,7 +102,8 @@ class Housekeeper:
 
     def _run(self, job: _Job, now_ms: int) -> None:
         try:
-            job.due_ms = job.run(now_ms)
+            with self.turn:
+                job.due_ms = job.mechanism.run_once(now_ms)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self.errors.get(job.name) != text:
@@ -132,3 +136,25 @@ class Housekeeper:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def persist(self, first: Iterable[Callable[[], object]] = ()) -> list[Exception]:
+        """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
+        return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs))])
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop, then save and close every mechanism. Return False if one is still running after the timeout."""
+        stopped = self.stop(timeout_s)
+        with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
+            self.persist()
+            self._do([job.mechanism.close for job in reversed(self._jobs)])
+        return stopped
+
+    def _do(self, steps: Iterable[Callable[[], object]]) -> list[Exception]:
+        errors = []
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # the others are saved and closed, even if one fails
+                _log.exception("%s: not persisted", self._name)
+                errors.append(error)
+        return errors

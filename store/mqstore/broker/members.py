@@ -92,6 +92,8 @@ class Members:
         self._groups: dict[str, dict[str, Member]] = {}
         self.on_change: list[Callable[[str], None]] = []
         """Functions called with the name of a group whose members or subscriptions have changed."""
+        self.on_save: set[Callable[[], object]] = set()
+        """Functions that save positions which consumers have not committed yet, or keep themselves."""
 
     def register(
         self,

@@ -44,6 +44,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
+from mqstore.broker.mechanism import Mechanism
 from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey, is_system_group
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import ConfigError
@@ -81,7 +82,7 @@ if not TYPE_CHECKING and kernel is not None:
     OffsetFields = kernel.OffsetFields
 
 
-class OffsetTable(OffsetFields):
+class OffsetTable(OffsetFields, Mechanism):
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
     The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
@@ -476,7 +477,7 @@ class OffsetTable(OffsetFields):
             self._due_ms = now_ms + self._interval_ms
         # The second condition of each: the wall clock was set back, and would delay the save for as long.
         if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
-            self._save_all()
+            self.persist()
             self._due_ms, self._quick_due_ms = now_ms + self._interval_ms, None
         elif self._quick_due_ms is not None and not now_ms < self._quick_due_ms <= now_ms + self._quick_pause_ms:
             self._save_quickly()
@@ -485,19 +486,12 @@ class OffsetTable(OffsetFields):
             self._quick_due_ms = now_ms + self._quick_pause_ms
         return self._due_ms if self._quick_due_ms is None else min(self._due_ms, self._quick_due_ms)
 
-    def close(self) -> None:
-        """Save changes. Raises what `save` raises."""
-        self._save_all()
-
-    def _save_all(self) -> None:
+    def persist(self) -> None:
+        """Save changes, and those that other processes have published. Raises what `save` raises."""
         if self._store.mode == "rw":
             self._fold()
         self.save()
         self._published.settle()
-
-    def pins(self) -> tuple[()]:
-        """Return no pins: retention itself reads the committed offsets (delivery#retention-bound)."""
-        return ()
 
     def _log_end(self) -> int:
         end = self._store.max_offset

@@ -1,22 +1,9 @@
-"""Shared state of a broker's mechanisms, and their protocols (ARCHITECTURE.md).
-
-    mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
-                close()                             saves its state
-                pins()                              records of the log that it still needs
-    roller      waiting_below(offset)               those of them that it can relocate to the log end
-                roll(offset, count, now_ms)         relocates them
-
-Each mechanism gets a function `wake` for "something may be due before my next run". Any thread may call it.
-"""
+"""Shared state of a broker's mechanisms: the store, its tables, and the road for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.configfile import ConfigFile
@@ -36,19 +23,13 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
 __all__ = [
-    "Mechanism",
     "Parts",
-    "Pin",
-    "Roller",
     "Tables",
-    "Wake",
     "delete_group",
     "messages_of",
     "open_parts",
     "open_tables",
 ]
-
-Wake = Callable[[], None]
 
 _PAGE = 256
 
@@ -61,46 +42,6 @@ def messages_of(store: StoreReader, topic: str, offset: int, end: int) -> Iterat
         if result.next_offset <= offset:
             return
         offset = result.next_offset  # behind damaged or just freed messages
-
-
-class Pin(NamedTuple):
-    """Record that must stay, and the group that needs it."""
-
-    physical_offset: int
-    topic: str
-    queue_id: int
-    group: str
-    why: str
-    rolls: bool = False
-    """True if the mechanism can relocate the message to the log end (`Roller`)."""
-
-
-class Mechanism(Protocol):
-    """Background mechanism of a broker."""
-
-    def run_once(self, now_ms: int) -> int | None:
-        """Do what is due at `now_ms` (wall clock). Return the time of the next run, None: when woken."""
-
-    def close(self) -> None:
-        """Save the state. Called once, after the last `run_once`, while the store is still open."""
-
-    def pins(self) -> Iterable[Pin]:
-        """Return pins of the oldest records that the mechanism still needs."""
-
-
-class Roller(Mechanism, Protocol):
-    """Mechanism that keeps messages for long, and can relocate them (delivery#retention-bound).
-    Relocated messages do not hold the log that was written since. Both methods are called in the thread of
-    `run_once`."""
-
-    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return physical offsets and sizes of waiting records below `physical_offset`. An estimate."""
-
-    def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """Relocate up to `count` waiting messages, oldest first. Return how many were handled.
-        They wait for the same time. 0 means that there are none, or that none can be relocated now. The copies may not
-        be on disk when it returns: `pins` changes when they are. Raises what a put raises, after which relocated
-        messages stay so."""
 
 
 @dataclass(frozen=True, slots=True)

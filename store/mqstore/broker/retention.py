@@ -29,8 +29,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.mechanism import Mechanism, Pin, Roller
 from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
-from mqstore.broker.parts import Mechanism, Parts, Pin, Roller, Tables
+from mqstore.broker.parts import Parts, Tables
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.reader import StoreReader
@@ -133,7 +134,7 @@ def worth_rolling(
     return (first + int(worth[-1]) + 1) * segment_bytes if len(worth) else None
 
 
-class RetentionService:
+class RetentionService(Mechanism):
     """Retention of a broker: the bound of deletion, the room that consumers need, and relocation.
     A store that was given no policy gets the default one."""
 
@@ -253,6 +254,3 @@ class RetentionService:
 
     def close(self) -> None:
         self._parts.store.room.bound = None
-
-    def pins(self) -> Iterable[Pin]:
-        return ()

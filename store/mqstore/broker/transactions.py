@@ -36,8 +36,9 @@ from enum import Enum
 from typing import Final, Literal, cast
 
 from mqstore.broker.halves import CHECK_EVERY_MS, Ended, Half, Halves, TransactionHandle, number_of
+from mqstore.broker.mechanism import Mechanism, Pin, Wake
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
-from mqstore.broker.parts import Parts, Pin, Wake, messages_of
+from mqstore.broker.parts import Parts, messages_of
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactionops import OP_EVERY_MS, OpLog
 from mqstore.broker.uniquekey import new_unique_key
@@ -97,7 +98,7 @@ NOT_ASKED: Final = NotAsked.NOT_ASKED
 CheckCallback = Callable[[Message], bool | NotAsked | None]
 
 
-class Transactions:
+class Transactions(Mechanism):
     """Half messages of a store: begin, end, check.
 
     The class is long because all three change one table of open halves. `halves` has the table, `transactionops` the
@@ -518,7 +519,7 @@ class Transactions:
         if offsets.committed(ops) != op_done:
             offsets.commit(ops, op_done)
 
-    def close(self) -> None:
+    def persist(self) -> None:
         """Write the collected ops, and save the offsets of the two queues."""
         self._ops.write()
         self._note_progress()

@@ -36,13 +36,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mqstore.broker.mechanism import Mechanism, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Bell
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts, Pin, Wake
+    from mqstore.broker.parts import Parts
 
 __all__ = ["ANY_QUEUE", "Callback", "Waiter", "Waiters"]
 
@@ -100,7 +101,7 @@ class _Bucket:
         """Time at which a group's first waiter is sent to step over refused units."""
 
 
-class Waiters:
+class Waiters(Mechanism):
     """All waiters on the queues of one store. Listens to `store.on_growth` from construction to `close`.
     The class is long because one lock guards all of it: where each waiter is parked, when it is due, and who is woken.
     """
@@ -285,10 +286,6 @@ class Waiters:
             self._stale = 0
         self._store.on_growth.remove(self._grown)
         self._hand_over()
-
-    def pins(self) -> Iterable[Pin]:
-        """Return no pins: waiters need no record."""
-        return ()
 
     def _hand_over(self) -> None:
         """Run the callbacks of fired waiters. Call without our lock."""

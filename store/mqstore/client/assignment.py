@@ -68,8 +68,8 @@ class Service(Protocol):
         """Handle messages that were pulled and cached, on the worker that pulled them.
         The next pull is on its way. If `idle`, no worker is at the queue, and the service must see to it."""
 
-    def close(self) -> None:
-        """Settle what is done. Running handlers no longer count."""
+    def settle_done(self) -> None:
+        """Settle what is done, although handlers of other messages are running."""
 
 
 class Assignment:
@@ -121,6 +121,7 @@ class Assignment:
         """Join the group and take our share. Call it before the workers start."""
         self._join(subscriptions)
         self.progress.reload()
+        self._broker.members.on_save.add(self.save)
         if self._paused:  # nothing is taken yet, but later messages are found
             for share in self.membership.share().values():
                 for ref in share:
@@ -129,7 +130,7 @@ class Assignment:
         self._workers.later(RENEW_MS, partial(self._every, RENEW_MS, self._renew))
         self._workers.later(REBALANCE_MS, partial(self._every, REBALANCE_MS, self._sweep))
         if self._retries is None:
-            self._workers.later(SAVE_MS, partial(self._every, SAVE_MS, self.progress.save))
+            self._workers.later(SAVE_MS, partial(self._every, SAVE_MS, self.save))
 
     def _every(self, period_ms: int, work: Callable[[], object]) -> None:
         """Do `work` now and every `period_ms`, on the timer thread. Errors are reported, and stop nothing."""
@@ -191,22 +192,31 @@ class Assignment:
     def close(self) -> None:
         """Save the offsets, leave the group and release the locks. Call it after `halt`.
         Running handlers no longer count. The lock of a queue with a running handler is released when that ends."""
-        self._service.close()
+        self._service.settle_done()
         with self._lock:
             queues = [*self._queues.values(), *self._leaving.values()]
-            self._queues.clear()
-            self._leaving.clear()
+            self._queues, self._leaving = {}, {}
         self._closed = True
         for queue in queues:
             with queue.settling:
                 self._commit_rest(queue)
                 queue.dropped = True
             queue.clear()
+        self._broker.members.on_save.discard(self.save)
         try:
             self.progress.save()
         finally:
             self.membership.leave()
             self._tell_revoked(queues)
+
+    def save(self) -> None:
+        """Settle and commit what is done, and save offsets that this client keeps itself."""
+        self._service.settle_done()
+        for queue in self._owned(()):
+            with queue.settling:
+                self._commit_rest(queue)
+        if self._retries is None:
+            self.progress.save()
 
     # -- rebalance --------------------------------------------------------------------------------------------------
 
@@ -320,8 +330,7 @@ class Assignment:
     def _close(self, queue: ProcessQueue) -> None:
         with queue.settling:
             queue.closing = True
-        waiter = self._waits.pop(queue, None)
-        if waiter is not None:
+        if (waiter := self._waits.pop(queue, None)) is not None:
             self._broker.remove_waiter(waiter)
 
     def _gone(self, queue: ProcessQueue) -> None:
@@ -341,8 +350,7 @@ class Assignment:
         self.stir()
 
     def _tell_revoked(self, queues: Sequence[ProcessQueue]) -> None:
-        told = frozenset(queue.queue for queue in queues if not queue.unannounced)
-        if told:
+        if told := frozenset(queue.queue for queue in queues if not queue.unannounced):
             self._hooks.tell(self._hooks.on_revoke, told)
 
     def _ended(self, queue: ProcessQueue) -> None:
@@ -365,11 +373,10 @@ class Assignment:
 
     def _sweep(self) -> None:
         """Look every 20 s for changes that no event has reported."""
-        now_ms = self._clock.monotonic_ms()
         for queue in self._owned(()):
             if queue.throttled:
                 self._ask_for_reset(queue)
-            elif now_ms - queue.last_pull_ms <= PULL_IDLE_MS:
+            elif self._clock.monotonic_ms() - queue.last_pull_ms <= PULL_IDLE_MS:
                 continue
             elif not (queue.submitted or queue.parked or queue.paused or self._paused):
                 _log.error("group %s: %s/%d was not pulled for two minutes; it is begun anew", self.group, *queue.queue)
@@ -523,9 +530,8 @@ class Assignment:
 
     def _restart(self, queue: ProcessQueue) -> None:
         with queue.settling, self._lock:
-            if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
-                return
-            if queue.running:  # their results are void, but must not overlap the next: `leave` calls this again
+            # Results of running handlers are void, but must not overlap the next: `leave` calls this again.
+            if self._queues.get(queue.queue) is not queue or queue.restart_at is None or queue.running:
                 return
             del self._queues[queue.queue]
             offset, queue.restart_at = queue.restart_at, None
@@ -570,9 +576,10 @@ class Assignment:
             if queue.dropped:
                 return False
             now_ms = self._clock.monotonic_ms()
-            offset = queue.remove(messages, now_ms)
-            if offset >= 0:
-                self._settled_to(queue, offset, now_ms)
+            if (offset := queue.remove(messages, now_ms)) >= 0:
+                queue.settled_to = offset
+                if now_ms - queue.last_commit_ms >= COMMIT_MS:  # otherwise `leave` or `save` commits it
+                    self._commit(queue, offset)
         self.refill(queue)
         return True
 
@@ -580,12 +587,6 @@ class Assignment:
         """Pull again if a pull had to wait for room and there is enough now."""
         if queue.throttled and queue.begins_to_have_room():
             self._submit_pull(queue)
-
-    def _settled_to(self, queue: ProcessQueue, offset: int, now_ms: int) -> None:
-        """Commit a position, or leave it to `leave`: an ordered queue has a new one with each message."""
-        queue.settled_to = offset
-        if now_ms - queue.last_commit_ms >= COMMIT_MS:
-            self._commit(queue, offset)
 
     def _commit_rest(self, queue: ProcessQueue) -> None:
         if queue.settled_to is not None and not queue.dropped:
@@ -645,8 +646,7 @@ class Assignment:
     def seek(self, ref: QueueRef, to: int | Start) -> None:
         """Drop the cached messages of a queue and continue at another offset.
         Raises ConfigError for a queue that is not ours, OffsetOutOfRangeError for an offset that it does not have."""
-        owned = self._owned([ref])
-        if not owned:
+        if not (owned := self._owned([ref])):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is not assigned to this consumer now")
         offset = place(self._broker, ref, to)
         if not self._begin_anew(owned[0], offset, asked=True):

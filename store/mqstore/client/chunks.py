@@ -168,7 +168,7 @@ class ChunkRunner(Generic[C]):
             chunk.invited -= 1
         return self._owner.run(chunk, worker)
 
-    def close(self) -> None:
+    def settle_done(self) -> None:
         """Settle what is done of the chunks that workers are at. Their handlers may hang."""
         for chunk in self._overdue.at_work():
             self._owner.settle(chunk)

@@ -114,8 +114,8 @@ class ConcurrentService:
                 live.append(shown(message, message.topic, times))
         return live
 
-    def close(self) -> None:
-        self._runner.close()
+    def settle_done(self) -> None:
+        self._runner.settle_done()
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 

@@ -104,8 +104,8 @@ class OrderlyService:
     def _resubmit(self, queue: ProcessQueue, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._begin, queue)))
 
-    def close(self) -> None:
-        self._runner.close()
+    def settle_done(self) -> None:
+        self._runner.settle_done()
 
     def _begin(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         line = self._next_line(queue)

@@ -133,6 +133,7 @@ class PopEngine:
         """Join the group. Raises GroupInUseError, SubscriptionConflictError or NotPermittedError."""
         self._source.change(self._wanted(subscriptions), join=True)
         self._handling.subscriptions = subscriptions
+        self._broker.members.on_save.add(self._runner.settle_done)
         self._rouse()
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
@@ -153,7 +154,8 @@ class PopEngine:
 
     def close(self) -> None:
         """Release messages that were not begun, try once more to settle the others, and leave the group."""
-        self._runner.close()
+        self._broker.members.on_save.discard(self._runner.settle_done)
+        self._runner.settle_done()
         with self._lock:
             self.closing = self.dropped = True
             settlings, self._settlings = list(self._settlings), {}

@@ -50,7 +50,7 @@ class GroupProgress:
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
-        self._broker.save()
+        self._broker.offsets.save()
 
 
 class LocalProgress:

@@ -126,7 +126,7 @@ class PullConsumer:
         self._joined = False
         self._on_assign: Told | None = None
         self._on_revoke: Told | None = None
-        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of)
+        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of, auto_commit)
         self._lost: set[QueueRef] = set()
         """Queues that were found lost, and not yet passed to `on_revoke`."""
         self.caller: Callable[[], object] = threading.current_thread
@@ -388,7 +388,7 @@ class PullConsumer:
             raise ConfigError("there is nothing to poll: subscribe to a topic, or assign queues")
         if self._auto_commit and self._positions.uncommitted and now_ms - self._committed_ms >= self._interval_ms:
             self._committed_ms = now_ms
-            self._positions.commit_done(self._positions.uncommitted)
+            self._positions.save()
 
     def _renew(self) -> None:
         """Renew the locks, and drop queues that others have taken."""
@@ -453,8 +453,7 @@ class PullConsumer:
 
     def _revoke(self, queues: Iterable[QueueRef]) -> None:
         """Release queues, after a commit of what is done and the calls of `on_revoke`."""
-        going = frozenset(queues)
-        if not going:
+        if not (going := frozenset(queues)):
             return
         if self._auto_commit:
             self._positions.commit_done(
@@ -507,7 +506,7 @@ class PullConsumer:
                 for position, offset in self._positions.checked(offsets, self._lost).items():
                     self._positions.commit(position, offset)
             if durability == "flush":
-                self._broker.save()
+                self._broker.offsets.save()
             if self._lost:
                 raise NotPermittedError(
                     f"{named(self._lost)}: other members of group {self.group!r} go on with these since this one did "

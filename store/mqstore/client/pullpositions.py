@@ -11,6 +11,7 @@ Each queue has four offsets::
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
@@ -57,17 +58,24 @@ class Position:
 
 
 class Positions:
-    """All positions of one consumer. Callers hold the consumer's lock."""
+    """All positions of one consumer. Callers hold the consumer's lock, except for `save`."""
 
     def __init__(
-        self, broker: Broker, group: str, client_id: str, hooks: Interceptors, filter_of: Callable[[str], Filter | None]
+        self,
+        broker: Broker,
+        group: str,
+        client_id: str,
+        hooks: Interceptors,
+        filter_of: Callable[[str], Filter | None],
+        auto_commit: bool,
     ) -> None:
-        """`filter_of` returns the filter of a topic."""
+        """`filter_of` returns the filter of a topic. With `auto_commit` what is done is part of `Broker.save`."""
         self._broker = broker
         self.group = group
         self.client_id = client_id
         self._hooks = hooks
         self._filter_of = filter_of
+        self._auto_commit = auto_commit
         self.by_queue: dict[QueueRef, Position] = {}
         self.turns: deque[Position] = deque()
         """All positions, the one to be read next first."""
@@ -78,12 +86,16 @@ class Positions:
         """Positions whose `next` the last poll moved."""
         self.uncommitted: set[Position] = set()
         """Positions whose `done` was not committed."""
+        self._committing = threading.Lock()
+        """Held while an offset is read and committed. A save by another thread must not undo a later commit."""
 
     def add(self, begins: Mapping[QueueRef, int]) -> None:
         """Read these queues, too, each from its offset on."""
         for queue in sorted(begins):
             position = self.by_queue[queue] = Position(queue, begins[queue])
             self.turns.append(position)
+        if self._auto_commit:
+            self._broker.members.on_save.add(self.save)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:
         for queue in queues:
@@ -93,6 +105,8 @@ class Positions:
                 self._returned.discard(position)
                 self.uncommitted.discard(position)
                 self.read_again(position)
+        if not self.by_queue:
+            self._broker.members.on_save.discard(self.save)
 
     def chosen(self, queues: Sequence[QueueRef]) -> list[Position]:
         """Return the positions of `queues`, or all. Raises ConfigError as `own` does."""
@@ -210,24 +224,31 @@ class Positions:
         failed: list[MQStoreError] = []
         for position in list(self.uncommitted):
             try:
-                self.commit(position, position.done)
+                self.commit(position)
                 self.uncommitted.discard(position)
             except MQStoreError as error:
                 failed.append(error)
         if failed:
             raise failed[0]
 
+    def save(self) -> None:
+        """Commit everything that is done. Any thread may call it."""
+        self.commit_done(self.uncommitted)
+
     def commit_done(self, positions: Iterable[Position]) -> None:
         """Commit without a request, so errors are logged, except those of a store that does not work at all."""
         for position in list(positions):
             self.uncommitted.discard(position)
             try:
-                self.commit(position, position.done)
+                self.commit(position)
             except (OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError, NotPermittedError) as error:
                 _log.warning("group %s: %s was not committed: %s", self.group, position.queue, error)
 
-    def commit(self, position: Position, offset: int) -> None:
-        self._broker.commit(self.group, *position.queue, offset, owner=self.client_id)
+    def commit(self, position: Position, offset: int | None = None) -> None:
+        """Commit an offset of a queue, or what is done of it."""
+        with self._committing:
+            to = position.done if offset is None else offset
+            self._broker.commit(self.group, *position.queue, to, owner=self.client_id)
 
 
 def named(queues: Iterable[QueueRef]) -> str:

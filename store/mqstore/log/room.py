@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from mqstore.errors import StoreFullError
+from mqstore.errors import MQStoreError, StoreFullError
 from mqstore.files.tmp import temporary_path
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.parts import StoreParts
@@ -169,7 +169,7 @@ class Room:
         if self.bound is None:
             return
         log, run = self._log, self._log.run
-        with suppress(StoreFullError):  # then what was saved before decides
+        with suppress(MQStoreError):  # then what was saved before decides
             self.settle()
         unneeded = self.bound(policy)
         missing = max(0, self._kept_bytes() + wanted - self._free_bytes()) + (log.end - log.min_offset) // _SHARE

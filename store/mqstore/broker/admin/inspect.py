@@ -50,6 +50,7 @@ from mqstore.broker.delay.route import (
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
+from mqstore.broker.mechanism import Pin
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -62,7 +63,7 @@ from mqstore.broker.names import (
     QueueKey,
     is_dlq_topic,
 )
-from mqstore.broker.parts import Parts, Pin, Tables, messages_of, open_tables
+from mqstore.broker.parts import Parts, Tables, messages_of, open_tables
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from mqstore.broker.admin.lag import Lag, measure
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
+from mqstore.broker.mechanism import Mechanism
 from mqstore.broker.names import (
     HALF_TOPIC,
     SCHEDULE_TOPIC,
@@ -42,7 +43,7 @@ from mqstore.layout.consumequeue import is_message
 if TYPE_CHECKING:
     from mqstore.broker.delay.levels import DelayService
     from mqstore.broker.delay.timer import TimerService
-    from mqstore.broker.parts import Parts, Pin
+    from mqstore.broker.parts import Parts
     from mqstore.broker.pop.service import PopService
     from mqstore.broker.reading import Reads
     from mqstore.broker.transactions import Transactions
@@ -64,7 +65,7 @@ _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
 
 
-class Metrics:
+class Metrics(Mechanism):
     """Statistics of one store. Thread-safe. Listens to `store.on_growth` until `close`."""
 
     def __init__(
@@ -107,12 +108,8 @@ class Metrics:
         return self._statistics.run_once(now_ms)
 
     def close(self) -> None:
-        """Nothing to persist: counters run from opening."""
         if self._grown in self._store.on_growth:
             self._store.on_growth.remove(self._grown)
-
-    def pins(self) -> Iterable[Pin]:
-        return ()
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         """Note that a queue grew. `store.on_growth` calls this in the dispatching thread."""

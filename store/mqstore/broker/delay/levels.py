@@ -43,8 +43,9 @@ import numpy.typing as npt
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
+from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
-from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.parts import Parts
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
@@ -110,7 +111,7 @@ class _Level:
         return not now_ms < self.due_ms <= now_ms + self.ahead_ms
 
 
-class DelayService:
+class DelayService(Roller):
     """Delivers the messages of the delay levels when they are due.
 
     A message is never early by the wall clock, and as late as `run_once` is called after the time that it returned.
@@ -551,9 +552,11 @@ class DelayService:
         self._file.save(value, quick_log_end=quick_log_end)
         self._table = table
 
+    def persist(self) -> None:
+        self.save(self._clock.now_ms())
+
     def close(self) -> None:
         self._store.on_growth.remove(self._on_growth)
-        self.save(self._clock.now_ms())
 
 
 def check_delay_offsets(value: Mapping[str, Any]) -> None:

@@ -80,8 +80,9 @@ from mqstore.broker.delay.timerfiles import (
 from mqstore.broker.delay.timermessages import TimerMessages
 from mqstore.broker.delay.timerslot import SlotReading
 from mqstore.broker.delay.timerunits import REACH_MS, TimerUnits, unit_times, within
+from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.parts import Parts
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
 from mqstore.errors import InvalidMessageError
@@ -114,7 +115,7 @@ _JAVA_MARGIN_MS: Final = 60_000
 Messages that its log does not show may be delivered twice rather than lost."""
 
 
-class TimerService:
+class TimerService(Roller):
     """Timer service. `recall`, `waiting` and `pins` are thread-safe, and the last two never wait."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
@@ -180,15 +181,11 @@ class TimerService:
                 self._rebuild(damage)
                 return now_ms
 
-    def close(self) -> None:
-        """Flush, and close the files."""
+    def persist(self) -> None:
         with self._lock:
-            is_open = self._grown in self._store.on_growth
-            if is_open:
-                self._store.on_growth.remove(self._grown)
             now_ms = self._parts.clock.now_ms()
             try:
-                if is_open and self._has_first_messages():
+                if self._has_first_messages():
                     # Without a checkpoint the next opening would take it for lost.
                     self._log.restart()
                     self._begin(now_ms)
@@ -196,10 +193,13 @@ class TimerService:
                     self._flush(now_ms)
             except TimerFilesDamaged as damage:  # all is written already, and the next opening finds the damage too
                 _log.warning("%s: %s", self._store.path, damage)
-            finally:
-                self._begun = False
-                self._units.wheel.close()
-                self._log.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._store.on_growth.remove(self._grown)
+            self._begun = False
+            self._units.wheel.close()
+            self._log.close()
 
     def _has_first_messages(self) -> bool:
         """Return True if there are messages, and no files yet."""

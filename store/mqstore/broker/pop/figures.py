@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from mqstore.broker.mechanism import Pin
 from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import Pin
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.state import Counts, Standing
 from mqstore.broker.pop.tables import PopTables

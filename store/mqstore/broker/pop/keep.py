@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.mechanism import Pin, Wake
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey
-from mqstore.broker.parts import Pin, Wake
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import Batch, QueueState
@@ -98,9 +98,11 @@ class PopKeeper:
         return min(times, default=None)
 
     def close(self) -> None:
-        """Save the order info and the replay position."""
         if self._on_growth in self._store.on_growth:
             self._store.on_growth.remove(self._on_growth)
+
+    def persist(self) -> None:
+        """Save the order info and the replay position."""
         self._advance()
         if self._tables.order_version != self._saved_version:
             self.save(self._tables.clock.now_ms())

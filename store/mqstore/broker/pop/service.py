@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING
 from mqstore.broker.begun import Begun
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
+from mqstore.broker.mechanism import Mechanism, Pin, Wake
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.parts import Pin
 from mqstore.broker.pop.ask import Ask, Delivery, Pending, Start
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.figures import PopFigures
@@ -56,7 +56,7 @@ from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts, Wake
+    from mqstore.broker.parts import Parts
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Callback, Waiter, Waiters
 
@@ -71,7 +71,7 @@ _CHUNKS = 4
 """Maximum number of chunks redelivered from one queue in one run: some thousand messages."""
 
 
-class PopService:
+class PopService(Mechanism):
     """Consumption by receipt. Thread-safe. Opening replays the pop log."""
 
     def __init__(
@@ -501,8 +501,7 @@ class PopService:
             Pending(topic, queue_id, offset, batch.times(offset)[0], batch.visible_at(offset), False)
             for offset, batch in sorted(state.in_flight.items())
         ]
-        record = self._tables.order(state)
-        if record is not None:
+        if (record := self._tables.order(state)) is not None:
             found += [
                 Pending(topic, queue_id, offset, record.pop_time_ms, record.visible_at(offset), True)
                 for offset in record.held(state.cursor, self._clock.now_ms())
@@ -536,8 +535,7 @@ class PopService:
         """End popping from a queue that the group now reads, from its first unsettled message on.
         Existing receipts expire and nothing is redelivered. The next pop begins at the offset up to which the group has
         read."""
-        state = self._tables.states.get(key)
-        if state is None or state.cursor < 0:
+        if (state := self._tables.states.get(key)) is None or state.cursor < 0:
             return
         with state.lock:
             if not state.gone:
@@ -579,8 +577,7 @@ class PopService:
                 self._visit(state, now_ms)
             except Exception as error:  # the other queues must not wait for this one
                 failure = failure or error
-        keep_ms = self._keeper.run_once(now_ms)
-        next_ms = self._tables.promise(keep_ms)
+        next_ms = self._tables.promise(self._keeper.run_once(now_ms))
         if failure is not None:
             raise failure
         return next_ms
@@ -597,6 +594,9 @@ class PopService:
                 finally:
                     if state.fifo is not None:
                         self._fifo.visit(state, now_ms)
+
+    def persist(self) -> None:
+        self._keeper.persist()
 
     def close(self) -> None:
         self._keeper.close()

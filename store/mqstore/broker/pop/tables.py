@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
+from mqstore.broker.mechanism import Wake
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
@@ -30,7 +31,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts, Wake
+    from mqstore.broker.parts import Parts
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Waiters
 

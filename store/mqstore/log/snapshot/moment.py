@@ -10,6 +10,8 @@
              whether a writer that was just opening it has cut the log
 
 Committed offsets are as old as the log or older, as after any crash: messages may be redelivered, but none is skipped.
+A process that has the store open for writing saves everything, and lets its services stand still until the end of the
+log is known. Then the log has nothing of theirs that the small files do not know, such as a delivered delayed message.
 A topic that a record names is in the table. A bundle is recorded as appended, or it waits.
 """
 
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -39,7 +42,7 @@ from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnState, doubt
 from mqstore.log.recovery.scanner import Bad, End, scan_log, used_end
 from mqstore.options import StoreConfig
 
-__all__ = ["Found", "Moment", "Original"]
+__all__ = ["Found", "Moment", "Original", "Saved"]
 
 _PATIENCE_S: Final = 10.0
 _PAUSE_S: Final = 0.02
@@ -54,6 +57,10 @@ _UNTOLD: Final = frozenset(
     {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
 )
 """Names of files that nobody misses, that are rebuilt, or that have a separate rule."""
+
+
+Saved = Callable[[Callable[[], "Moment | None"]], "Moment | None"]
+"""Function that saves everything, and returns the result of its argument before anything else is done."""
 
 
 class Found(NamedTuple):
@@ -100,8 +107,10 @@ class Original:
     folders: Final = ("commitlog", "index", *_SMALL, *_TIMER, *_BULK)
     """Names of the folders that hold its files."""
 
-    def __init__(self, root: Path, config: StoreConfig) -> None:
+    def __init__(self, root: Path, config: StoreConfig, saved: Saved | None = None) -> None:
+        """`saved` is around each look at the store: `Broker.saved` of the process that has it open for writing."""
         self.root = root
+        self._saved = saved
         self.left: list[str] = []
         """A sentence for each thing in the directory that is not copied and that somebody may miss."""
         self._fs: FileSystem = QUIET
@@ -125,7 +134,11 @@ class Original:
         begun = time.monotonic()
         while True:
             with ExitStack() as held:
-                if (found := self._look(held, bring)) is not None:
+                if bring is not None and self._saved is not None:  # bundles may be large, and a copied one is not again
+                    with suppress(FileNotFoundError):
+                        bring([*self._bundles(inbox_state(self.root, self._fs).waiting)])
+                look = partial(self._look, held, bring)
+                if (found := look() if self._saved is None else self._saved(look)) is not None:
                     opened.push(held.pop_all())
                     return found
             if (took := time.monotonic() - begun) > _PATIENCE_S:
@@ -306,9 +319,12 @@ class Original:
             return self._fs.read_whole(self.root / name, JSON_BYTES_MAX)
         return None
 
-    def _aside(self, bundles: tuple[str, ...]) -> Iterator[Found]:
-        for name in bundles:
+    def _bundles(self, names: tuple[str, ...]) -> Iterator[Found]:
+        for name in names:
             yield from self._files(f"inbox/{name}")
+
+    def _aside(self, bundles: tuple[str, ...]) -> Iterator[Found]:
+        yield from self._bundles(bundles)
         yield from self._files("timerlog")
         # mqstore rebuilds its own at each opening, but a Java broker trusts the existing one.
         if self.manifest.profile == "rocketmq" and (self.root / "timerwheel").is_file():

@@ -39,7 +39,7 @@ from mqstore.files.treecopy import TreeCopy
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
-from mqstore.log.snapshot.moment import Found, Moment, Original
+from mqstore.log.snapshot.moment import Found, Moment, Original, Saved
 from mqstore.options import StoreConfig
 
 __all__ = ["SnapshotPlan", "SnapshotReport", "plan_snapshot", "snapshot_store"]
@@ -142,14 +142,15 @@ def snapshot_store(
     config: StoreConfig | None = None,
     progress: Progress | None = None,
     json_checks: Mapping[str, Check] = NO_CHECKS,
+    saved: Saved | None = None,
     fs: FileSystem = REAL,
 ) -> SnapshotReport:
     """Copy the store at `path`, in use or not, to `target`, a new or empty folder. See the module.
 
     The copy has all that was put, committed and created before the call, and a prefix of what comes meanwhile. It has
     the store id of the original. The original is not changed, except that with `link` its complete segments get a
-    second name. `config` and `json_checks` are as in `recover_store`. `progress(bytes done, total bytes)` is called
-    while copying and while reading back.
+    second name. `config` and `json_checks` are as in `recover_store`, `saved` as in `Original`. `progress(bytes done,
+    total bytes)` is called while copying and while reading back.
 
     An error or Ctrl-C removes the copy. A kill leaves `TARGET.partial-` with eight letters, which you have to remove.
     Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, ConfigError for an unusable target,
@@ -165,7 +166,7 @@ def snapshot_store(
     (1, [], True, [b'hello'])
     """
     begun = time.monotonic()
-    original = Original(Path(path), config or StoreConfig())
+    original = Original(Path(path), config or StoreConfig(), saved)
     place = _checked(original, target, link)
     parents: list[Path] = []
     work = place.with_name(place.name + _SUFFIX + secrets.token_hex(4))
