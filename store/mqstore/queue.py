@@ -44,6 +44,7 @@ from mqstore.errors import (
     QueueEmpty,
     QueueFull,
     QueueShutDown,
+    ReceiptExpiredError,
     StoreClosedError,
 )
 from mqstore.layout.properties import TIMER_DELIVER_MS
@@ -407,13 +408,18 @@ class Queue:
 
     def task_done(self) -> None:
         """Acknowledge the last item of this thread, as in `queue.Queue`. Raises ValueError if there is none."""
-        task: Task | None = getattr(self._last, "task", None)
+        task: Task | Settled | None = getattr(self._last, "task", None)
         if task is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
-        task.ack()
+        if isinstance(task, Task):
+            task.ack()
+        elif task != "ack":
+            raise ReceiptExpiredError(f"the last item of this thread was settled before, by {task}")
         self._last.task = None  # only now, so that it can be repeated if the disk is full
 
     def _settled(self, task: Task, outcome: Settled) -> None:
+        if getattr(self._last, "task", None) is task:
+            self._last.task = outcome  # a message that is held keeps its segment on the disk after its deletion
         # A waiting thread first counts itself, then looks. So it sees this settlement, or is seen here.
         if self._waiting:
             with self._changed:

@@ -70,7 +70,7 @@ static bool tells_holes(int fd)
    cannot be told. */
 PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { PATIENCE = 64 };
+    enum { PATIENCE = 1 << 14 }; /* as many pages as every second one of a segment: on a full tmpfs a look at a hole is SIGBUS */
     if (!has_arguments("data_end", nargs, 3))
         return NULL;
     long fd = PyLong_AsLong(args[0]);

@@ -178,8 +178,8 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
        without pause that takes milliseconds. */
     PyThreadState *others = checksums || stop - at >= MUCH_BYTES ? PyEval_SaveThread() : NULL;
     while (more) {
-        if (at >= populated && at < length)
-            populated = meet(data, length, at);
+        if (at >= populated && at < stop)
+            populated = meet(data, stop, at);
         const uint8_t *record[SIDE_BY_SIDE];
         Parts parts[SIDE_BY_SIDE];
         size_t sizes[SIDE_BY_SIDE];

@@ -34,6 +34,7 @@ from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
 from mqstore.broker.parts import Parts, Tables
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.dispatch import LIGHT_PREFIX
+from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.reader import StoreReader
 from mqstore.options import Retention
 
@@ -187,14 +188,18 @@ class RetentionService(Mechanism):
         self._told = pin
         return pin.physical_offset
 
-    def room_needed(self) -> int:
+    def room_needed(self, free: int) -> int:
         """Return the bytes that consumers will store to settle what waits, until segments of it can be deleted.
 
         Each delivery by receipt takes `_SETTLING_BYTES`. A settled segment is deleted, then the next one. More than one
-        segment's worth is needed only if settling takes more bytes than the messages have."""
+        segment's worth is needed only if settling takes more bytes than the messages have. If `free` bytes are enough in
+        any case, no queue is looked at, of which there may be 100,000."""
         store = self._parts.store
-        settling = sum(each.deliveries for each in _waiting(self._parts)) * _SETTLING_BYTES
         held = max(1, store.max_offset - store.min_offset)
+        most = held // MIN_RECORD_BYTES * _SETTLING_BYTES * max(1, len(self._parts.offsets.groups()))
+        if most <= free:
+            return most
+        settling = sum(each.deliveries for each in _waiting(self._parts)) * _SETTLING_BYTES
         segment_bytes = store.manifest.commitlog_segment_bytes
         return settling * min(segment_bytes, held) // held + max(0, settling - held)
 

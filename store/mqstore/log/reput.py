@@ -187,6 +187,8 @@ class Dispatcher:
         base = segment.start
         buffer = run.mapping(segment)
         stop_at = min(end - base, len(buffer))
+        if end >= segment.end:  # it may have ended early, with a hole behind
+            stop_at = run.data_end(segment, self.position - base)
         queues = self._queues
         output = few(buffer, self.position - base, stop_at, base, queues.delay_table_ms, queues.batch_topics)
         if output is not None:

@@ -60,8 +60,9 @@ class Room:
     ) -> None:
         """`policy` returns the retention in force, or None. `clean` applies it. `call_flusher` makes the flusher call
         `run_once`; it is None for a store without background threads."""
-        self.needed: Callable[[], int] = lambda: 0
-        """Returns the bytes that consumers will store to settle what waits. Set by a broker."""
+        self.needed: Callable[[int], int] = lambda free: 0
+        """Returns the bytes that consumers will store to settle what waits. If there are `free` bytes anyway, it may return
+        any larger number up to that. Set by a broker."""
         self.bound: Callable[[Retention], int] | None = None
         """Returns the physical offset below which no message is needed. Set by a broker."""
         self.settle: Callable[[], None] = lambda: None
@@ -136,7 +137,8 @@ class Room:
 
     def _has_room(self, size: int) -> bool:
         """Return True if a put of `size` bytes leaves free what is kept back. Note the result for later puts."""
-        spare = self._free_bytes() - self._kept_bytes() - size
+        free = self._free_bytes()
+        spare = free - self._kept_bytes(free - _KEPT_BYTES - size) - size
         fits = spare >= 0 and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
         self._log.free_until = self._log.end + size + spare // _SHARE if fits else 0
         self._hold(fits)
@@ -161,8 +163,8 @@ class Room:
         held = 0 if self._file is None else _FILE_BYTES
         return self._parts.fs.free_bytes(run.directory.parent) + run.allocated_beyond(self._log.end) + held
 
-    def _kept_bytes(self) -> int:
-        return _KEPT_BYTES + self.needed()
+    def _kept_bytes(self, free: int = 0) -> int:
+        return _KEPT_BYTES + self.needed(free)
 
     def _free(self, policy: Retention, wanted: int) -> None:
         """Delete the oldest segments that nobody needs, as many as there is room missing and an eighth of the log."""
@@ -179,7 +181,8 @@ class Room:
         if last is not None and not self._has_room(wanted) and 2 * (unneeded - last.start) > log.end - last.start > 0:
             # The last segment is never deleted. It ends early if most of it is not needed any more.
             log.end_segment()
-            self._drop_before(min(unneeded, log.end))
+            self._dispatcher.catch_up()
+            self._drop_before(self.bound(policy))
 
     def _error(self, size: int) -> StoreFullError:
         free, kept = self._free_bytes(), self._kept_bytes()

@@ -148,6 +148,7 @@ class MessageStore(StoreReader, Sending):
             self._errors.attempt("inbox", self.take_inbox)
             if self._background:
                 self._start_threads()
+            self.room.start()
         except BaseException:  # nobody else would release the lock
             if not self._closed:
                 self.close()

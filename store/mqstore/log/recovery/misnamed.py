@@ -47,14 +47,17 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
     found = {
-        os.path.basename(segment.path): _place(run.mapping(segment), segment.start, run.segment_bytes, checksum)
+        os.path.basename(segment.path): _place(
+            run.mapping(segment), run.data_end(segment, 0), segment.start, run.segment_bytes, checksum
+        )
         for segment in run.segments()
     }
     for name in others:
         with fs.opened(run.directory / name, os.O_RDONLY) as fd:
             length = min(fs.size(fd), run.segment_bytes)
             buffer = fs.map(fd, length, writable=False) if length else None
-        found[name] = None if buffer is None else _place(buffer, None, run.segment_bytes, checksum)
+            stop = fs.data_end(fd, 0, length)
+        found[name] = None if buffer is None else _place(buffer, stop, None, run.segment_bytes, checksum)
         if found[name] is None and name.endswith(_UNFINISHED):
             found[name] = segment_start(name.removesuffix(_UNFINISHED))
     claims = Counter(found.values())
@@ -95,18 +98,18 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
     return [name for name, _ in files if segment_start(name.removesuffix(_UNFINISHED)) is not None]
 
 
-def _place(buffer: mmap.mmap, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
+def _place(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
     """Return the physical offset at which a file begins, by its records, or None if none verifies.
-    `start` is the physical offset in the file's name."""
-    if start is not None:
+    Looks at the bytes before `stop`. `start` is the physical offset in the file's name."""
+    if start is not None and stop:
         if check_record(buffer, 0, len(buffer), start, checksum).status != "bad":
             return start
-        if find_next(buffer, 0, content_end(buffer, 0, len(buffer)), start, checksum) is not None:
+        if find_next(buffer, 0, content_end(buffer, 0, stop), start, checksum) is not None:
             return start
     for magic in _MAGICS:
         at = -1
         for _ in range(_TRIED):
-            at = buffer.find(magic, at + 1)
+            at = buffer.find(magic, at + 1, stop)
             if at < 0:
                 break
             begin = at - MAGIC_AT

@@ -356,7 +356,8 @@ class _Recovery:
                 position += run.segment_bytes - position % run.segment_bytes
                 continue
             at = position - segment.start
-            stop = min(segment.length, end - segment.start, at + COPY_BYTES)
+            # Holes stay holes: a segment that ended early has one behind its BLANK.
+            stop = min(run.data_end(segment, at), end - segment.start, at + COPY_BYTES)
             if stop <= at:
                 position = segment.end
                 continue

@@ -167,13 +167,16 @@ def scan_segment(
     spares = Spares()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
-        return read_run(buffer, at, stop, base, checksum, _BATCH, checksums=checksums, met=met, spares=spares)
+        # Up to the last data, not `stop`: on a full tmpfs a look at a hole of a mapped file is SIGBUS.
+        return read_run(buffer, at, max(at, used), base, checksum, _BATCH, checksums=checksums, met=met, spares=spares)
 
     at = start
     doubted = -1
     met = length = used = 0
     with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
+            if at >= used:  # again, since another process may be writing
+                used = min(stop, run.data_end(segment, at))
             if kernel is not None and ahead.begun:
                 # The batch is usually still being read. Meanwhile load about as many of the pages behind it.
                 near = max(met, at + length)
@@ -189,7 +192,6 @@ def scan_segment(
                 if many and at < stop and kernel is not None:
                     # Compiled code reads the next batch on another processor, while the caller handles this one.
                     ahead.begin(partial(read, at, met))
-                    used = used or min(stop, run.data_end(segment, at))
                     length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
                 del headers  # its memory is reused
