@@ -192,8 +192,8 @@ class RetentionService(Mechanism):
         """Return the bytes that consumers will store to settle what waits, until segments of it can be deleted.
 
         Each delivery by receipt takes `_SETTLING_BYTES`. A settled segment is deleted, then the next one. More than one
-        segment's worth is needed only if settling takes more bytes than the messages have. If `free` bytes are enough in
-        any case, no queue is looked at, of which there may be 100,000."""
+        segment's worth is needed only if settling takes more bytes than the messages have. No queue is looked at if
+        `free` bytes are enough in any case: there may be 100,000."""
         store = self._parts.store
         held = max(1, store.max_offset - store.min_offset)
         most = held // MIN_RECORD_BYTES * _SETTLING_BYTES * max(1, len(self._parts.offsets.groups()))

@@ -1,10 +1,10 @@
 """The folder `tmp` of a store: where files are prepared before they are renamed into place.
 
-    tmp/<purpose>.<number>      the purpose is "cq", "index", "room", "timerwheel" or the 20 digits of a segment
+    tmp/<purpose>.<number>      the purpose is "cq", "index", "timerwheel" or the 20 digits of a segment
+    tmp/room                    not prepared for anything: it holds disk blocks (`log/room.py`)
 
-A crash leaves such files, and the next writer removes them. "room" holds disk blocks for that writer (`log/room.py`).
-Nothing else in the folder is mqstore's, so nothing else is touched. Earlier versions wrote the purpose alone, or "cq-"
-and a number: those are removed, too.
+A crash leaves such files, and the next writer removes them. Nothing else in the folder is mqstore's, so nothing else is
+touched. Earlier versions wrote the purpose alone, or "cq-" and a number: those are removed, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mqstore.files.filesystem import FileSystem, StrPath
 
 __all__ = ["new_file", "remove_temporaries", "temporary_path"]
 
-_OURS = re.compile(r"(?:[0-9]{20}|cq|index|room|timerwheel)(?:[.-][0-9]+)?")
+_OURS = re.compile(r"(?:[0-9]{20}|cq|index|timerwheel)(?:[.-][0-9]+)?")
 
 #: Tells apart what several threads and stores prepare at the same time.
 _numbers = itertools.count()

@@ -27,6 +27,7 @@ from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.watermark import written_end
+from mqstore.log.room import give_up_room
 
 __all__ = ["Opened", "Opening", "report_renamed", "report_undone"]
 
@@ -70,9 +71,7 @@ class Opening:
         """Load and recover the store. On an error the caller closes the parts."""
         parts, abort, txn = self._parts, self._abort, self._txn
         created = not self._manifest.exists
-        # First: on a full disk what follows needs the room that the last writer has kept there.
-        self._fs.mkdir(self._path / "tmp", exist_ok=True)
-        remove_temporaries(self._fs, self._path / "tmp")
+        give_up_room(self._path, self._fs)
         clean = not abort.exists()
         parts.machine_ran_on = abort.is_of_this_boot()
         went_down = not clean and not parts.machine_ran_on
@@ -187,6 +186,8 @@ class Opening:
 
     def _prepare_folders(self, created: bool) -> None:
         fs, path = self._fs, self._path
+        fs.mkdir(path / "tmp", exist_ok=True)
+        remove_temporaries(fs, path / "tmp")
         guarded = self._manifest.profile != "mqstore" or manifests.is_guarded(path)
         if created or not guarded:  # not guarded if the creator was killed in between
             fs.mkdir(path / "commitlog", exist_ok=True)

@@ -8,7 +8,7 @@ Puts of applications ask before the log grows beyond `CommitLog.free_until`; the
 would take what is kept back is refused, after segments that nobody needs were deleted. So a full disk can be consumed
 down to the last message, and is free then.
 
-A part of it is kept in a file, which opening removes: a disk that others have filled can be opened, and then freed.
+A part of it is kept in the file tmp/room. Opening on a full disk removes it: it can be freed then, whoever filled it.
 
 Only the flusher deletes. A put waits for it, because its own thread may hold a lock, or be a signal handler's.
 """
@@ -20,21 +20,22 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from mqstore.errors import MQStoreError, StoreFullError
-from mqstore.files.tmp import temporary_path
+from mqstore.files.filesystem import FileSystem
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.options import Retention
 from mqstore.signalsafe import Gate
 
-__all__ = ["Room"]
+__all__ = ["Room", "give_up_room"]
 
 _KEPT_BYTES = 1 << 20
 """Kept back for units, checkpoints and JSON files, whatever waits."""
-_FILE_BYTES = 1 << 18
-"""Part of it that is kept in a file."""
+_FILE, _FILE_BYTES = "tmp/room", 1 << 18
+"""File that holds a part of it, and its length."""
 _CLEAN_MS = 100
 """A log that is larger than retention allows is cleaned again after this time, as long as puts come."""
 _PATIENCE_S = 10.0
@@ -42,6 +43,12 @@ _PATIENCE_S = 10.0
 _SHARE = 8
 """A put checks again when the log has grown by this part of the bytes that were to spare.
 Waiting messages need at most six times their bytes to be acknowledged, one by one, and the log needs the bytes once."""
+
+
+def give_up_room(root: Path, fs: FileSystem) -> None:
+    """Free the room that the last writer of a store has kept, if the disk is full. For opening, which needs some."""
+    if fs.free_bytes(root) < _FILE_BYTES:
+        fs.unlink(root / _FILE, missing_ok=True)
 
 
 class Room:
@@ -61,8 +68,8 @@ class Room:
         """`policy` returns the retention in force, or None. `clean` applies it. `call_flusher` makes the flusher call
         `run_once`; it is None for a store without background threads."""
         self.needed: Callable[[int], int] = lambda free: 0
-        """Returns the bytes that consumers will store to settle what waits. If there are `free` bytes anyway, it may return
-        any larger number up to that. Set by a broker."""
+        """Returns the bytes that consumers will store to settle what waits. It may return more, up to `free`.
+        Set by a broker."""
         self.bound: Callable[[Retention], int] | None = None
         """Returns the physical offset below which no message is needed. Set by a broker."""
         self.settle: Callable[[], None] = lambda: None
@@ -74,8 +81,9 @@ class Room:
         self._clean = clean
         self._drop_before = drop_before
         self._call_flusher = call_flusher
-        self._file: str | None = None
         self._lock = threading.RLock()
+        self._is_held = False
+        """True if `tmp/room` exists."""
         self._wanted = 0
         """Size of the largest put that waits for room."""
         self._cleaned_ms = 0
@@ -146,21 +154,20 @@ class Room:
 
     def _hold(self, wanted: bool) -> None:
         """Keep room in a file if `wanted`, or give it up."""
-        fs, tmp = self._parts.fs, self._parts.root / "tmp"
+        fs, path = self._parts.fs, self._parts.root / _FILE
         with self._lock:
-            if not wanted and self._file is not None:
-                fs.unlink(self._file, missing_ok=True)
-                self._file = None
-            elif wanted and self._file is None:
-                path = temporary_path(tmp, "room")
+            if wanted and not self._is_held:
                 with suppress(StoreFullError):
-                    with fs.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._parts.config.file_mode) as fd:
+                    with fs.opened(path, os.O_RDWR | os.O_CREAT, self._parts.config.file_mode) as fd:
                         fs.allocate(fd, _FILE_BYTES, _FILE_BYTES)
-                    self._file = path
+                    self._is_held = True
+            elif not wanted:
+                fs.unlink(path, missing_ok=True)
+                self._is_held = False
 
     def _free_bytes(self) -> int:
         run = self._log.run
-        held = 0 if self._file is None else _FILE_BYTES
+        held = _FILE_BYTES if self._is_held else 0
         return self._parts.fs.free_bytes(run.directory.parent) + run.allocated_beyond(self._log.end) + held
 
     def _kept_bytes(self, free: int = 0) -> int:
