@@ -19,6 +19,7 @@ __all__ = [
     "ConfigError",
     "CorruptStoreError",
     "EvaluationError",
+    "FileInTheWayError",
     "FilterError",
     "FlushFailedError",
     "FlushTimeoutError",
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidMessageError",
     "InvalidReceiptError",
     "MQStoreError",
+    "MissingFileError",
     "NotAStoreError",
     "NotPermittedError",
     "OffsetOutOfRangeError",
@@ -358,6 +360,14 @@ class StoreIOError(MQStoreError, OSError):
         return f"{self.operation} failed on {self.filename}: {self.strerror}"
 
 
+class MissingFileError(StoreIOError, FileNotFoundError):
+    """A file or folder is not there. A store that loses its directory while it is open raises it from every call."""
+
+
+class FileInTheWayError(StoreIOError, FileExistsError):
+    """A name that had to be new is taken."""
+
+
 class SendError(MQStoreError):
     """A message could not be stored, or not as durably as requested.
 
@@ -448,6 +458,7 @@ def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: 
     """Raise `error` as an error that callers of a store can handle.
 
     ENOSPC and EDQUOT become `StoreFullError`, EROFS, EACCES and EPERM `ReadOnlyStoreError`, all else `StoreIOError`.
+    A FileNotFoundError and a FileExistsError stay that, too, since callers catch them.
     """
     number = error.errno or errno.EIO
     text = error.strerror or str(error)
@@ -456,4 +467,5 @@ def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: 
         raise StoreFullError(number, text, name, operation) from error
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         raise ReadOnlyStoreError(number, f"{operation} not permitted: {text}", name) from error
-    raise StoreIOError(number, text, name, operation) from error
+    kind = {errno.ENOENT: MissingFileError, errno.EEXIST: FileInTheWayError}.get(number, StoreIOError)
+    raise kind(number, text, name, operation) from error

@@ -231,11 +231,11 @@ def test_a_link_that_leads_in_a_circle_is_no_file_and_no_folder(tmp_path: Path, 
 # -- the door ----------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_path_with_a_link_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolved_path_is_absolute_and_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "link").symlink_to("store")
     monkeypatch.chdir(tmp_path)
-    assert resolved("store") == "store"
-    assert resolved("./store/../store") == "./store/../store"
+    assert resolved("store") == str(tmp_path / "store")
+    assert resolved("./link/../store/") == str(tmp_path / "store")
     assert resolved(tmp_path / "new" / "er") == str(tmp_path / "new" / "er")
     assert resolved("link/new") == str(tmp_path / "store" / "new")

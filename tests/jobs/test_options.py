@@ -11,6 +11,7 @@ import pytest
 
 from mqstore.errors import ConfigError
 from mqstore.jobs.options import ANY, ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
+from mqstore.jobs.plan import stores_of
 from mqstore.jobs.views import VIEWS
 
 
@@ -249,8 +250,32 @@ def test_a_path_that_is_not_local_is_never_taken_for_a_folder_below_the_working_
 
 
 @pytest.mark.parametrize("path", ["./s3:a", "/a/b:c", "file:a", "file:/a", "file:///a", "a b"])
-def test_a_local_path_may_hold_what_it_likes(path: str) -> None:
-    assert SinkOptions.parse({"path": path}).path == path.removeprefix("file://").removeprefix("file:")
+def test_local_path_may_contain_any_character(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = path.removeprefix("file://").removeprefix("file:")
+    assert SinkOptions.parse({"path": path}).path == str(tmp_path / plain)
+    assert SourceOptions.parse({"path": path}).paths == [str(tmp_path / plain)]
+
+
+def test_relative_path_is_refused_in_a_session_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write by Spark Connect to "relstore" succeeded, and its store was in a temporary folder of the session: Python
+    workers of a session with artifacts stand in a folder that has the name of this variable."""
+    (tmp_path / "a-session").mkdir()
+    monkeypatch.chdir(tmp_path / "a-session")
+    monkeypatch.setenv("SPARK_JOB_ARTIFACT_UUID", "a-session")
+    for options in (SinkOptions, SourceOptions):
+        with pytest.raises(ConfigError, match=r"option path='relstore'.*give the whole path"):
+            options.parse({"path": "relstore"})
+        options.parse({"path": str(tmp_path / "store")})
+
+
+def test_relative_glob_may_be_below_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "[x]").mkdir()
+    (tmp_path / "[x]" / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "[x]")
+    options = SourceOptions.parse({"path": "*"})
+    monkeypatch.chdir(tmp_path)
+    assert [store.path for store in stores_of(options)] == [str(tmp_path / "[x]" / "a")]
 
 
 def test_a_write_says_where_it_goes() -> None:

@@ -37,6 +37,7 @@ from mqstore.aio.twin import Closable, takes
 from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
+from mqstore.files.beneath import resolved
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body
@@ -57,8 +58,10 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     """Open a store as `mqstore.open` does.
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
 
+    path = resolved(path)  # now: it is opened later, by another thread
+
     async def begin() -> Store:
-        bridge = Bridge(f"store {str(path)!r}")
+        bridge = Bridge(f"store {path!r}")
         try:
             return Store(bridge, await bridge.call(partial(store.Store, path, *args, **options), store.Store.close))
         except BaseException:

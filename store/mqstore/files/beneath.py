@@ -14,8 +14,8 @@ Nothing waits and no device is touched: a name is looked at before it is opened,
 again. A refusal is an OSError that says which name is what. It is ELOOP for a link, EISDIR for a folder in place of a
 file, ENOTDIR for a file in place of a folder, and EINVAL for the rest.
 
-The path of a store, and every other place that a user names, may lead through links. So it is resolved once, where it
-comes in (`resolved`). After that no part of a path is a link of the user's.
+The path of a store, and every other place that a user names, may be relative or lead through links. So it is resolved
+once, where it comes in (`resolved`). After that it is absolute, and no part of it is a link of the user's.
 
 ==============  =================================================================================================
 system          how links are refused
@@ -36,6 +36,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from mqstore.errors import ConfigError, raise_os_error
 from mqstore.native import kernel
 
 __all__ = ["REFUSED", "check", "folder_of", "open_any", "open_file", "open_folder", "resolved"]
@@ -65,16 +66,22 @@ _compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is N
 
 
 def resolved(path: StrPath) -> str:
-    """Return `path`, or where it really leads if a part of it is a link. For places that a user names.
+    """Return the absolute path to which `path` really leads, without links. For places that a user names.
 
-    A path without links comes back as it was given, so that messages show it as the user wrote it.
+    It is fixed once, where the path comes in, so a later change of the working directory moves nothing. The place need
+    not exist. Raises ConfigError for what is not a path, and StoreIOError or ReadOnlyStoreError if it cannot be looked
+    at, or if it is relative and the working directory was removed.
     """
-    given = os.fspath(path)
-    with suppress(OSError):
-        os.close(_open_folder(given, _TO_PASS))
-        return given
-    real = os.path.realpath(given)
-    return given if real == os.path.abspath(given) else real
+    name, step = os.fsdecode(path), "finding the working directory"
+    try:
+        real, step = os.path.realpath(name), "stat"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(real)
+        return real
+    except OSError as error:
+        raise_os_error(error, name, step)
+    except ValueError as error:
+        raise ConfigError(f"{name!r} is not a path: {error}") from error
 
 
 def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:

@@ -41,9 +41,10 @@ import pyarrow.parquet as pq
 from mqstore.columnar.columns import check_columns
 from mqstore.errors import ConfigError
 from mqstore.jobs.options import Key, SourceOptions, flat_offsets, nested_offsets
+from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.runner import Runner, Where
-from mqstore.jobs.selection import Selection, Shaped, Stores, local_path, select
+from mqstore.jobs.selection import Selection, Shaped, Stores, select
 from mqstore.jobs.staging import STAGING, clean
 from mqstore.jobs.tasks import policy_of, read_slices
 

@@ -22,6 +22,7 @@ from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
 from mqstore.files.beneath import resolved
+from mqstore.jobs.paths import checked_path
 from mqstore.log.tagfilter import parse_tags
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # it would need pyarrow, which planning does not
 
 __all__ = [
     *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
-    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "flat_offsets", "interval_ms"),
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "duration_s", "flat_offsets", "interval_ms"),
     *("nested_offsets", "not_for", "refuse_table"),
 ]
 
@@ -248,24 +249,6 @@ def text(value: str) -> str:
     if not value.strip():
         raise ValueError("it is empty")
     return value
-
-
-_SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
-
-
-def checked_path(value: str) -> str:
-    """Return a path of a mounted file system, without `file:`. ValueError for any other scheme.
-
-    It would be taken for a folder's name: a job would write below its driver's working directory, and say done.
-
-    >>> checked_path("file:///var/mq")
-    '/var/mq'
-    """
-    if found := _SCHEME.match(value):
-        raise ValueError(f"only local paths, of a mounted file system; {found[0]!r} leads elsewhere (a folder: ./NAME)")
-    if value.startswith("~"):
-        raise ValueError("'~' is not replaced here: give the whole path (a folder: ./NAME)")
-    return text(value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:"))
 
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -127,7 +127,7 @@ class Bounds(NamedTuple):
 def stores_of(options: SourceOptions) -> list[StoreName]:
     """Return the stores that the options name, in order. ConfigError for an empty glob or a repeated id."""
     if isinstance(options.paths, dict):
-        found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
+        found = [_named(name, path) for name, path in options.paths.items()]
     else:
         found = [store for path in options.paths for store in _stores_at(path)]
     if twice := sorted(name for name, number in Counter(store.id for store in found).items() if number > 1):
@@ -156,7 +156,7 @@ def _stores_at(path: str) -> Iterator[StoreName]:
             f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
         )
     for folder in folders:
-        place = os.path.abspath(folder)
+        place = os.path.normpath(folder)
         if (manifest := read_set(Path(folder))) is not None:
             yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
         else:

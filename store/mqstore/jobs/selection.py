@@ -15,7 +15,8 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import SOURCE_OPTIONS, Key, SourceOptions, checked_path
+from mqstore.jobs.options import SOURCE_OPTIONS, Key, SourceOptions
+from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "Stores",
     "check_followed",
     "check_known",
-    "local_path",
     "select",
 ]
 
@@ -142,12 +142,3 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
         more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
         names = f"there are {', '.join(map(repr, there[:_NAMED]))}{more}" if there else "there is none"
         raise ConfigError(f"no store knows the {what} {', '.join(map(repr, unknown))}; {names}")
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path, since executors have other working directories.
-    Raises ConfigError for a URL, except `file:`."""
-    try:
-        return os.path.abspath(checked_path(os.fspath(path)))
-    except ValueError as error:
-        raise ConfigError(f"{os.fspath(path)!r} is no path to read stores from or write files to: {error}") from error

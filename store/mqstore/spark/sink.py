@@ -13,10 +13,9 @@ and where they are missing a write fails and says what to use.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,8 +80,7 @@ class _Writer:
             options.check_overwrite()
         if self.is_stream:
             options.check_stream()
-        # Executors stand in folders of their own.
-        self.options = replace(options, path=os.path.abspath(options.path))
+        self.options = options
         self.rules = plan_target(self.options)
         self.overwrite = overwrite
         self.batch = (options.txn_app_id or f"job-{uuid.uuid4().hex}", options.txn_version or 0)

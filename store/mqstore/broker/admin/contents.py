@@ -38,6 +38,7 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.configfile import object_member
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import MQStoreError
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
@@ -81,7 +82,7 @@ def inspect_store(
     >>> found["commitlog"]["messages"], found["topics"]["orders"]["queues"]["0"]["max_offset"], found["clean_shutdown"]
     (1, 1, True)
     """
-    path = Path(path)
+    path = Path(resolved(path))
     problems: list[str] = []
     live = writer_alive(path, fs)
     with ReadOnlyMessageStore(path, config=config, fs=fs) as store:

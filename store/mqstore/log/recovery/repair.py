@@ -57,13 +57,13 @@ def recover_store(
     options = replace(options, full=True)
     root = Path(resolved(path))
     if options.dry_run:
-        refuse_beside_writer(path, fs)  # a record that is being written cannot be checked
-        with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
+        refuse_beside_writer(root, fs)  # a record that is being written cannot be checked
+        with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
             _settle(store, report, dry_run=True)
             return report
-    with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
+    with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         report = store.recovery
         _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
         _settle(store, report, dry_run=False)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mqstore.errors import ConfigError, StoreBusyError, raise_os_error
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.quiet import QUIET
@@ -128,7 +129,7 @@ def plan_snapshot(
     config: StoreConfig | None = None,
 ) -> SnapshotPlan:
     """Return what `snapshot_store` would do now. Changes nothing. Raises what that raises."""
-    original = Original(Path(path), config or StoreConfig())
+    original = Original(Path(resolved(path)), config or StoreConfig())
     place = _checked(original, target, link)
     with ExitStack() as opened:
         return _plan(original, original.moment(opened), place, link)
@@ -166,7 +167,7 @@ def snapshot_store(
     (1, [], True, [b'hello'])
     """
     begun = time.monotonic()
-    original = Original(Path(path), config or StoreConfig(), saved)
+    original = Original(Path(resolved(path)), config or StoreConfig(), saved)
     place = _checked(original, target, link)
     parents: list[Path] = []
     work = place.with_name(place.name + _SUFFIX + secrets.token_hex(4))
@@ -204,9 +205,9 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     if not text or "\0" in text or (not length and text.strip(os.sep)):
         raise ConfigError(f"{text!r} is no name of a folder")
     head, name = os.path.split(text.rstrip(os.sep))
-    place = Path(os.path.realpath(head or os.curdir), name)
+    place = Path(resolved(head or os.curdir), name)
     if name in ("", os.curdir, os.pardir):
-        place = Path(os.path.realpath(text))
+        place = Path(resolved(text))
     root = Path(os.path.realpath(original.root))
     real = Path(os.path.realpath(place))
     if _lies_in(real, original):
