@@ -449,8 +449,7 @@ class Queue:
     def qsize(self) -> int:
         """Return the number of items that are ready, leased, or waiting for another attempt.
         Delayed items count once due. Raises StoreClosedError."""
-        if self._broker.store.closed:  # otherwise a thread that waits would wait for ever
-            raise StoreClosedError(f"{self._broker.store.path} was closed; open it again")
+        self._broker.store.check_open()  # otherwise a thread that waits would wait for ever
         return sum(self._broker.lag(self.name).values())
 
     def __len__(self) -> int:

@@ -33,6 +33,7 @@ from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
+from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
@@ -57,15 +58,8 @@ _LOOK_S = 0.02
 _EXIT_S = 5.0
 """Time that handlers have at the end of the process."""
 
-_open: dict[Store, None] = {}
-"""Stores that are open for writing. Strong references: at the end each is stopped and saved."""
-
-
-def _remember(store: Store) -> None:
-    for each in list(_open):
-        if each.closed:  # by its broker or its log
-            _open.pop(each, None)
-    _open[store] = None
+_open: WeakSet[Store] = WeakSet()
+"""Stores that are open for writing: at the end of the process each is stopped and saved."""
 
 
 @atexit.register
@@ -75,7 +69,10 @@ def _close_all() -> None:
     for store in stores:
         store.halt()
     for store in stores:
-        store.close_halted(_EXIT_S, until)
+        try:
+            store.close_halted(_EXIT_S, until)
+        except Exception:  # the others must still be closed
+            _log.exception("%s: not closed cleanly", store.path)
 
 
 def _takes_options_of(
@@ -151,9 +148,10 @@ class Store(Closing, Sending):
             Broker.__init__(broker, log)
             self._broker = broker
             self._sender = broker._sender
-            _remember(self)
+            # Whoever holds the log or the broker holds all of it, so that closing it finds its consumers, too.
+            log.closer = self.close
+            _open.add(self)
         except BaseException:
-            _open.pop(self, None)
             if self._broker is not None:
                 broker.close()
             log.close()
@@ -168,7 +166,7 @@ class Store(Closing, Sending):
         return self._broker
 
     def _refuse(self) -> NoReturn:
-        raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw'")
+        raise ReadOnlyStoreError(refusal_to_reader(self.path, self.log.fs))
 
     @property
     def path(self) -> Path:
@@ -215,6 +213,7 @@ class Store(Closing, Sending):
 
     def queues(self, topic: str) -> list[QueueRef]:
         """Return the queues of a topic. Raises TopicNotFoundError."""
+        self.log.check_open()
         if self._broker is None:
             return self.log.queues(topic)
         config = self._broker.topics.need(topic)
@@ -303,6 +302,7 @@ class Store(Closing, Sending):
         while self._is_empty(topic, queue_id):
             if not follow:
                 return
+            self.log.check_open()
             time.sleep(_LOOK_S)
             if start == "latest":
                 start = "earliest"  # all later messages are new
@@ -522,7 +522,6 @@ class Store(Closing, Sending):
             self._broker.close(timeout_s)
         else:
             self.log.close(timeout_s)
-        _open.pop(self, None)
 
     def _end_all(self, ends: Iterable[Callable[[], object]]) -> None:
         for end in ends:

@@ -6,6 +6,7 @@ format#unit, format#dispatch and format#index; expected bytes are the golden sto
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import struct
 import threading
@@ -22,10 +23,11 @@ from mqstore.layout.record import encode_record
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.reput import Dispatcher
+from mqstore.log.reput import Dispatcher, DispatchThread
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import NEVER
 from mqstore.signalsafe import Bell
+from mqstore.threads import start_thread
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, dispatcher_of, files, flip_log, open_store, units_of, until_parked
@@ -480,7 +482,7 @@ def test_a_put_rings_the_dispatcher_at_the_mark(store: MessageStore, mark: int, 
 
 @pytest.mark.parametrize(
     ("growth", "waits"),
-    [(0, ["pause", "rest"]), (1, ["pause", "pause", "rest"]), (5 << 20, ["pause", "rest"])],
+    [(0, ["pause", "rest"]), (1, ["pause", "pause", "rest"]), (5 << 20, ["none", "pause", "rest"])],
     ids=["nothing is put meanwhile", "little is", "much is"],
 )
 def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, growth: int, waits: list[str]) -> None:
@@ -491,8 +493,8 @@ def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, gro
 
         class NotedBell(Bell):
             def wait(self, timeout_s: float | None = None) -> bool:
-                seen.append("rest" if timeout_s is None else "pause")
-                wakeups.stopping = timeout_s is None
+                seen.append("rest" if timeout_s == math.inf else "pause" if timeout_s else "none")
+                wakeups.stopping = timeout_s == math.inf
                 return True
 
         def grow(*_: object) -> None:
@@ -501,9 +503,9 @@ def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, gro
 
         if growth:
             dispatcher.listeners.append(grow)
-        wakeups.dispatcher = NotedBell()
         store.put("t", b"0")
-        dispatcher.run_thread(wakeups, TaskErrors(tmp_path))
+        start_thread(work := DispatchThread(dispatcher, wakeups, TaskErrors(tmp_path)), NotedBell(), "test").join()
         assert seen == waits
+        assert work.step() is None  # it is stopping
         assert store.stats().dispatch_lag_bytes == 0
         wakeups.stopping = False

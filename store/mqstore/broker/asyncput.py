@@ -6,13 +6,15 @@ them, syncs all records that have been collected meanwhile.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
-from mqstore.signalsafe import Condition, Future
+from mqstore.signalsafe import Bell, Future
+from mqstore.threads import start_thread
 
 __all__ = ["AsyncPuts"]
 
@@ -22,7 +24,8 @@ class AsyncPuts:
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
-        self._changed = Condition()
+        self._lock = threading.RLock()  # a signal handler may put in the middle of a put
+        self._bell = Bell()
         self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -41,25 +44,21 @@ class AsyncPuts:
         if not synced:
             future.set_result(receipt)
             return future
-        with self._changed:
+        with self._lock:
             if self._closed:
                 future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
                 return future
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mqstore-async-put", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self, self._bell, "async-put")
+            self._bell.ring()  # first: a signal handler may raise behind it. The thread waits for the lock
             self._waiting.append((future, receipt))
-            self._changed.notify_all()
         return future
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                batch, self._waiting = self._waiting, []
+    def step(self) -> float | None:
+        """Sync the records that wait, in the thread (`mqstore.threads`) or while closing."""
+        with self._lock:
+            batch, self._waiting = self._waiting, []
+        if batch:
             try:
                 self._store.flush()
             except Exception as error:
@@ -68,11 +67,13 @@ class AsyncPuts:
             else:
                 for future, receipt in batch:
                     future.set_result(receipt)
+        return None if self._closed else math.inf
 
     def close(self) -> None:
         """Sync the waiting records, and refuse further ones."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+        self._bell.ring()
         if self._thread is not None and self._thread is not threading.current_thread():  # a callback calls this
             self._thread.join()
+            self.step()  # what the thread has not taken

@@ -58,6 +58,7 @@ from mqstore.errors import (
     ReadOnlyStoreError,
     StoreClosedError,
 )
+from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
@@ -106,7 +107,7 @@ class Broker(Closing, Sending):
 
     def __init__(self, store: MessageStore) -> None:
         if store.mode != "rw":
-            raise ReadOnlyStoreError(f"{store.path} was opened for reading; a broker needs mode='rw'")
+            raise ReadOnlyStoreError(refusal_to_reader(store.path, store.fs))
         if store.room.bound is not None:
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
         self.store = store
@@ -170,6 +171,7 @@ class Broker(Closing, Sending):
         store.enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
+        store.closer = self.close
         self._sender = parts.road._sender
         if store.config.clock is None:
             self._housekeeper.run("pop")  # first: messages held by receivers of the process before are visible
@@ -417,6 +419,7 @@ class Broker(Closing, Sending):
         """Return the queues of an ordered group that a failed message blocks.
         A queue is listed from the first failure of its message until that message is settled, also while the next
         attempt runs. The group may pop with `order=True` or have ordered push consumers."""
+        self._check_open()
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
     # -- members and locks ------------------------------------------------------------------------------------------
@@ -620,12 +623,10 @@ class Broker(Closing, Sending):
         return self._metrics.prometheus()
 
     def _check_open(self) -> None:
-        """Raise StoreClosedError after closing, for calls that the store itself would not refuse.
-        A note in memory would never be saved, and a value in memory may be older than what others have saved since."""
-        if self._closed or self.store.closed:
-            raise StoreClosedError(
-                f"{self.store.path} was closed (or this process was forked from its owner); open it again"
-            )
+        """Raise StoreClosedError after closing: a value in memory may be older than what others have saved since."""
+        self.store.check_open()
+        if self._closed:
+            raise StoreClosedError(f"{self.store.path} is closing; open it again")
 
     def _may_join(self, group: str, mode: Mode) -> None:
         """Raise if a member may not register: a consumer of this process, or a client of a server."""
@@ -669,7 +670,8 @@ class Broker(Closing, Sending):
             self._closed = True
             self._waiters.close()  # first: waiting callers may leave while the rest ends
             self._async_puts.close()
-            if not self._housekeeper.close(timeout_s):
+            # A store without its directory cannot be saved, and says so.
+            if not self._housekeeper.close(timeout_s, persist=not self.store.is_lost()):
                 _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
         finally:
             self.store.close(timeout)

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from mqstore.errors import ReadOnlyStoreError, StoreClosedError
+from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.jsonfile import EncodedEntry, FileState, encode_entry, load_json, save_json, sync_json
+from mqstore.files.lock import refusal_to_reader
 from mqstore.log.recovery.queueends import LOG_END
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class ConfigFile:
 
     def _writable(self) -> MessageStore:
         if self._store.mode != "rw":
-            raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
+            raise ReadOnlyStoreError(refusal_to_reader(self._store.path, self._store.fs))
         return cast("MessageStore", self._store)
 
     def flush_log(self) -> None:
@@ -183,8 +184,7 @@ class ConfigFile:
         file is then as it was before."""
         store = self._writable()
         fs = store.fs
-        if store.closed:  # another process may hold the lock now and have saved another value
-            raise StoreClosedError(f"{store.path} was closed; open it again")
+        store.check_open()  # else another process may hold the lock now and have saved another value
         if not self.has_saved:  # the process before may have been killed before it synced folder and file
             for name in reversed(self.path.relative_to(store.path).parents[:-1]):
                 folder = store.path / name

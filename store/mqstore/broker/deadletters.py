@@ -47,6 +47,7 @@ from mqstore.broker.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
+from mqstore.files.lock import refusal_to_reader
 from mqstore.layout.properties import (
     DELAY,
     DLQ_ORIGIN_MESSAGE_ID,
@@ -307,7 +308,7 @@ class DeadLetters:
         if is_retry_topic(config.name):  # then it is part of the group's lag, and kept
             self._tables.offsets.begin(QueueKey(self.group, config.name, queue_id))
         if not isinstance(self._tables, Parts):
-            raise ReadOnlyStoreError(f"{self._tables.store.path} was opened for reading; replay needs mode='rw'")
+            raise ReadOnlyStoreError(refusal_to_reader(self._tables.store.path, self._tables.store.fs))
         self._tables.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
 
     def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:

@@ -11,6 +11,7 @@ may be full. The others continue.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from contextlib import nullcontext
 from mqstore.broker.mechanism import Mechanism
 from mqstore.clock import Clock
 from mqstore.signalsafe import Bell
+from mqstore.threads import start_thread
 
 __all__ = ["Housekeeper"]
 
@@ -117,16 +119,14 @@ class Housekeeper:
 
     def start(self) -> None:
         """Run due mechanisms in a thread until `stop`."""
-        self._thread = threading.Thread(target=self._loop, name="mqstore-housekeeper", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self, self._bell, "housekeeper")
 
-    def _loop(self) -> None:
-        while not self._stopping:
-            due_ms = self.run_once(self._clock.now_ms())
-            if due_ms is None:
-                self._bell.wait()
-            else:
-                self._bell.wait(max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000)
+    def step(self) -> float | None:
+        """Do the work of the thread (`mqstore.threads`) that is due. Return None after `stop`."""
+        if self._stopping:
+            return None
+        due_ms = self.run_once(self._clock.now_ms())
+        return math.inf if due_ms is None else max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000
 
     def stop(self, timeout_s: float) -> bool:
         """Wait for the running job and start no other. Return True if it has ended."""
@@ -141,11 +141,12 @@ class Housekeeper:
         """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
         return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs))])
 
-    def close(self, timeout_s: float) -> bool:
-        """Stop, then save and close every mechanism. Return False if one is still running after the timeout."""
+    def close(self, timeout_s: float, *, persist: bool = True) -> bool:
+        """Stop, then save (`persist`) and close every mechanism. Return False if one still runs after the timeout."""
         stopped = self.stop(timeout_s)
         with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
-            self.persist()
+            if persist:
+                self.persist()
             self._do([job.mechanism.close for job in reversed(self._jobs)])
         return stopped
 

@@ -47,7 +47,6 @@ from mqstore.errors import (
     FlushTimeoutError,
     InvalidMessageError,
     MQStoreError,
-    StoreClosedError,
     TransactionStateError,
 )
 from mqstore.layout.properties import (
@@ -396,8 +395,8 @@ class Transactions(Mechanism):
         half message (its topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown.
         NOT_ASKED means unknown, and does not count as one of the 15 checks. An error is logged and counts as None.
         Halves that waited for a callback are due at once. Raises StoreClosedError if no check will follow."""
-        if callback is not None and self._store.closed:
-            raise StoreClosedError(f"{self._store.path} was closed; open it again")
+        if callback is not None:
+            self._store.check_open()
         with self._lock:
             if callback is None:
                 self._callbacks.pop(producer_group, None)

@@ -130,6 +130,7 @@ class Waiters(Mechanism):
         self._ring = False
         self._closed = False
         self._store.on_growth.append(self._grown)
+        self._store.on_lost.append(wake)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -254,6 +255,9 @@ class Waiters(Mechanism):
 
     def run_once(self, now_ms: int) -> int | None:
         """Fire due waiters and run the callbacks of fired ones. Return the time of the next run."""
+        if self._store.closed:  # its directory is gone: those that wait are to see it
+            self.close()
+            return None
         now = self._clock.monotonic_ms()
         heap = self._heap
         with self._lock:
@@ -382,7 +386,8 @@ class Waiters(Mechanism):
     ) -> None:
         with self._lock:
             if self._closed:
-                raise StoreClosedError(f"{self._store.path} is closed; open it again")
+                self._store.check_closed()
+                raise StoreClosedError(f"{self._store.path} is closing; open it again")
             if len(self.parked) >= _MAX_PARKED:
                 raise StoreBusyError(f"{len(self.parked)} waiters are parked already; receive with fewer at a time")
             keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]

@@ -531,8 +531,8 @@ class Producer(Closing):
             raise StoreClosedError(
                 f"producer {self.group!r} belongs to the parent process; open the store in the child"
             )
-        what = f"producer {self.group!r}" if self._closed else str(self._broker.store.path)
-        raise StoreClosedError(f"{what} was closed")
+        self._broker.store.check_closed()
+        raise StoreClosedError(f"producer {self.group!r} was closed")
 
     def __repr__(self) -> str:
         return f"<Producer {self.group!r} on {str(self._broker.store.path)!r}{' closed' if self.closed else ''}>"

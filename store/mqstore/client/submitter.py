@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 from mqstore.clock import Clock
 from mqstore.errors import StoreClosedError
 from mqstore.signalsafe import Condition
+from mqstore.threads import HoldingBell, start_thread
 
 __all__ = ["Submitter"]
 
@@ -77,7 +78,11 @@ class Submitter(Generic[Load]):
         self._turn = threading.Lock()
         """Held while a batch is taken and written, so that batches do not overtake each other."""
         self._lock = Condition()
-        """The writer waits here for due loads, other threads for a written batch."""
+        """Threads wait here for a written batch."""
+        self._bell = HoldingBell()
+        """The writer waits here for due loads. Then it holds this object, and with it the store."""
+        self._rested = False
+        """True if the writer found nothing when it looked last."""
         self._line: deque[tuple[Load, int]] = deque()
         self._line_bytes = 0
         self._oldest_ms = 0
@@ -120,14 +125,13 @@ class Submitter(Generic[Load]):
 
     def _append(self, load: Load, size: int) -> None:
         if self._threaded and self._thread is None:  # first, so that nothing is taken if no thread can start
-            thread = threading.Thread(target=self._run, name=f"mqstore-submit-{self._name}", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = start_thread(self, self._bell, f"submit-{self._name}")
         if not self._line and self._linger_ms:
             self._oldest_ms = self._clock.monotonic_ms()
         # Calls come first: a signal handler may raise after one, and the load must be in completely or not at all.
         if not self._line or self._line_bytes < self._linger_bytes <= self._line_bytes + size:
-            self._lock.notify_all()
+            self._bell.ring()
+        self._bell.held = self
         self._line_bytes += size
         self._held += 1
         self._held_bytes += size
@@ -138,7 +142,7 @@ class Submitter(Generic[Load]):
         """Wait until a batch was written, or the time is over. The caller holds the lock."""
         self._urgent += 1
         try:
-            self._lock.notify_all()
+            self._bell.ring()
             self._lock.wait(timeout_s)
         finally:
             self._urgent -= 1
@@ -174,22 +178,24 @@ class Submitter(Generic[Load]):
                     self._lock.notify_all()
         return True
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                due_ms = self._due_in_ms()
-                if due_ms is None:
-                    if self._closed or not (self._lock.wait(_IDLE_S) or self._line):
-                        self._thread = None  # the next `put` starts another
-                        return
-                    continue
-                if due_ms:
-                    self._lock.wait(due_ms / 1000)
-                    continue
-            try:
-                self._write_due(everything=False)
-            except BaseException:  # a fault of ours, or `sys.exit` in a hook: the line continues
-                _log.exception("%s: writing what was submitted failed", self._name)
+    def step(self) -> float | None:
+        """Write what is due, in the thread (`mqstore.threads`). Return None to end it."""
+        with self._lock:
+            due_ms = self._due_in_ms()
+            rested, self._rested = self._rested, due_ms is None
+            if due_ms is None:
+                self._bell.held = None
+                if not (rested or self._closed):
+                    return _IDLE_S
+                self._rested, self._thread = False, None  # the next `put` starts another
+                return None
+        if due_ms:
+            return due_ms / 1000
+        try:
+            self._write_due(everything=False)
+        except BaseException:  # a fault of ours, or `sys.exit` in a hook: the line continues
+            _log.exception("%s: writing what was submitted failed", self._name)
+        return 0.0
 
     def run_once(self) -> int | None:
         """Write what is due. Return in how many ms to call again, or None for the next `put`."""
@@ -226,6 +232,7 @@ class Submitter(Generic[Load]):
         with self._lock:
             self._closed = True
             self._lock.notify_all()
+            self._bell.ring()
             thread = self._thread
             inside = self._writer == threading.get_ident()
         if thread is not None and not inside:

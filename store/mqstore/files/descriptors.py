@@ -13,8 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mqstore.errors import StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
@@ -28,24 +31,29 @@ __all__ = ["DescriptorCache", "File"]
 
 
 class File:
-    """Descriptor that is open as long as somebody refers to this object."""
+    """Descriptor that is open as long as somebody refers to this object.
 
-    __slots__ = ("_fs", "fd")
+    When a forgotten store is collected, its objects are finalized in any order, and the store still needs its files. So
+    the end of an array closes the descriptor: the garbage collector does not know arrays, and drops them last.
+    """
+
+    __slots__ = ("_end", "_fs", "fd")
 
     def __init__(self, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> None:
         self._fs = fs
-        self.fd = -1
+        self._end = np.empty(0)
         self.fd = fs.open(path, flags, mode)
+        weakref.finalize(self._end, _close, fs, self.fd).atexit = False
 
     @property
     def raw_fd(self) -> int:
         """Descriptor for compiled code, which calls the system. -1 if a file system must see every call."""
         return self.fd if type(self._fs) is FileSystem else -1
 
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            with contextlib.suppress(Exception):  # nobody is there to be told; what mattered was synced before
-                self._fs.close(self.fd)
+
+def _close(fs: FileSystem, fd: int) -> None:
+    with contextlib.suppress(Exception):  # nobody is there to be told; what mattered was synced before
+        fs.close(fd)
 
 
 class DescriptorCache:

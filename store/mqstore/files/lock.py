@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import socket
@@ -42,12 +43,14 @@ from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLock
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
-__all__ = ["WriterLock", "refuse_beside_writer", "writer_alive"]
+__all__ = ["WriterLock", "refusal_to_reader", "refuse_beside_writer", "writer_alive"]
 
 _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
+_COLLECTIONS_MAX = 3
+"""Number of garbage collections before a lock of this process is reported, with pauses between."""
 
 # struct flock of the two platforms; "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -174,11 +177,17 @@ class WriterLock:
         the file cannot be opened, and FileNotFoundError without the directory.
         """
         deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
-        pause_ms = _POLL_MS_MIN
+        pause_ms, collections = _POLL_MS_MIN, 0
         while True:
             try:
                 return self._try()
             except _TakenError as taken:
+                if taken.holder.pid == os.getpid() and collections < _COLLECTIONS_MAX:
+                    collections += 1
+                    gc.collect()  # a store that nobody refers to closes itself, unless its threads are at work
+                    if collections > 1:
+                        self._sleep(_POLL_MS_MAX / 1000)
+                    continue
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:
                     raise _refusal(self._root, taken.holder) from None
@@ -197,7 +206,8 @@ class WriterLock:
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
                 fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
-                for identity in [identity for identity, lock in _registry.items() if lock is self]:
+                # A copy: the garbage collector may close another store in the middle of this.
+                for identity in [identity for identity, lock in _registry.copy().items() if lock is self]:
                     del _registry[identity]
                 self._fd = None
                 self._fs.close(fd)
@@ -281,10 +291,22 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
     by = "another process" if holder.pid is None else f"process {holder.pid}"
     # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
     on = "" if holder.host is None else f" on host {holder.host!a}"
-    what_to_do = "close it there, or open read-only (mode='r')"
     if holder.pid == os.getpid():
-        by, on, what_to_do = f"{by}, this very one", "", "use that Store, or close it first"
-    return StoreLockedError(f"{os.fspath(root)} is open for writing in {by}{on}; {what_to_do}", *holder)
+        text = f"{by}, this very one; use that Store, or close it first"
+    else:
+        text = f"{by}{on}; put and consume there, or close it there first"
+    return StoreLockedError(f"{os.fspath(root)} is open for writing in {text}; mode='r' can read messages", *holder)
+
+
+def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> str:
+    """Return why a store that was opened for reading refuses a call, and a step that works now."""
+    step = "open it with mode='rw'"
+    try:
+        refuse_beside_writer(root, fs)
+    except StoreLockedError as error:
+        where = "this process" if error.pid == os.getpid() else f"process {error.pid or 'of another program'}"
+        step = f"it is open for writing in {where}: make this call there, or close it there and {step}"
+    return f"{os.fspath(root)} was opened for reading; {step}"
 
 
 def _parse(content: bytes) -> _Holder:

@@ -56,12 +56,12 @@ class BackgroundWork:
         """Call `task` every `interval_ms` from now on, after the tasks that were added before."""
         self._tasks.append((name, interval_ms, task))
 
-    def run(self) -> None:
-        """Run in the flusher thread until the store is closed."""
-        wakeups, clock = self._wakeups, self._clock
-        while not wakeups.stopping:
-            due = self.run_once(clock.monotonic_ms())
-            wakeups.flusher.wait(max(0.001, (due - clock.monotonic_ms()) / 1000))
+    def step(self) -> float | None:
+        """Do the work of the flusher thread (`mqstore.threads`) that is due. Return None once the store is closed."""
+        if self._wakeups.stopping:
+            return None
+        due = self.run_once(self._clock.monotonic_ms())
+        return max(0.001, (due - self._clock.monotonic_ms()) / 1000)
 
     def run_once(self, now_ms: int) -> int:
         """Do the work that is due at `now_ms` (monotonic). Return when to call again."""

@@ -12,6 +12,7 @@ the log still ends where it did (`_store_at`, `_store`).
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import zlib
@@ -494,7 +495,7 @@ class CommitLog(Tip):
     def _check_failed(self) -> None:
         if self.failed is not None:
             # A new error for each caller. If one error were raised repeatedly, it would gather all their frames.
-            raise type(self.failed)(*self.failed.args)
+            raise copy.copy(self.failed)
 
     def poison(self, error: MQStoreError) -> None:
         """Refuse every later put, after a failed sync (format#flush) or a close."""

@@ -86,10 +86,11 @@ class OwnNews:
 class FileNews:
     """News of a store that another process writes, or no process."""
 
-    def __init__(self, parts: StoreParts) -> None:
+    def __init__(self, parts: StoreParts, check_open: Callable[[], None]) -> None:
         self.pending_splice: Intent | None = None
         """Bulk append that the writer, or a dead one, has under way."""
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
+        self._check_open = check_open
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = threading.RLock()
         self._first_listed = 0
@@ -123,6 +124,7 @@ class FileNews:
         now = time.monotonic()
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0
+            self._check_open()  # without its directory a store looks like one where nothing happens
             self.list_again()
             if queue is not None:
                 changed = [queue]

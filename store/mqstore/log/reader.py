@@ -5,10 +5,13 @@ The same code serves the writer's own process and readers in others. `log.record
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,6 +26,8 @@ from mqstore.errors import (
     ConfigError,
     FormatError,
     InvalidMessageError,
+    MissingFileError,
+    MQStoreError,
     OffsetOutOfRangeError,
     StoreClosedError,
     TopicNotFoundError,
@@ -127,6 +132,10 @@ class StoreReader(Closing):
     _closed = _released = True
     """`_closed` means that the store cannot be used, `_released` that all resources are freed.
     Both are true until the store is open."""
+    _is_lost = False
+    """True if the directory was removed or moved while the store was open."""
+    _parent: int | None = None
+    """Id of the process that has the store open, in a forked child of it."""
 
     def __init__(self, path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> None:
         self._close_lock = threading.RLock()
@@ -137,6 +146,8 @@ class StoreReader(Closing):
         self.fs = fs
         self.clock = config.clock or SYSTEM_CLOCK
         self._gets = 0
+        self.closer: Callable[[], object] = self.close
+        """Closes the store with everything that is built on it."""
 
     def _set_parts(self, parts: StoreParts) -> None:
         self.parts = parts
@@ -149,17 +160,68 @@ class StoreReader(Closing):
     def _read_by(self, news: News) -> None:
         self.news = news
         checker = RecordChecker(self.parts, news, passes_over_bad=self.mode == "rw")
-        self.records = RecordReader(self.parts, news, checker, self.check_open)
+        self.records = RecordReader(self.parts, news, checker, self.check_closed)
         self._opened_ms = self.clock.now_ms()
 
     @property
     def closed(self) -> bool:
-        """True if `close` was called, or this is a forked child of the process that opened the store."""
+        """True if `close` was called, the directory is gone, or this is a forked child of the opening process."""
         return self._closed
 
+    def _opened(self) -> None:
+        """Note that the store is open, and which directory is its own."""
+        self._directory = self._look()
+        self._closed = self._released = False
+
+    def _look(self) -> tuple[int, int] | None:
+        """Return the identity of the directory that is at the path now, or None if there is none."""
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
     def check_open(self) -> None:
+        """Raise StoreClosedError if the store was closed, and MissingFileError if its directory was removed or moved.
+        An open store never follows its path to another directory: it would write there without its lock."""
+        self.is_lost()
+        self.check_closed()
+
+    def is_lost(self) -> bool:
+        """Return True if the directory was removed or moved while the store was open. The store is unusable then."""
+        if not self._closed and self._look() != self._directory:
+            self._lose()
+        return self._is_lost
+
+    def check_closed(self) -> None:
+        """Raise what `check_open` raises, without a look at the directory."""
         if self._closed:
-            raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
+            raise self._refusal()
+
+    def _lose(self) -> None:
+        """Refuse every later call, since the directory is gone."""
+        self._is_lost = self._closed = True
+
+    def _refusal(self) -> MQStoreError:
+        """Return the error of every call from now on."""
+        if self._is_lost:
+            text = "the directory was removed or moved while the store was open; close it, and open it where it is now"
+            return MissingFileError(errno.ENOENT, text, str(self.path), "looking for the store")
+        if self._parent is not None:
+            return StoreClosedError(
+                f"{self.path} was opened by process {self._parent}, which forked this one: use it there, or close it "
+                "there and open it here"
+            )
+        return StoreClosedError(f"{self.path} was closed; open it again")
+
+    def __del__(self) -> None:
+        """Close a store that nobody refers to any more, as file objects do. Its threads do not count (`threads`)."""
+        if not self._released:
+            try:
+                warnings.warn(f"{self.path} was not closed", ResourceWarning, stacklevel=1, source=self)
+            finally:
+                with suppress(MissingFileError):  # which was logged
+                    self.closer()
 
     @abstractmethod
     def close(self, timeout: Duration = 30) -> None:

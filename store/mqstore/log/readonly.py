@@ -67,7 +67,7 @@ class ReadOnlyMessageStore(StoreReader):
         )
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
         self._set_parts(parts)
-        self._read_by(FileNews(parts))
+        self._read_by(FileNews(parts, self.check_open))
         self.recovery = RecoveryReport()
         self.news.stop_at_splice()
         parts.load_problems = self.log_files.load()
@@ -79,7 +79,7 @@ class ReadOnlyMessageStore(StoreReader):
         self._load_queues()
         parts.index_findings = self.index.load()
         self.news.begin()
-        self._closed = self._released = False
+        self._opened()
 
     def _load_queues(self) -> None:
         """Find every queue and its readable part."""

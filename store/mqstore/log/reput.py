@@ -11,6 +11,7 @@ stays, and the next pass does it again.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, is_held_here
 
-__all__ = ["Dispatcher", "slot_runs"]
+__all__ = ["DispatchThread", "Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 1 << 15
@@ -98,7 +99,8 @@ class Dispatcher:
         self._queues = queues
         self._index = index
         self._checksum = checksum
-        self._end_of = end_of
+        self.visible_end = end_of
+        """Returns the physical offset below which records may be dispatched."""
         self._turn = threading.RLock()
         self._lock = threading.RLock()
         self._parked: dict[ConsumeQueue, list[Bell]] = {}
@@ -124,13 +126,13 @@ class Dispatcher:
         return self._run()
 
     def _run(self) -> int:
-        end = self._end_of()  # fixed before waiting: beside constant puts a moving end is never reached
+        end = self.visible_end()  # fixed before waiting: beside constant puts a moving end is never reached
         with self._lock:
             begin = self.position
             spares = Spares()
             try:
                 while self.position < end:
-                    self._pass(self._end_of(), spares)
+                    self._pass(self.visible_end(), spares)
                 self.error = None
             except Exception as error:
                 self.error = error
@@ -138,33 +140,6 @@ class Dispatcher:
                     self._log.free_until = 0  # the next put asks for room, and is refused
                 raise
             return self.position - begin
-
-    def run_thread(self, wakeups: Wakeups, errors: TaskErrors) -> None:
-        """Run in the dispatcher thread until the store is closed. A failed pass is noted, and tried again."""
-        bell = wakeups.dispatcher
-        retry_s = _RETRY_MIN_S
-        while not wakeups.stopping:
-            try:
-                done = self.run_again()
-            except Exception as error:
-                errors.note("dispatch", error)
-                bell.wait(retry_s)
-                retry_s = min(2 * retry_s, _RETRY_MAX_S)
-                continue
-            errors.clear("dispatch")
-            retry_s = _RETRY_MIN_S
-            if done and not self.is_awaited:
-                mark = self.position + _PACE_BYTES
-                wakeups.wake_dispatcher_at(mark)
-                if self._end_of() < mark:
-                    bell.wait(_PACE_S)
-                wakeups.wake_dispatcher_at(NEVER)
-                continue
-            wakeups.wake_dispatcher_at(0)
-            # A put between the pass and that line saw no alarm, so check again before sleeping.
-            if self.position >= self._end_of():
-                bell.wait()
-            wakeups.wake_dispatcher_at(NEVER)
 
     def catch_up(self) -> bool:
         """Dispatch as `run_once` does, for a reader. Return True if all is dispatched.
@@ -311,3 +286,35 @@ class Dispatcher:
                     self._parked[queue] = others
                 else:
                     self._parked.pop(queue, None)
+
+
+class DispatchThread:
+    """Work of the dispatcher thread (`mqstore.threads`). A failed pass is noted, and tried again."""
+
+    def __init__(self, dispatcher: Dispatcher, wakeups: Wakeups, errors: TaskErrors) -> None:
+        self._dispatcher = dispatcher
+        self._wakeups = wakeups
+        self._errors = errors
+        self._retry_s = _RETRY_MIN_S
+
+    def step(self) -> float | None:
+        """Make a pass. Return how long puts may run before the next one, or None once the store is closed."""
+        dispatcher, wakeups = self._dispatcher, self._wakeups
+        wakeups.wake_dispatcher_at(NEVER)
+        if wakeups.stopping:
+            return None
+        try:
+            done = dispatcher.run_again()
+        except Exception as error:
+            self._errors.note("dispatch", error)
+            retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MAX_S)
+            return retry_s
+        self._errors.clear("dispatch")
+        self._retry_s = _RETRY_MIN_S
+        if done and not dispatcher.is_awaited:
+            mark = dispatcher.position + _PACE_BYTES
+            wakeups.wake_dispatcher_at(mark)
+            return _PACE_S if dispatcher.visible_end() < mark else 0.0
+        wakeups.wake_dispatcher_at(0)
+        # A put between the pass and that line saw no alarm, so check again before resting.
+        return math.inf if dispatcher.position >= dispatcher.visible_end() else 0.0

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.errors import StoreBusyError, StoreClosedError
+from mqstore.errors import StoreBusyError
 from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import WriterLock
@@ -44,7 +44,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.reput import Dispatcher
+from mqstore.log.reput import Dispatcher, DispatchThread
 from mqstore.log.retention import Retainer
 from mqstore.log.room import Room
 from mqstore.log.stats import StoreStats
@@ -54,6 +54,7 @@ from mqstore.log.wakeups import PagesAhead, Wakeups
 from mqstore.log.writer import LogWriter, Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.signalsafe import is_held_here
+from mqstore.threads import start_thread
 
 __all__ = ["MessageStore"]
 
@@ -64,6 +65,8 @@ _R = TypeVar("_R")
 _RETENTION_MS = 10_000
 _ROOM_MS = 1_000
 _INBOX_MS = 2_000
+_LOOK_MS = 500
+"""Interval at which a store makes sure that its directory is still there."""
 
 
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
@@ -143,7 +146,7 @@ class MessageStore(StoreReader, Sending):
             # Another process may have made the store while we waited.
             self.manifest = resolve(self.path, clock=self.clock)
             self._open_for_writing(recover_options or RecoverOptions(), progress)
-            self._closed = self._released = False
+            self._opened()
             _open_stores.add(self)
             self._errors.attempt("inbox", self.take_inbox)
             if self._background:
@@ -180,7 +183,9 @@ class MessageStore(StoreReader, Sending):
         self.on_growth = self._dispatcher.listeners
         self.default_retention: Retention | None = None
         """Retention of a store that was given none. Set by a broker."""
-        self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_open))
+        self.on_lost: list[Callable[[], object]] = []
+        """Called when the directory is gone, in any thread and under any lock. They may only wake other threads."""
+        self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_closed))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
             parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors
@@ -212,6 +217,7 @@ class MessageStore(StoreReader, Sending):
             stopping=lambda: self.wakeups.stopping,
         )
         self._bulk = BulkAppender(parts, splicer, self._commit, appended=self.wakeups.passed)
+        self.background.add_task("look", _LOOK_MS, self.is_lost)
         self.room = Room(
             parts,
             self._log,
@@ -282,7 +288,10 @@ class MessageStore(StoreReader, Sending):
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Wait up to `timeout` seconds until the queue has a message at `offset`. Return True if it has."""
         queue = self.queue_named(topic, queue_id, offset)
-        return self.news.wait(queue, offset, seconds(timeout, "timeout"), lambda: self.closed)
+        found = self.news.wait(queue, offset, seconds(timeout, "timeout"), lambda: self.closed)
+        if self._is_lost:
+            self.check_closed()
+        return found
 
     def attend(self, waiting: bool) -> None:
         """Note whether somebody waits for `on_growth`.
@@ -294,11 +303,9 @@ class MessageStore(StoreReader, Sending):
     # -- housekeeping -----------------------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        dispatch = partial(self._dispatcher.run_thread, self.wakeups, self._errors)
-        for name, target in (("dispatcher", dispatch), ("flusher", self.background.run)):
-            thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
-            thread.start()
-            self._threads = (*self._threads, thread)
+        self._dispatching = DispatchThread(self._dispatcher, self.wakeups, self._errors)
+        self._threads = (start_thread(self._dispatching, self.wakeups.dispatcher, "dispatcher"),)
+        self._threads = (*self._threads, start_thread(self.background, self.wakeups.flusher, "flusher"))
 
     def run_once(self, now_ms: int) -> int:
         """Do the background work that is due at `now_ms` (monotonic). Return when to call again.
@@ -424,7 +431,8 @@ class MessageStore(StoreReader, Sending):
         """Dispatch, flush, write the checkpoint, and release the lock.
 
         A store whose last sync failed, or whose closing was interrupted, is not marked clean: the next opening reads
-        the log again. Calling it again only releases what an interrupted call has kept.
+        the log again. Calling it again only releases what an interrupted call has kept. If the directory was removed
+        or moved, the lock is released, and MissingFileError is raised.
         """
         timeout_s = seconds(timeout, "timeout")
         if self._released or is_held_here(self._close_lock):
@@ -436,14 +444,25 @@ class MessageStore(StoreReader, Sending):
                 f"{self.path} cannot be closed by a signal handler that interrupted a put which is writing"
             )
         with self._close_lock:
+            self.is_lost()
             if self._closed:
                 self._join_threads(timeout_s)
                 self._release()
             else:
                 self._close(timeout_s)
+            if self._is_lost:
+                self.check_closed()
+
+    def _lose(self) -> None:
+        super()._lose()
+        self._errors.note("directory", self._refusal())
+        self._log.poison(self._refusal())
+        self.wakeups.stop()
+        self._dispatcher.wake_all()
+        for call in self.on_lost:
+            call()
 
     def _close(self, timeout_s: float) -> None:
-        closed = StoreClosedError(f"{self.path} was closed; open it again")
         try:
             self._closed = True
             self._dispatcher.wake_all()
@@ -452,12 +471,12 @@ class MessageStore(StoreReader, Sending):
             self.room.close()
             with self._bulk.lock:  # a bulk append sees that the store is closing, and undoes itself
                 failed = self._log.failed
-                self._log.poison(closed)
+                self._log.poison(self._refusal())
             if failed is None:
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but puts are refused, and the lock is released
             self.wakeups.stop()
-            self._log.poison(closed)
+            self._log.poison(self._refusal())
             self._join_threads(timeout_s)
             # The files must not be closed while a bulk append undoes itself.
             with self._bulk.lock:
@@ -465,7 +484,8 @@ class MessageStore(StoreReader, Sending):
 
     def _join_threads(self, timeout_s: float) -> None:
         for thread in self._threads:
-            thread.join(timeout_s)
+            if thread is not threading.current_thread():  # it may be the one that collects a forgotten store
+                thread.join(timeout_s)
 
     def _finish(self) -> None:
         """Do all that a clean end needs (format#opening). Until the last line, a crash is not a clean end."""
@@ -510,5 +530,6 @@ class MessageStore(StoreReader, Sending):
     def disown(self) -> None:
         """Never touch the parent's files again, in a forked child."""
         self._closed = self._released = True
+        self._parent = os.getppid()
         self.wakeups.stopping = True
-        self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
+        self._log.disown(self._refusal())
