@@ -37,6 +37,7 @@ from hypothesis import HealthCheck, settings
 import mqstore
 import mqstore_tools
 from mqstore.files import system
+from mqstore.log.store import _open_stores as open_stores
 
 GOLDEN_NAMES = ("clean", "crashed", "propcrc", "rolled", "trimmed")
 _GOLDEN = Path(__file__).parent / "golden"
@@ -127,6 +128,16 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(system, "sync_data", lambda fd: None)
         patch.setattr(os, "fsync", lambda fd: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_open_stores() -> Iterator[None]:
+    """Close stores that a test left open. Collected later, they would warn in the middle of another test."""
+    before = set(open_stores)
+    yield
+    for store in set(open_stores) - before:
+        with suppress(Exception):  # of a disk that the test has broken
+            store.closer()
 
 
 # A run of all tests is one of many: what this one does not draw another does. HYPOTHESIS_PROFILE=default draws more.

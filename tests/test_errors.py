@@ -23,7 +23,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CorruptStoreError": ("bad", "commitlog/0", 7, "mqstore recover s"),
     "UnsupportedStoreError": ("newer", 99, ("x",)),
     "MissingFileError": (errno.ENOENT, "gone", "s/commitlog/0", "open"),
-    "FileInTheWayError": (errno.EEXIST, "taken", "s/commitlog/0", "link"),
     "StoreIOError": (errno.EIO, "broken", "s/commitlog/0", "read"),
     "FlushTimeoutError": ("late", ("t", 0)),
     "StoreFullError": (errno.ENOSPC, "no space", "s/commitlog/0", "put"),

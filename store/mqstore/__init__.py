@@ -118,7 +118,9 @@ def open(
     `lock_timeout` seconds; it delivers what is due from then on. "r" takes no lock and can only read; a writer may be
     at work meanwhile. A store that was not closed cleanly is recovered first; `store.recovery` tells what was found.
     `profile` None: the directory's own, "mqstore" for a new one. `durability` is what `put` promises when it returns:
-    "append", in the page cache; "flush", on disk. A killed process loses neither.
+    "append", in the page cache; "flush", on disk. A killed process loses neither. Close the store, best by `with`: one
+    that nobody refers to closes itself, with a ResourceWarning. If its directory is removed or moved meanwhile, every
+    call raises MissingFileError within a second.
 
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """

@@ -19,7 +19,6 @@ __all__ = [
     "ConfigError",
     "CorruptStoreError",
     "EvaluationError",
-    "FileInTheWayError",
     "FilterError",
     "FlushFailedError",
     "FlushTimeoutError",
@@ -159,6 +158,9 @@ class MQStoreError(Exception):
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     told(mqstore.open, folder, "r")
+    ...     store = mqstore.open(f"{folder}/mq")
+    ...     _ = pathlib.Path(folder, "mq").rename(f"{folder}/moved")
+    ...     told(store.close)
     ...     mqstore.open(folder).close()
     ...     manifest = pathlib.Path(folder, "mqstore.json")
     ...     newer = json.loads(manifest.read_text()) | {"schema": 99}
@@ -168,6 +170,7 @@ class MQStoreError(Exception):
     ...     told(mqstore.open, folder)
     ...     told(mqstore.TEXT.decode, bytes([255]))
     NotAStoreError
+    MissingFileError
     UnsupportedStoreError
     CorruptStoreError
     FormatError
@@ -364,10 +367,6 @@ class MissingFileError(StoreIOError, FileNotFoundError):
     """A file or folder is not there. A store that loses its directory while it is open raises it from every call."""
 
 
-class FileInTheWayError(StoreIOError, FileExistsError):
-    """A name that had to be new is taken."""
-
-
 class SendError(MQStoreError):
     """A message could not be stored, or not as durably as requested.
 
@@ -458,7 +457,7 @@ def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: 
     """Raise `error` as an error that callers of a store can handle.
 
     ENOSPC and EDQUOT become `StoreFullError`, EROFS, EACCES and EPERM `ReadOnlyStoreError`, all else `StoreIOError`.
-    A FileNotFoundError and a FileExistsError stay that, too, since callers catch them.
+    A FileNotFoundError stays one, since callers catch it.
     """
     number = error.errno or errno.EIO
     text = error.strerror or str(error)
@@ -467,5 +466,4 @@ def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: 
         raise StoreFullError(number, text, name, operation) from error
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         raise ReadOnlyStoreError(number, f"{operation} not permitted: {text}", name) from error
-    kind = {errno.ENOENT: MissingFileError, errno.EEXIST: FileInTheWayError}.get(number, StoreIOError)
-    raise kind(number, text, name, operation) from error
+    raise (MissingFileError if number == errno.ENOENT else StoreIOError)(number, text, name, operation) from error

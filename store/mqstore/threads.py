@@ -1,7 +1,7 @@
 """Background threads that do not keep the object alive for which they work.
 
-A thread of a store refers to it only while it works, and not while it waits. So a store that the program has forgotten
-is collected, and closes itself (`StoreReader.__del__`).
+Such a thread refers to its object only while it works, and not while it waits. So a store that the program has
+forgotten is collected, and closes itself (`StoreReader.__del__`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,25 @@ __all__ = ["HoldingBell", "Stepping", "start_thread"]
 
 
 class HoldingBell(Bell):
-    """Bell whose waiting thread keeps an object alive, such as one with unfinished work."""
+    """Bell by which a waiting thread keeps an object alive while it is `held`, such as one with unfinished work."""
 
     __slots__ = ("held",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: object = None
+    held: object
 
 
 class Stepping(Protocol):
-    """Object with work for a thread of its own."""
-
     def step(self) -> float | None:
         """Do what is due. Return for how many seconds to wait, at most until a ring, or None to end the thread."""
 
 
 def start_thread(stepping: Stepping, bell: Bell, name: str) -> threading.Thread:
-    """Start a daemon thread that calls `stepping.step()` until it returns None, or `stepping` was collected.
-    Whoever ends the work rings `bell`."""
+    """Start a daemon thread that calls `stepping.step()` until it returns None, or `stepping` was collected."""
     thread = threading.Thread(target=_run, args=(weakref.ref(stepping), bell), name=f"mqstore-{name}", daemon=True)
     thread.start()
     return thread
 
 
 def _run(found: weakref.ref[Stepping], bell: Bell) -> None:
-    while (stepping := found()) is not None:
-        pause_s = stepping.step()
+    while (stepping := found()) is not None and (pause_s := stepping.step()) is not None:
         del stepping
-        if pause_s is None:
-            return
         bell.wait(pause_s)

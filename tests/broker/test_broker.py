@@ -256,8 +256,8 @@ def test_a_reader_is_no_broker(bench: Bench) -> None:
     bench.broker.put("t", b"x")
     bench.broker.store.flush()
 
-    with pytest.raises(ReadOnlyStoreError):
-        Broker(open_store(bench.path, "r"))
+    with open_store(bench.path, "r") as reader, pytest.raises(ReadOnlyStoreError):
+        Broker(reader)
 
 
 def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_path: Path) -> None:

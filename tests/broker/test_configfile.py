@@ -32,7 +32,13 @@ def _shape(value: dict[str, Any]) -> None:
 
 def _file(root: Path, *, fs: FileSystem | None = None, mode: str = "rw") -> ConfigFile:
     store = SimpleNamespace(
-        path=root, fs=fs or FileSystem(), clock=SimulatedClock(), config=StoreConfig(), mode=mode, closed=False
+        check_open=lambda: None,
+        path=root,
+        fs=fs or FileSystem(),
+        clock=SimulatedClock(),
+        config=StoreConfig(),
+        mode=mode,
+        closed=False,
     )
     return ConfigFile(cast(MessageStore, store), "x.json", _shape)
 

@@ -133,7 +133,7 @@ USES: dict[str, Callable[[Store], object]] = {
 
 def _used(path: Path, use: Callable[[Store], object]) -> weakref.ref[MessageStore]:
     store = mqstore.open(path)
-    store.commit_offset("g", QueueRef(store.put("t", b"0").queue.topic, 0), 0)
+    store.commit_offset("kept", store.put("t", b"0", queue_id=0).queue, 1)
     use(store)
     return weakref.ref(store.log)  # type: ignore[arg-type]
 
@@ -146,7 +146,7 @@ def test_forgotten_store_is_closed_cleanly(tmp_path: Path, use: str) -> None:
     with mqstore.open(tmp_path / "mq") as store:
         assert store.recovery.clean_shutdown
         assert not store.recovery.findings
-        assert store.committed("g", QueueRef("t", 0)) == 0
+        assert store.committed("kept", QueueRef("t", 0)) == 1
 
 
 def _opened(path: Path) -> Store:

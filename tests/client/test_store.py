@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import mqstore
 from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
 from tests.children import speaking_child
-from tests.client.support import ended, in_thread
+from tests.client.support import ended, in_thread, until
 
 
 def test_open_and_close(tmp_path: Path) -> None:
@@ -157,6 +159,14 @@ def test_following_a_topic_that_is_still_empty(store: Store) -> None:
     assert found == [b"a", b"b"]
 
 
+@pytest.mark.parametrize("queue_id", [None, 0])
+def test_following_an_empty_topic_ends_when_the_store_is_closed(tmp_path: Path, queue_id: int | None) -> None:
+    with mqstore.open(tmp_path / "mq") as store:
+        store.create_topic("t")
+        following = in_thread(lambda: list(store.iter("t", queue_id, follow=True)))
+    assert isinstance(ended(*following), mqstore.errors.StoreClosedError)
+
+
 def test_the_lag_of_a_group_that_was_never_there_is_not_known(store: Store) -> None:
     """It was `{}`, whose sum is 0: a misspelt name looked as if all was done."""
     store.put("t", b"x", queue_id=0)
@@ -250,3 +260,77 @@ def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_pa
     with pytest.raises(mqstore.errors.ConfigError):
         mqstore.open(tmp_path / "store", profile="rocketmq")
     mqstore.open(tmp_path / "store").close()
+
+
+# -- a refusal names a step that works -------------------------------------------------------------------------------
+
+
+def _in_another_process(path: Path, call: str) -> str:
+    program = f"import mqstore, sys; store = mqstore.open(sys.argv[1], sys.argv[2]); {call}"
+    mode = "rw" if call == "pass" else "r"
+    found = subprocess.run([sys.executable, "-c", program, path, mode], capture_output=True, text=True, check=False)
+    return found.stderr.strip().splitlines()[-1] if found.stderr else ""
+
+
+READER_CALLS = ("store.dead_letters('jobs')", "store.lag('jobs')", "store.queue('jobs')", "store.put('t', b'')")
+
+
+@pytest.mark.parametrize("call", ["pass", *READER_CALLS])
+def test_a_refusal_beside_a_writer_names_a_step_that_works(tmp_path: Path, call: str) -> None:
+    """Reading said "open it with mode='rw'", and mode "rw" said "open read-only"."""
+    with mqstore.open(tmp_path / "mq") as store:
+        store.queue("jobs").put(b"x")
+        said = _in_another_process(tmp_path / "mq", call)
+    assert f"open for writing in process {os.getpid()}" in said
+    for step in (
+        ("put and consume there", "close it there") if call == "pass" else ("make this call there", "mode='rw'")
+    ):
+        assert step in said
+    assert _in_another_process(tmp_path / "mq", "pass") == ""  # closed there, as the step says
+
+
+@pytest.mark.parametrize("call", READER_CALLS)
+def test_a_refusal_without_a_writer_says_how_to_open(tmp_path: Path, call: str) -> None:
+    mqstore.open(tmp_path / "mq").close()
+    assert _in_another_process(tmp_path / "mq", call).endswith("mq was opened for reading; open it with mode='rw'")
+
+
+def test_a_reader_of_this_process_is_sent_to_its_writer(tmp_path: Path) -> None:
+    refused = pytest.raises(mqstore.errors.ReadOnlyStoreError, match="writing in this process: make this call there")
+    with mqstore.open(tmp_path / "mq"), mqstore.open(tmp_path / "mq", "r") as reader, refused:
+        reader.lag("g")
+
+
+def test_a_forked_child_is_told_the_two_steps_that_work(tmp_path: Path) -> None:
+    store = mqstore.open(tmp_path / "mq")
+    store.queue("jobs").put(b"x")
+    parent = os.getpid()
+
+    def child(pipe: int) -> None:
+        for call in (lambda: store.put("t", b""), store.flush, store.producer, lambda: mqstore.open(tmp_path / "mq")):
+            try:
+                found = call()
+                if isinstance(found, mqstore.Producer):
+                    found.send("t", b"")
+            except mqstore.MQStoreError as error:
+                os.write(pipe, f"{error}\n".encode())
+        os.write(pipe, b"close it\n")
+        until(lambda: _opens(tmp_path / "mq"))
+        os.write(pipe, b"opened\n")
+
+    with speaking_child(child) as (_, pipe), open(pipe, "rb", closefd=False) as said:
+        for _ in range(3):
+            line = said.readline().decode()
+            assert f"use it in process {parent}, which forked this one, or close it there and open it here" in line
+        assert f"in process {parent}" in said.readline().decode()
+        assert said.readline() == b"close it\n"
+        store.close()
+        assert said.readline() == b"opened\n"
+
+
+def _opens(path: Path) -> bool:
+    try:
+        mqstore.open(path).close()
+    except mqstore.errors.StoreLockedError:
+        return False
+    return True

@@ -491,7 +491,7 @@ class Producer(Closing):
         """Store what was submitted, and refuse more. Repeating it is harmless.
         Futures that are left after `timeout` seconds fail with StoreClosedError, so none hangs."""
         timeout_s = seconds(timeout, "timeout")
-        if self._forked():  # a thread of the parent may hold the lock
+        if os.getpid() != self._pid:  # a thread of the parent may hold the lock
             return
         with self._lock:
             closed, self._closed = self._closed, True
@@ -518,19 +518,11 @@ class Producer(Closing):
         """True if it was closed, its store was closed, or this is a forked child."""
         return self._closed or self._broker.store.closed
 
-    def _forked(self) -> bool:
-        """Return True in a forked child, which lacks the thread and the holders of locks."""
-        return os.getpid() != self._pid
-
     def _check_open(self) -> None:
-        if self._closed or self._forked() or self._broker.store.closed:
+        if self._closed or self._broker.store.closed:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        if self._forked():
-            raise StoreClosedError(
-                f"producer {self.group!r} belongs to the parent process; open the store in the child"
-            )
         self._broker.store.check_closed()
         raise StoreClosedError(f"producer {self.group!r} was closed")
 

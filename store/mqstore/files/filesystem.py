@@ -5,8 +5,8 @@ Callers decide which order of calls makes bytes safe. Added to `os` is only this
 * a short read or write is continued, so callers see all of it or an error;
 * a call that finds no descriptor free is made once more, after all caches have given back theirs (`limit`);
 * an error carries the path, and comes as `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError`
-  (`errors.raise_os_error`). Two are answers rather than failures, and callers catch them by the names that Python gives
-  them: `FileNotFoundError` and `FileExistsError`;
+  (`errors.raise_os_error`). Two are answers rather than failures: `FileExistsError` passes unchanged, and a
+  `MissingFileError` is a `FileNotFoundError`;
 * the systems differ (`files/system.py`);
 * nothing is written through a link, and nothing but regular files and folders is opened (`files/beneath.py`);
 * no file is shortened that a reader may have mapped (format#readers): `truncate_sparse` refuses to, and `shorten` is
@@ -524,7 +524,7 @@ class FileSystem:
         return done
 
     def _fail(self, error: OSError, file: int | StrPath, operation: str) -> NoReturn:
-        if isinstance(error, MQStoreError):
+        if isinstance(error, FileExistsError | MQStoreError):
             raise error
         raise_os_error(error, self.path_of(file) if isinstance(file, int) else file, operation)
 

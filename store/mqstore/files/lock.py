@@ -49,8 +49,6 @@ _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
-_COLLECTIONS_MAX = 3
-"""Number of garbage collections before a lock of this process is reported, with pauses between."""
 
 # struct flock of the two platforms; "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -177,16 +175,14 @@ class WriterLock:
         the file cannot be opened, and FileNotFoundError without the directory.
         """
         deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
-        pause_ms, collections = _POLL_MS_MIN, 0
+        pause_ms, has_collected = _POLL_MS_MIN, False
         while True:
             try:
                 return self._try()
             except _TakenError as taken:
-                if taken.holder.pid == os.getpid() and collections < _COLLECTIONS_MAX:
-                    collections += 1
-                    gc.collect()  # a store that nobody refers to closes itself, unless its threads are at work
-                    if collections > 1:
-                        self._sleep(_POLL_MS_MAX / 1000)
+                if taken.holder.pid == os.getpid() and not has_collected:
+                    has_collected = True
+                    gc.collect()  # a store that nobody refers to closes itself
                     continue
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:

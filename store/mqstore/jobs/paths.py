@@ -1,8 +1,4 @@
-"""Paths that a job is given: of stores, store sets, globs and folders to write to.
-
-A path is made absolute here, where it comes in. Executors, tasks of other processes and later batches of a stream have
-other working directories.
-"""
+"""Paths that a job is given. They are made absolute here, since executors and later batches have other directories."""
 
 from __future__ import annotations
 
@@ -22,9 +18,8 @@ _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 def checked_path(value: str) -> str:
     """Return the absolute path of a place in a mounted file system, without `file:`. ValueError for any other scheme.
 
-    A URL would be taken for a folder's name: a job would write below its driver's working directory, and report
-    success. Python workers of a Spark session with artifacts, such as Spark Connect, stand in a temporary folder. So a
-    relative path is refused there.
+    It would be taken for a folder's name: a job would write below its driver's working directory, and say done. So
+    would a relative path where Python workers of a session (Spark Connect) stand in a temporary folder of that session.
 
     >>> checked_path("file:///var/mq")
     '/var/mq'
@@ -47,8 +42,7 @@ def checked_path(value: str) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path, since executors have other working directories.
-    Raises ConfigError for a URL, except `file:`."""
+    """Return what `checked_path` does. Raises ConfigError instead of ValueError."""
     try:
         return checked_path(os.fspath(path))
     except ValueError as error:

@@ -141,7 +141,8 @@ class StoreReader(Closing):
         self._close_lock = threading.RLock()
         if config is not None and not isinstance(config, StoreConfig):
             raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
-        self.path = Path(resolved(path))
+        self._place = resolved(path)
+        self.path = Path(self._place)
         self.config = config = config or StoreConfig()
         self.fs = fs
         self.clock = config.clock or SYSTEM_CLOCK
@@ -176,43 +177,40 @@ class StoreReader(Closing):
     def _look(self) -> tuple[int, int] | None:
         """Return the identity of the directory that is at the path now, or None if there is none."""
         try:
-            found = os.stat(self.path)
+            found = os.stat(self._place)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_dev, found.st_ino
 
     def check_open(self) -> None:
-        """Raise StoreClosedError if the store was closed, and MissingFileError if its directory was removed or moved.
-        An open store never follows its path to another directory: it would write there without its lock."""
+        """Raise StoreClosedError if the store was closed, and MissingFileError if its directory is gone."""
         self.is_lost()
         self.check_closed()
-
-    def is_lost(self) -> bool:
-        """Return True if the directory was removed or moved while the store was open. The store is unusable then."""
-        if not self._closed and self._look() != self._directory:
-            self._lose()
-        return self._is_lost
 
     def check_closed(self) -> None:
         """Raise what `check_open` raises, without a look at the directory."""
         if self._closed:
             raise self._refusal()
 
+    def is_lost(self) -> bool:
+        """Return True if the directory was removed or moved while the store was open. Then no call succeeds.
+        Another directory at its path is not followed: it is not locked, and may be another store."""
+        if not self._closed and self._look() != self._directory:
+            self._lose()
+        return self._is_lost
+
     def _lose(self) -> None:
-        """Refuse every later call, since the directory is gone."""
         self._is_lost = self._closed = True
 
     def _refusal(self) -> MQStoreError:
-        """Return the error of every call from now on."""
+        """Return the error of every call to a store that is not open."""
         if self._is_lost:
             text = "the directory was removed or moved while the store was open; close it, and open it where it is now"
-            return MissingFileError(errno.ENOENT, text, str(self.path), "looking for the store")
+            return MissingFileError(errno.ENOENT, text, self._place, "looking for the store")
+        step = "open it again"
         if self._parent is not None:
-            return StoreClosedError(
-                f"{self.path} was opened by process {self._parent}, which forked this one: use it there, or close it "
-                "there and open it here"
-            )
-        return StoreClosedError(f"{self.path} was closed; open it again")
+            step = f"use it in process {self._parent}, which forked this one, or close it there and open it here"
+        return StoreClosedError(f"{self.path} was closed: {step}")
 
     def __del__(self) -> None:
         """Close a store that nobody refers to any more, as file objects do. Its threads do not count (`threads`)."""

@@ -174,7 +174,7 @@ class MessageStore(StoreReader, Sending):
             store_host=encode_host(config.store_host),
             on_alarm=self.wakeups.passed,
         )
-        self._syncs = LogSyncs(parts, self._log, self.wakeups, by_default=flushes)
+        self._syncs = LogSyncs(parts, self._log, self.wakeups, self.is_lost, by_default=flushes)
         self._commit = self._syncs.commit
         visible_end = self._syncs.visible_end
         self._dispatcher = Dispatcher(
@@ -456,7 +456,7 @@ class MessageStore(StoreReader, Sending):
     def _lose(self) -> None:
         super()._lose()
         self._errors.note("directory", self._refusal())
-        self._log.poison(self._refusal())
+        self._syncs.poison(self._refusal())
         self.wakeups.stop()
         self._dispatcher.wake_all()
         for call in self.on_lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from mqstore.errors import FlushFailedError, FlushTimeoutError, MQStoreError
 from mqstore.files.filesystem import SyncNotBegunError
@@ -19,7 +20,9 @@ __all__ = ["LogSyncs"]
 class LogSyncs:
     """Durability of a log. A caller that waits for the disk syncs in its own thread, or shares a sync."""
 
-    def __init__(self, parts: StoreParts, log: CommitLog, wakeups: Wakeups, *, by_default: bool) -> None:
+    def __init__(
+        self, parts: StoreParts, log: CommitLog, wakeups: Wakeups, is_lost: Callable[[], bool], *, by_default: bool
+    ) -> None:
         self.by_default = by_default
         """True if a put waits for the disk by default."""
         self.commit = GroupCommit(self._sync)
@@ -27,6 +30,7 @@ class LogSyncs:
         self._parts = parts
         self._log = log
         self._wakeups = wakeups
+        self._is_lost = is_lost
         self._timeout_s = seconds(parts.config.flush_timeout, "flush_timeout")
         self._sync_to = 0
         """End of a bulk append that is synced before the end of the log moves there."""
@@ -68,6 +72,7 @@ class LogSyncs:
 
     def _sync(self, flushed: int) -> int:
         """Make all appended records durable. The group commit calls it, one thread at a time."""
+        self._is_lost()  # then all is poisoned: what is on disk in a removed directory helps nobody
         begin = time.perf_counter_ns()
         end = self._log.end
         try:
