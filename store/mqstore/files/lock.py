@@ -175,14 +175,16 @@ class WriterLock:
         the file cannot be opened, and FileNotFoundError without the directory.
         """
         deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
-        pause_ms, has_collected = _POLL_MS_MIN, False
+        pause_ms, collections = _POLL_MS_MIN, 3
         while True:
             try:
                 return self._try()
             except _TakenError as taken:
-                if taken.holder.pid == os.getpid() and not has_collected:
-                    has_collected = True
-                    gc.collect()  # a store that nobody refers to closes itself
+                if taken.holder.pid == os.getpid() and collections:
+                    # A store that nobody refers to closes itself. Later ones are for threads that were at work for it.
+                    self._sleep(0 if collections > 1 else _POLL_MS_MAX / 1000)
+                    collections -= 1
+                    gc.collect()
                     continue
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:

@@ -40,6 +40,7 @@ import pyarrow.parquet as pq
 
 from mqstore.columnar.columns import check_columns
 from mqstore.errors import ConfigError
+from mqstore.files.filesystem import REAL
 from mqstore.jobs.options import Key, SourceOptions, flat_offsets, nested_offsets
 from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice
@@ -114,7 +115,7 @@ def export_parquet(
         return ExportResult(job.dest, None, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     clean(Path(job.dest), _STAGING_TTL_S)
     try:
-        os.makedirs(job.staging)
+        REAL.make_folders(job.staging)
         with runner:
             written = runner.run([*enumerate(tasks)], partial(_write, job), f"mqstore export to {job.dest}")
         manifest = _manifest(job, before, [*tasks, *passed], written)
