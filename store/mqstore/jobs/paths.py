@@ -33,8 +33,8 @@ def checked_path(value: str) -> str:
         raise ValueError("it is empty")
     if os.path.isabs(path):
         return os.path.normpath(path)
-    here = resolved(os.curdir)
-    if os.path.basename(here) == os.environ.get("SPARK_JOB_ARTIFACT_UUID"):
+    here, session = resolved(os.curdir), os.environ.get("SPARK_JOB_ARTIFACT_UUID", "default")
+    if session != "default" and os.path.basename(here) == session:
         raise ValueError("a relative path would lead to a temporary folder of this Spark session: give the whole path")
     if glob.has_magic(path) and not os.path.isdir(path):
         here = glob.escape(here)
