@@ -624,7 +624,7 @@ class Broker(Closing, Sending):
 
     def _check_open(self) -> None:
         """Raise StoreClosedError after closing: a value in memory may be older than what others have saved since."""
-        self.store.check_open()
+        self.store.check_closed()
         if self._closed:
             raise StoreClosedError(f"{self.store.path} is closing; open it again")
 
