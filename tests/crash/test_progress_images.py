@@ -28,7 +28,9 @@ from tests.log.support import Unsynced
 
 def open_file(root: Path, fs: FileSystem) -> tuple[ConfigFile, int]:
     """The file, and the number that it holds."""
-    store = SimpleNamespace(path=root, fs=fs, clock=SimulatedClock(), config=StoreConfig(), mode="rw", closed=False)
+    store = SimpleNamespace(
+        path=root, fs=fs, clock=SimulatedClock(), config=StoreConfig(), mode="rw", closed=False, check_open=lambda: None
+    )
     file = ConfigFile(cast(MessageStore, store), "x.json", log_end=1_000)
     return file, int((file.load() or {"n": 0})["n"])
 
