@@ -317,6 +317,7 @@ def test_a_forked_child_is_told_the_two_steps_that_work(tmp_path: Path) -> None:
         os.write(pipe, b"close it\n")
         until(lambda: _opens(tmp_path / "mq"))
         os.write(pipe, b"opened\n")
+        signal.pause()
 
     with speaking_child(child) as (_, pipe), open(pipe, "rb", closefd=False) as said:
         for _ in range(3):

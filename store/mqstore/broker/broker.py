@@ -180,8 +180,7 @@ class Broker(Closing, Sending):
         store.room.start()
 
     def _topic_changed(self, topic: str) -> None:
-        config = self.topics.get(topic)
-        if config is None or not config.readable:
+        if (config := self.topics.get(topic)) is None or not config.readable:
             self._waiters.wake_all(topic)  # a waiter then finds that it is gone or not readable, and raises
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:

@@ -454,10 +454,11 @@ class MessageStore(StoreReader, Sending):
                 self.check_closed()
 
     def _lose(self) -> None:
-        super()._lose()
+        self._is_lost = True
         self._errors.note("directory", self._refusal())
         self._syncs.poison(self._refusal())
         self.wakeups.stop()
+        super()._lose()
         self._dispatcher.wake_all()
         for call in self.on_lost:
             call()
