@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mqstore.layout import scan
 from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank, encode_record
-from mqstore.layout.scan import content_end, find_next, gather, topic_is, verify, walk
+from mqstore.layout.scan import check_place, content_end, find_next, gather, topic_is, verify, walk
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]
 V4, V6 = bytes(8), bytes(range(20))
@@ -494,3 +494,32 @@ def test_find_next_reads_a_hostile_file_a_bounded_number_of_times() -> None:
     # And a real record behind all that is still found.
     tail = record(size, b"real")
     assert find_next(bytes(data) + tail, 0, size + len(tail), 0, "crc32c-record") == size
+
+
+# --- check_place ---
+
+
+def _behind(position: int) -> dict[str, tuple[bytes, bool]]:
+    """What may lie behind a BLANK, and whether it shows that the BLANK is damage, by what it is."""
+    return {
+        "nothing": (b"", False),
+        "zeros": (bytes(300), False),
+        "any bytes": (b"\xda\xa3\x20\xa7" * 60, False),
+        "the rest of the record that was there": (record(position, b"lost")[8:] + bytes(20), False),
+        "a record of another place": (bytes(10) + record(position, b"stale"), False),
+        "a whole record": (bytes(30) + record(position + 8 + 30, b"whole"), True),
+        "a whole record at its end": (bytes(300) + record(position + 8 + 300, b"whole"), True),
+    }
+
+
+@pytest.mark.parametrize("what", _behind(0))
+@pytest.mark.parametrize("base", [0, 1 << 40])
+def test_a_blank_in_front_of_a_whole_record_is_damage(what: str, base: int) -> None:
+    front = record(base, b"front")
+    filler, is_damage = _behind(base + len(front))[what]
+    data = front + encode_blank(8 + len(filler)) + filler
+
+    check = check_place(data, len(front), len(data), base + len(front), "crc32c-record")
+
+    assert check.status == ("bad" if is_damage else "blank")
+    assert ("a whole record lies at" in check.detail) == is_damage

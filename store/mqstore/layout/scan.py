@@ -9,6 +9,7 @@ can avoid it. Positions are relative to the buffer. The byte table and all const
     topic_is     which of them have a topic
     verify       which checksums hold (format#crc-tail, format#checksum)
     find_next    the next record that verifies, wherever it starts: resynchronisation behind damage (format#opening)
+    check_place  the check of a place where no run continues: a BLANK, or damage
     content_end  where the zeros begin in which a file ends
 
 Everything here is fed damaged bytes on purpose. Nothing reads outside the buffer, no length is trusted before it was
@@ -36,7 +37,16 @@ from mqstore.layout import record as _record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
-from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
+from mqstore.layout.record import (
+    BLANK_BYTES,
+    IPV6_EXTRA,
+    MAGIC_V1,
+    MAGIC_V2,
+    MIN_RECORD_BYTES,
+    Check,
+    Checksum,
+    check_record,
+)
 from mqstore.layout.spares import Spares
 from mqstore.native import kernel
 
@@ -45,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Headers",
+    "check_place",
     "content_end",
     "find_next",
     "gather",
@@ -566,3 +577,17 @@ def find_next(
             if check_record(view, position, end, base + position, checksum).status == "ok":
                 return int(position)
     return None
+
+
+def check_place(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
+    """Check what lies at `buf[position]` as `check_record` does, but do not believe a BLANK in front of records.
+
+    Nothing is written behind a BLANK in its segment. So if a record verifies there, the BLANK is damage (format#blank).
+    """
+    check = check_record(buf, position, limit, physical_offset, checksum)
+    if check.status == "blank":
+        end, base = min(limit, len(_bytes_of(buf))), physical_offset - position
+        behind = find_next(buf, position + BLANK_BYTES, end, base, checksum)
+        if behind is not None:
+            return Check("bad", 0, f"an end-of-segment marker, but a whole record lies at {base + behind}", "magic")
+    return check

@@ -46,11 +46,10 @@ from mqstore.layout.record import (
     TOTAL_SIZE_AT,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
-    check_record,
     store_timestamp_at,
     unreadable_number,
 )
-from mqstore.layout.scan import find_next, read_run
+from mqstore.layout.scan import check_place, find_next, read_run
 from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
 from mqstore.log.bulk.shard import MAX_QUEUE_ID, shard_json
 from mqstore.log.bulk.txn import read_txn
@@ -199,7 +198,7 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
             yield Message(UnitBatch(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
         if len(headers) or at >= size:
             continue
-        check = check_record(buffer, at, segment_bytes - start % segment_bytes, start + at, checksum)
+        check = check_place(buffer, at, segment_bytes - start % segment_bytes, start + at, checksum)
         if check.status == "blank":
             at += check.size
             continue

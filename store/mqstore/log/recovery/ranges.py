@@ -32,8 +32,8 @@ from mqstore.errors import ConfigError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.dispatch import Listed, Rows
-from mqstore.layout.record import Checksum, check_record
-from mqstore.layout.scan import has_crc_tail
+from mqstore.layout.record import Checksum
+from mqstore.layout.scan import check_place, has_crc_tail
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.indextally import IndexTally
 from mqstore.log.recovery.report import Finding
@@ -347,5 +347,5 @@ class Stitcher:
     def _bad(self, segment: Segment, at: int, found: int) -> Bad:
         buffer = self._run.mapping(segment)
         here = segment.start + at
-        check = check_record(buffer, at, len(buffer), here, self._checksum)
+        check = check_place(buffer, at, len(buffer), here, self._checksum)
         return Bad("bad_record", here, segment.start + found, check.detail)

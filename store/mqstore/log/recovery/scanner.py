@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum, Record, check_record, decode_record
-from mqstore.layout.scan import Headers, content_end, find_next, read_run
+from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.ahead import Ahead
 from mqstore.native import kernel
@@ -199,7 +199,7 @@ def scan_segment(
                     continue
             if at >= stop:
                 break
-            check = check_record(buffer, at, len(buffer), base + at, checksum)
+            check = check_place(buffer, at, len(buffer), base + at, checksum)
             if check.status == "blank":
                 return run.segment_bytes
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
@@ -210,7 +210,7 @@ def scan_segment(
             if found is None:
                 break
             found -= base
-            if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
+            if at != doubted and check_place(buffer, at, len(buffer), base + at, checksum).status != "bad":
                 # Another process's writer has finished this record since, and written the next one.
                 doubted = at
                 continue
@@ -269,11 +269,11 @@ def join_segments(
             elif here in blank or used_end(run, segment, at) == at:
                 detail = ""
             else:
-                detail = check_record(buffer, at, len(buffer), here, checksum).detail
+                detail = check_place(buffer, at, len(buffer), here, checksum).detail
             if following is None:
                 yield End(here, detail)
                 return
-            if not short and here != doubted and check_record(buffer, at, len(buffer), here, checksum).status != "bad":
+            if not short and here != doubted and check_place(buffer, at, len(buffer), here, checksum).status != "bad":
                 # As in `scan_segment`, the writer has continued here, and then in the next segment.
                 position = doubted = here
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.record import check_record
+from mqstore.layout.scan import check_place
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indexrepair import is_nonsense
 from mqstore.log.recovery.scanner import record_at
@@ -84,7 +84,7 @@ class ScanStart:
         buffer = self._parts.log_files.mapping(segment)
         at = position - segment.start
         return (
-            at >= len(buffer) or check_record(buffer, at, len(buffer), position, self._parts.checksum).status == "blank"
+            at >= len(buffer) or check_place(buffer, at, len(buffer), position, self._parts.checksum).status == "blank"
         )
 
     def start(self) -> int:
