@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.damage.support import Made, Record, overwrite, queue_files, segments, write
+from tests.damage.support import MAGIC_BLANK, Made, Record, overwrite, queue_files, segments, write
 
 __all__ = ["KINDS", "Kind", "Target", "flip"]
 
@@ -34,6 +35,8 @@ class Target:
     made: Made
     path: Path
     draw: random.Random
+    other: Callable[[], Path]
+    """Returns the folder of another undamaged store of the same form and state."""
 
     @property
     def end(self) -> int:
@@ -83,6 +86,35 @@ class Target:
     def randomize_file(self, file: Path) -> None:
         """Overwrite all bytes of a file with random ones."""
         overwrite(file, 0, self.draw.randbytes(file.stat().st_size))
+
+    def end_marker(self, record: Record) -> None:
+        """Overwrite the front of a record with the marker that ends a segment."""
+        left = self.made.segment_bytes - record.start % self.made.segment_bytes
+        write(self.path, record.start, struct.pack(">ii", left, MAGIC_BLANK))
+
+    def last_of_segment(self, part: float) -> Record:
+        """Return the last record of the segment of `record(part)`."""
+        base = self.record(part).start // self.made.segment_bytes
+        return [r for r in self.made.records if r.start // self.made.segment_bytes == base][-1]
+
+    def first_of_segment(self, part: float) -> Record:
+        """Return the first record of the segment of `record(part)`."""
+        base = self.record(part).start // self.made.segment_bytes
+        return next(r for r in self.made.records if r.start // self.made.segment_bytes == base)
+
+    def splice(self, record: Record, removed: int, added: bytes) -> None:
+        """Replace the first `removed` bytes of a record by others. What is behind in its segment moves."""
+        base = record.start // self.made.segment_bytes * self.made.segment_bytes
+        file, at = self.path / "commitlog" / f"{base:020d}", record.start - base
+        data = file.read_bytes()
+        file.write_bytes(data[:at] + added + data[at + removed :])
+
+    def take_from_other(self, *names: str) -> None:
+        """Replace files or folders by those of another store."""
+        other = self.other()
+        for name in names:
+            _remove(self.path / name)
+            (shutil.copytree if (other / name).is_dir() else shutil.copy)(other / name, self.path / name)
 
     def lengthen(self, file: Path, size: int) -> None:
         """Append random bytes to a file."""
@@ -154,6 +186,22 @@ KINDS: dict[str, Kind] = {
     "a stale record in the place of another": Kind(
         lambda t: write(t.path, t.record(0.5).start, _bytes_of(t, t.record(0.2))), LOSS
     ),
+    # end-of-segment markers
+    "an end marker over a record": Kind(lambda t: t.end_marker(t.record(0.4)), LOSS),
+    "an end marker over the first record of a segment": Kind(lambda t: t.end_marker(t.first_of_segment(0.4)), LOSS),
+    "an end marker over the last record of a segment": Kind(lambda t: t.end_marker(t.last_of_segment(0.4)), LOSS),
+    "an end marker over the first record": Kind(lambda t: t.end_marker(t.record(0)), LOSS),
+    "an end marker near the end": Kind(lambda t: t.end_marker(t.made.records[-4]), LOSS),
+    "an end marker over the last record": Kind(lambda t: t.end_marker(t.record(1)), LOSS),
+    "end markers over a record of each segment": Kind(
+        lambda t: [t.end_marker(record) for record in t.made.records[7::29]], LOSS
+    ),
+    "an end marker over a record, no queues": Kind(
+        lambda t: (t.end_marker(t.record(0.4)), _remove(t.path / "consumequeue")), LOSS
+    ),
+    "an end marker over the last record of a segment, no checkpoint": Kind(
+        lambda t: (t.end_marker(t.last_of_segment(0.4)), _remove(t.checkpoint)), LOSS
+    ),
     # blocks
     "a block of zeros": Kind(lambda t: t.zero(t.record(0.5).start // BLOCK * BLOCK, BLOCK), LOSS),
     "a block of zeros near the end": Kind(lambda t: t.zero(t.record(0.9).start // BLOCK * BLOCK, BLOCK), LOSS),
@@ -171,6 +219,9 @@ KINDS: dict[str, Kind] = {
     "a middle segment missing": Kind(lambda t: _remove(t.segment(0.5)), LOSS),
     "the first segment missing": Kind(lambda t: _remove(t.segment(0)), LOSS),
     "the last segment missing": Kind(lambda t: _remove(t.segment(1)), LOSS),
+    "the last two segments missing": Kind(lambda t: _remove(*segments(t.path)[-2:]), LOSS),
+    "the last two segments missing, no checkpoint": Kind(lambda t: _remove(*segments(t.path)[-2:], t.checkpoint), LOSS),
+    "all but the first segment missing": Kind(lambda t: _remove(*segments(t.path)[1:]), LOSS),
     "all but the last segment missing": Kind(lambda t: _remove(*segments(t.path)[:-1]), LOSS),
     "all segments missing": Kind(lambda t: _remove(*segments(t.path)), LOSS),
     "a segment too long": Kind(lambda t: t.lengthen(t.segment(0.5), 1000)),
@@ -181,7 +232,18 @@ KINDS: dict[str, Kind] = {
     "all segments too short": Kind(lambda t: [_shorten(file, 3000) for file in segments(t.path)], LOSS),
     "a segment empty": Kind(lambda t: os.truncate(t.segment(0.5), 0), LOSS),
     "the last segment empty": Kind(lambda t: os.truncate(t.segment(1), 0), LOSS),
+    "a byte inserted": Kind(lambda t: t.splice(t.record(0.4), 0, b"\x01"), LOSS),
+    "a byte inserted near the end": Kind(lambda t: t.splice(t.record(0.97), 0, b"\x01"), LOSS),
+    "a byte deleted": Kind(lambda t: t.splice(t.record(0.4), 1, b""), LOSS),
+    "a byte deleted near the end": Kind(lambda t: t.splice(t.record(0.97), 1, b""), LOSS),
     # names of segments
+    "all segments with the name of the next one": Kind(
+        lambda t: [_rename(file, int(file.name) + t.made.segment_bytes) for file in reversed(segments(t.path))],
+        may_refuse=True,
+    ),
+    "segments numbered 0, 1, 2": Kind(
+        lambda t: [_rename(file, number) for number, file in enumerate(segments(t.path))], may_refuse=True
+    ),
     "two segments with each other's names": Kind(lambda t: _rotate(t.segment(0.3), t.segment(0.6)), may_refuse=True),
     "first and last segment with each other's names": Kind(
         lambda t: _rotate(t.segment(0), t.segment(1)), may_refuse=True
@@ -200,6 +262,8 @@ KINDS: dict[str, Kind] = {
     "a segment twice": Kind(
         lambda t: shutil.copy(t.segment(0.4), t.segment(1).with_name(f"{FAR:020d}")), may_refuse=True
     ),
+    "a segment copied over the next one": Kind(lambda t: shutil.copy(*segments(t.path)[2:4]), LOSS),
+    "a segment copied over the last one": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(1)), LOSS),
     "a segment in the place of another": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(0.6)), LOSS),
     # queues
     "files of one queue gone": Kind(lambda t: _remove(t.queue_file(0.5).parent)),
@@ -235,6 +299,12 @@ KINDS: dict[str, Kind] = {
     "topics.json of zeros": Kind(lambda t: _zero_file(t.path / "config" / "topics.json"), may_find_more=True),
     "all gone but the log": Kind(
         lambda t: _remove(*(t.path / name for name in ("consumequeue", "index", "checkpoint", "config")))
+    ),
+    "queues of another store": Kind(lambda t: t.take_from_other("consumequeue"), may_find_more=True),
+    "index of another store": Kind(lambda t: t.take_from_other("index")),
+    "checkpoint of another store": Kind(lambda t: t.take_from_other("checkpoint"), may_find_more=True),
+    "queues, index and checkpoint of another store": Kind(
+        lambda t: t.take_from_other("consumequeue", "index", "checkpoint"), may_find_more=True
     ),
     # several
     "body in the middle, no checkpoint": Kind(lambda t: (t.flip(t.record(0.4).body_at), _remove(t.checkpoint)), LOSS),

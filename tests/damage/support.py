@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import zlib
@@ -30,6 +31,7 @@ from tests.tools.support import mqstore as command
 
 __all__ = [
     "FORMATS",
+    "MAGIC_BLANK",
     "STATES",
     "Made",
     "Record",
@@ -53,7 +55,8 @@ Content = tuple[str, int, int, bytes, str | None, str | None]
 _HEAD = struct.Struct(">iiiiiqq")
 """Total size, magic, checksum, queue id, flag, queue offset, physical offset."""
 _MAGIC = 0xDAA320A7
-_MAGIC_BLANK = 0xCBD43194
+_MAGIC_BYTES = re.compile(_MAGIC.to_bytes(4, "big"))
+MAGIC_BLANK = 0xCBD43194 - (1 << 32)
 _BODY_AT = 88
 """With IPv4 hosts, which all records here have."""
 _FLUSHED_AT = 72
@@ -140,9 +143,27 @@ def listing(store: Path, profile: str) -> list[Record]:
         while record := parse(data, at, base + at, profile):
             found.append(record)
             at = record.end - base
-        size, magic = struct.unpack_from(">iI", data, at)
-        assert (magic == _MAGIC_BLANK and at + size == len(data)) or not any(data[at:]), (file, at)
+        size, magic = struct.unpack_from(">ii", data, at)
+        assert (magic == MAGIC_BLANK and at + size == len(data)) or not any(data[at:]), (file, at)
     return found
+
+
+def scan(store: Path, made: Made) -> Counter[Content]:
+    """Return all records of a damaged store that verify where they say they lie, wherever one begins.
+
+    A file may have a wrong name: it holds the place that its record says.
+    """
+    found: dict[int, Content] = {}
+    for file in segments(store):
+        data = file.read_bytes()
+        for match in _MAGIC_BYTES.finditer(data):
+            at = match.start() - 4
+            if at < 0 or at + _BODY_AT > len(data):
+                continue
+            (place,) = struct.unpack_from(">q", data, at + 28)
+            if place >= 0 and place % made.segment_bytes == at and (record := parse(data, at, place, made.profile)):
+                found[place] = record.content
+    return Counter(found.values())
 
 
 def write(store: Path, physical: int, data: bytes) -> None:
@@ -259,6 +280,8 @@ class Verdict:
     """Messages that a damaged store must give back."""
 
     whole: Counter[Content]
+    found: Counter[Content]
+    """Messages of the undamaged store whose records the parser finds in the damaged one."""
     doubtful: frozenset[bytes]
     """Bodies of altered records that verify, as no checksum covers the altered bytes. They may come back or not."""
     lost: int
@@ -268,6 +291,8 @@ class Verdict:
     def problems(self, exported: Counter[Content], added: Counter[Content]) -> Iterator[str]:
         """Yield how an export differs from what must come back together with `added`."""
         expected = self.whole + added
+        if missing := self.found - exported:
+            yield f"misses {missing.total()} of {self.found.total()} messages that a parser finds, {_some(missing)}"
         if missing := expected - exported:
             yield f"misses {missing.total()} of {expected.total()} whole messages, {_some(missing)}"
         surplus = exported - expected
@@ -322,6 +347,7 @@ def judge(made: Made, store: Path) -> Verdict:
         told = None
     return Verdict(
         Counter(record.content for record in whole),
+        scan(store, made) & Counter(record.content for record in made.records),
         frozenset(record.content[3] for record in doubtful),
         len(lost),
         told,
@@ -350,7 +376,8 @@ def _is_shown(made: Made, store: Path, lost: Record, whole: list[Record], after:
     began = any(record.end <= lost.start for record in whole) or after.get(base, b"") not in {b"", *others}
     began |= is_known and made.profile == "mqstore"  # a Java broker may have removed the first segments
     ended_later = any(record.start >= lost.end for record in whole) or (is_known and lost.end <= flushed)
-    return began and ended_later
+    listed = _has_unit(store, lost)  # a unit of its record alone shows that there was one
+    return (began or (listed and not after)) and (ended_later or listed)
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -410,7 +437,12 @@ class _Checks:
                 elif not changed:
                     self.expect(planned.exit_code == 0, "recover --dry-run says that there is something to do", planned)
         self.export("export after recover", store)
-        self.run("recover", store)
+        second = self.run("recover", store, "--json")
+        if second is not None:
+            report = json.loads(second.stdout)
+            new = [finding for finding in report["findings"] if not finding["known"]]
+            self.expect(second.exit_code == 0 and not new, f"a second recover finds something: {new[:2]}", second)
+            self.expect(not report["changed"], "a second recover says that it changed something", second)
         again = contents(store)
         changed = sorted(name for name in again.keys() | recovered.keys() if again.get(name) != recovered.get(name))
         self.expect(not changed, f"a second recover changes {', '.join(changed)}")

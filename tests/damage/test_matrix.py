@@ -11,13 +11,14 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.damage.kinds import KINDS, Target
-from tests.damage.support import FORMATS, STATES, Made, check, contents, judge, make
+from tests.damage.support import FORMATS, STATES, Made, Shape, check, contents, judge, make
 
 COLUMNS = tuple(product(FORMATS, STATES))
 CASES = [
@@ -29,34 +30,28 @@ CASES = [
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]:
-    """`made(form, state)`: an undamaged store, the same at each call."""
-    stores: dict[tuple[str, str], Made] = {}
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    """`made(form, state, seed=1)`: an undamaged store, the same at each call."""
 
-    def find(form: str, state: str) -> Made:
-        if (form, state) not in stores:
-            stores[form, state] = make(tmp_path_factory.mktemp("made") / "store", form, state)
-        return stores[form, state]
+    @cache
+    def find(form: str, state: str, seed: int = 1) -> Made:
+        return make(tmp_path_factory.mktemp("made") / "store", form, state, Shape(seed=seed))
 
     return find
 
 
 @pytest.mark.parametrize(("form", "state"), COLUMNS)
-def test_an_undamaged_store_loses_nothing(
-    made: Callable[[str, str], Made], tmp_path: Path, form: str, state: str
-) -> None:
+def test_an_undamaged_store_loses_nothing(made: Callable[..., Made], tmp_path: Path, form: str, state: str) -> None:
     store = Path(shutil.copytree(made(form, state).path, tmp_path / "store"))
 
     assert not check(made(form, state), store)
 
 
 @pytest.mark.parametrize(("name", "form", "state"), CASES)
-def test_whole_messages_come_back(
-    made: Callable[[str, str], Made], tmp_path: Path, name: str, form: str, state: str
-) -> None:
+def test_whole_messages_come_back(made: Callable[..., Made], tmp_path: Path, name: str, form: str, state: str) -> None:
     undamaged, kind = made(form, state), KINDS[name]
     store = Path(shutil.copytree(undamaged.path, tmp_path / "store"))
-    kind.damage(Target(undamaged, store, random.Random(name)))
+    kind.damage(Target(undamaged, store, random.Random(name), lambda: made(form, state, seed=2).path))
     assert contents(store) != contents(undamaged.path)
     if form != "rocketmq":  # there no checksum covers headers and properties
         assert (judge(undamaged, store).lost > 0) == kind.loses

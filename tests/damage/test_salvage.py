@@ -69,6 +69,10 @@ def _damage(target: Target) -> tuple[list[str], bool]:
     return done, may_refuse
 
 
+def _another(path: Path, form: str, state: str, shape: Shape) -> Path:
+    return path if path.exists() else make(path, form, state, shape._replace(seed=shape.seed + 1)).path
+
+
 def _salvage(seed: int, folder: Path) -> str:
     """Damage the store of a seed. Return what commands do wrong with it, "" for nothing."""
     draw = random.Random(seed)
@@ -82,7 +86,7 @@ def _salvage(seed: int, folder: Path) -> str:
     form, state = draw.choice(FORMATS), draw.choice(STATES)
     made = make(folder / "made", form, state, shape)
     store = Path(shutil.copytree(made.path, folder / "store"))
-    done, may_refuse = _damage(Target(made, store, draw))
+    done, may_refuse = _damage(Target(made, store, draw, lambda: _another(folder / "another", form, state, shape)))
     lengths = {file.stat().st_size for file in segments(store)}
     if lengths and made.segment_bytes not in lengths:
         return ""  # refused: damage and a wrong manifest cannot be told apart

@@ -204,7 +204,7 @@ def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: i
     overwrite(path, at + kept_bytes, bytes(last.size - kept_bytes))
     with crashed.open("r") as store:
         found = [finding.kind for finding in store.verify() if finding.file.startswith("commitlog")]
-        assert found == (["torn_tail"] if kept_bytes else [])
+        assert found == (["torn_tail"] if kept_bytes else ["lost_tail"])  # behind zeros its unit alone shows it
     with crashed.open() as store:
         report = store.recovery
         assert report.log_end == last.physical_offset
@@ -592,7 +592,7 @@ def test_a_unit_that_points_beyond_the_end_is_cut(clean: Made) -> None:
         path.write_bytes(bytes(160))
     overwrite(path, slot % 8 * 20, struct.pack(">qiq", clean.end + 1000, 150, 0))
     with clean.open("r") as store:
-        assert kinds(store.verify()) == ["bad_unit"]
+        assert kinds(store.verify()) == ["lost_tail"]
     with clean.open() as store:
         assert store.offsets("clicks")[1] == slot
         assert store.put("clicks", b"next").offset == slot

@@ -7,7 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mqstore.log.recovery.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.damage.kinds import KINDS, Kind, Target
-from tests.damage.support import FORMATS, STATES, Made, write
+from tests.damage.support import FORMATS, STATES, Made, Shape, write
 from tests.damage.support import make as make_store
 from tests.log.support import SEGMENT, Unsynced, checkpointed, files, kill, open_store
 from tests.without import compiled, compiled_parts_left_out
@@ -146,7 +146,8 @@ def test_what_is_done_about_damage_does_not_depend_on_compiled_parts(
 ) -> None:
     options, lost_checkpoint = WAYS[way]
     damaged = Path(shutil.copytree(made(form, state).path, tmp_path / "damaged"))
-    DAMAGES[name].damage(Target(made(form, state), damaged, random.Random(name)))
+    other = partial(make_store, tmp_path / "other", form, state, Shape(seed=2))
+    DAMAGES[name].damage(Target(made(form, state), damaged, random.Random(name), lambda: other().path))
     if lost_checkpoint:
         (damaged / "checkpoint").unlink(missing_ok=True)
     found = []

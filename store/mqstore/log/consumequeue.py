@@ -335,6 +335,10 @@ class ConsumeQueue(Numbered):
         """Return the first slot of the first file."""
         return self._starts[0] * self._table.units_per_segment if self._starts else self.max_offset
 
+    @property
+    def units_per_file(self) -> int:
+        return self._table.units_per_segment
+
     def last_file_offset(self) -> int:
         """Return the first slot of the last file. There must be one."""
         return self._starts[-1] * self._table.units_per_segment

@@ -29,18 +29,17 @@ from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
 from mqstore.log.recordbatch import RecordBatch, UnitBatch
 from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.slots import LOST_SEGMENTS
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.log.tip import QueueRef
 
-__all__ = ["LOST_SEGMENTS", "RecordReader", "Request"]
+__all__ = ["RecordReader", "Request"]
 
 _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
 """Number of units read at once. Their messages keep them all in memory."""
 _LOOK_AHEAD_UNITS = 256
-LOST_SEGMENTS = 1024
-"""If a unit points farther behind the end of the log, the unit is damaged, and no segment is lost."""
 
 
 class Request(NamedTuple):

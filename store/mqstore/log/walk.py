@@ -33,7 +33,6 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.reader import StoreReader
 from mqstore.log.recordbatch import RecordBatch
-from mqstore.log.records import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
 from mqstore.log.recovery.slots import Placed
@@ -113,11 +112,9 @@ def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, 
     """Yield the queue offsets behind the last record of each queue that units, or void ones, stand for."""
     for queue in store.queue_table:
         if wanted is None or wanted(*queue.ref):
-            first, seen = verifier.slots.behind_last(queue, verifier.front)
-            end = store.log_files.end + LOST_SEGMENTS * store.log_files.segment_bytes
-            stop = verifier.slots.behind_lost(queue, first, seen, end)
-            if stop > first:
-                yield (*queue.ref, first, stop)
+            behind = verifier.slots.behind(queue, verifier.front, store.log_files.end)
+            if behind.stop > behind.first:
+                yield (*queue.ref, behind.first, behind.stop)
 
 
 def walk_queue(

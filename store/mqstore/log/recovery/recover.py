@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,13 @@ from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segmen
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
 from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
-from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
+from mqstore.log.recovery.slots import (
+    Misnumbered,
+    SlotAssigner,
+    first_slot_in_range,
+    strays_in_front,
+    unit_findings,
+)
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef
@@ -76,6 +83,8 @@ class RecoverOptions:
     dry_run: bool = False
     prefix: bool = False
     """End the log at the first damage, as the Java broker would, instead of passing over it."""
+    copied_live: bool = False
+    """The files were copied beside a writer, the log first. So units behind the end of the log show no loss."""
     rebuild_index: bool = False
     """Rebuild the index even if nothing seems wrong with it."""
 
@@ -148,6 +157,8 @@ class _Recovery:
         self.start = self.first
         """Records from this physical offset on get their units."""
         self.slots = SlotAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
+        self.damage: list[tuple[int, int]] = []
+        """Damaged ranges [start, stop) of the log, ascending."""
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
         """True if a crash has left queue files that are too short."""
@@ -245,6 +256,7 @@ class _Recovery:
             detail = "the commitlog folder is empty"
             self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
         self._begin(end, end, end)
+        self._note_lost_tail(end, end)
         self._finish_queues(end)
         self.index.rebuild()
         self.index.finish(end)
@@ -313,16 +325,13 @@ class _Recovery:
         if not self.whole and self.index.reaches(end):
             raise WholeLogNeededError
         self.report.log_end = end
-        if end < mark and not self.options.prefix:
-            name, at = self._place(end)
-            report.findings.append(
-                Finding("lost_tail", name, at, mark - end, f"the log once reached {mark} and was synced")
-            )
+        self.start = min(start, end)  # index entries may have been read from an earlier offset
+        if not self.options.prefix:
+            self._note_lost_tail(end, mark)
         cuts, report.moved_to_cut = self.tail.plan(end, torn, blank=blank)
         why = f"torn_tail: {tail}" if tail else "prefix" if torn is not None and self.options.prefix else "torn_tail"
         # A torn record alone was never promised to anybody. Synced bytes and whole records may be the only copy.
         self.tail.cut(end, cuts, why, keep=torn is not None or end < mark)
-        self.start = min(start, end)  # index entries may have been read from an earlier offset
         self._finish_queues(end)
         self.index.finish(end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
@@ -390,12 +399,13 @@ class _Recovery:
                 else:
                     self._renumber(found.physical_offset, found.slot)
                 continue
-            queue, first, expected, units, is_first = found
+            queue, first, expected, units, is_first, seen = found
             if is_first:
                 self._mend_front(queue, min(first, expected))
             if first > expected:
                 if is_first and self.start > self.first:
                     self._doubt_gap(queue, expected, first)
+                self._note_gap(queue, expected, first, seen, int(units["physical_offset"][0]))
                 self._void(queue, expected, first)
             self._repair(queue, first, units)
 
@@ -472,15 +482,37 @@ class _Recovery:
         findings[:] = [each for each in findings if (each.kind, each.file, each.position) != (bad.kind, name, at)]
         findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
         self.report.damaged_ranges += 1
+        self.damage.append((bad.start, bad.end))
+
+    def _note_gap(self, queue: ConsumeQueue, low: int, high: int, start: int, stop: int) -> None:
+        """Report slots [low, high) that lost their records, unless damage in [start, stop) of the log explains it.
+        Void slots were reported by an earlier recovery."""
+        before = bisect_left(self.damage, (stop,))
+        if before and self.damage[before - 1][1] > start:
+            return
+        for at, units in queue.chunks(low, high):
+            detail = "their records are not in the log, and no damage is found where they were"
+            self.report.findings += unit_findings(queue, "bad_unit", at, ~is_void(units), detail)
+
+    def _note_lost_tail(self, end: int, mark: int) -> None:
+        """Report that records were behind the end of the log, before anything that shows it is removed."""
+        parts, options = self.parts, self.options
+        lost = self.slots.lost_tail(() if options.copied_live else parts.queue_table, self.start, end, mark)
+        if lost is None:
+            return
+        if end < mark or options.full or parts.clean or parts.machine_ran_on:
+            self.report.findings.append(lost)
+        else:  # the machine went down, and may have taken them: an opening does not call that damage
+            _log.warning("%s: the log ends at %d: %s", parts.root, end, lost.detail)
 
     def _finish_queues(self, end: int) -> None:
         """Remove units behind each queue's last record that lead into the scanned range or beyond its end."""
         for queue in self.parts.queue_table:
-            first, seen = self.slots.behind_last(queue, self.start)
+            first, zero_from, _, seen, _ = self.slots.behind(queue, self.start, end)
             if not self.slots.is_met(queue):
                 self._mend_front(queue, first)
-            zero_from = self.slots.behind_lost(queue, first, seen, end)
             if zero_from > first:
+                self._note_gap(queue, first, zero_from, seen, end)
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:
                 self.report.changed = True

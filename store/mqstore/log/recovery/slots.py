@@ -11,7 +11,7 @@ Records are taken in log order. Records of an earlier generation of their topic 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,9 @@ from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import record_at
 
 __all__ = [
+    "LOST_SEGMENTS",
     "MAX_SLOT",
+    "Behind",
     "Misnumbered",
     "Placed",
     "SlotAssigner",
@@ -37,11 +39,14 @@ __all__ = [
     "least_plausible",
     "sort_out",
     "strays_in_front",
+    "unit_findings",
 ]
 
 MAX_SLOT = (1 << 63) // 64
 """Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""
 
+LOST_SEGMENTS = 1024
+"""If a unit points farther behind the end of the log, the unit is damaged, and no segment is lost."""
 Leads = Callable[[ConsumeQueue, int, int], bool]
 """Returns True if the record at a physical offset (third argument) has the given slot."""
 FirstSlot = Callable[[ConsumeQueue, int], tuple[int | None, int]]
@@ -59,6 +64,21 @@ class Placed(NamedTuple):
     units: npt.NDArray[np.void]
     is_first: bool
     """True if no record of the queue came before."""
+    seen: int
+    """Physical end of the record before these, or 0 if it is unknown."""
+
+
+class Behind(NamedTuple):
+    """Slots behind the last record of a queue. [first, inside) had records that are lost within the log."""
+
+    first: int
+    inside: int
+    stop: int
+    """Slots [inside, stop) have units of records behind the end of the log."""
+    seen: int
+    """Physical end of the last record."""
+    places: npt.NDArray[np.int64]
+    """Physical offsets of the records behind the end of the log."""
 
 
 class Misnumbered(NamedTuple):
@@ -122,22 +142,23 @@ class SlotAssigner:
                 slots, runs = said, [(0, len(said))]
             else:
                 physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
-                # In the other profile the checksum covers the number, so units need not be asked.
-                asked = queue if self._checksum == "crc32-body" else None
+                # In the other profile the checksum covers the number, so no unit contradicts it.
+                doubted = self._checksum == "crc32-body"
                 leads = self.generations.leads_to_record
-                slots, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
+                slots, runs, odd = sort_out(expected, seen, said, physical, sizes, queue, leads, doubted=doubted)
                 for i in odd:
                     yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), None)
                 for i in np.flatnonzero(slots != said).tolist():
                     yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), int(slots[i]))
             for low, high in runs:
                 first = int(slots[low])
-                yield Placed(queue, first, first if expected is None else expected, units[low:high], is_first)
+                yield Placed(queue, first, first if expected is None else expected, units[low:high], is_first, seen)
                 is_first = False
                 expected = first + high - low
                 last = units[high - 1]
+                seen = int(last["physical_offset"]) + int(last["size"])
                 # Records without a slot do not count. Their number is lost, so the next record's jumps by one.
-                self._last[queue] = expected, int(last["physical_offset"]) + int(last["size"])
+                self._last[queue] = expected, seen
 
     def is_met(self, queue: ConsumeQueue) -> bool:
         """Return True if a record of the queue has been given a slot."""
@@ -166,6 +187,34 @@ class SlotAssigner:
         found, seen = first_slot_in_range(queue, start, None)
         return queue.max_offset if found is None else found, seen
 
+    def behind(self, queue: ConsumeQueue, start: int, end: int) -> Behind:
+        """Return the slots behind a queue's last record. Reading began at `start`, and the log ends at `end`."""
+        first, seen = self.behind_last(queue, start)
+        inside = self.behind_lost(queue, first, seen, end)
+        far = max(end, self._run.end) + LOST_SEGMENTS * self._run.segment_bytes
+        stop = self.behind_lost(queue, inside, max(seen, end), far)
+        found = [units["physical_offset"][~is_void(units)] for _, units in queue.chunks(inside, stop)]
+        places = np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
+        return Behind(first, inside, stop if len(places) else inside, seen, places)
+
+    def lost_tail(
+        self, queues: Iterable[ConsumeQueue], start: int, end: int, mark: int, *, beyond: int = 0, what: str = ""
+    ) -> Finding | None:
+        """Return the finding about records that were behind the end of the log, or None if nothing shows one.
+        Units of `queues` may lead there, at or behind `beyond`, or the log had been synced up to `mark`. `what` says
+        what is there now."""
+        tails = [self.behind(queue, start, end).places for queue in queues]
+        tails = [places for tail in tails if len(places := tail[tail >= beyond])]
+        if end >= mark and not tails:
+            return None
+        reasons = [f"the log once reached {mark} and was synced{what}"] if end < mark else []
+        if tails:
+            last = max(int(places[-1]) for places in tails)
+            count = sum(map(len, tails))
+            reasons.append(f"{count} units of {len(tails)} queues lead to records behind it, the last one at {last}")
+            mark = max(mark, last)
+        return Finding("lost_tail", *place_in_file(end, self._run.segment_bytes), mark - end, "; ".join(reasons))
+
     def behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
         """Return the slot behind the last one from `first` on that a lost record may have had.
 
@@ -183,6 +232,19 @@ class SlotAssigner:
                 if not believed[i] or not (void[i] or record_at(self._run, int(place[i]), self._checksum) is None):
                     return at + i
         return max(first, queue.max_offset)
+
+
+def unit_findings(
+    queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
+) -> Iterator[Finding]:
+    """Yield a finding for each run of `wrong` units that lie together in one file. They begin at slot `first`."""
+    slots = np.flatnonzero(wrong) + first
+    if not len(slots):
+        return
+    breaks = np.flatnonzero((np.diff(slots) > 1) | (np.diff(slots // queue.units_per_file) > 0)) + 1
+    for group in np.split(slots, breaks):
+        units = f"unit {group[0]}" if len(group) == 1 else f"units {group[0]}..{group[-1]}"
+        yield queue.finding(kind, int(group[0]), int(group[-1]), f"{units}: {detail}")
 
 
 def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
@@ -233,6 +295,8 @@ def sort_out(
     sizes: npt.NDArray[np.int32],
     queue: ConsumeQueue | None = None,
     leads: Leads = lambda queue, slot, physical: False,
+    *,
+    doubted: bool = True,
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
     """Find the slots of one queue's records, which lie at `physical` in the log and hold `offsets`.
 
@@ -241,23 +305,25 @@ def sort_out(
     record.
 
     A queue offset is wrong if another record has it already, if it jumps further than lost records could explain, or if
-    later records contradict it. In profile `rocketmq` no checksum covers it. To believe it would void the slots of the
-    other records. Such a record gets the slot whose unit leads to it, if its neighbours leave room for that, or else
-    the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
-    record has. With `queue` None no units are read. `leads` says whether a unit leads to the record of its slot.
+    later records contradict it. In profile `rocketmq` no checksum covers it (`doubted`). To believe it would void the
+    slots of the other records. Such a record gets the slot whose unit leads to it, if its neighbours leave room for
+    that, or else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that
+    another record has. A free queue offset whose unit leads to the record is right, whatever is missing before it.
+    With `queue` None no units are read. `leads` says whether a unit leads to the record of its slot.
     """
     count = len(offsets)
+    asked = queue if doubted else None
     follow = (
         count
         and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < MAX_SLOT))
         and offsets[-1] - offsets[0] == count - 1
         and bool((np.diff(offsets) == 1).all())
     )
-    if follow and (queue is None or not _contrary(queue.units(int(offsets[0]), count), physical).any()):
+    if follow and (asked is None or not _contrary(asked.units(int(offsets[0]), count), physical).any()):
         return offsets, [(0, count)], []
     said = offsets
-    if queue is not None:
-        offsets = _by_units(queue, expected, offsets, physical, sizes, leads)
+    if asked is not None:
+        offsets = _by_units(asked, expected, offsets, physical, sizes, leads)
     # The smallest number of the records behind. A record with a greater number leaves no slot for that record.
     wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
@@ -270,8 +336,10 @@ def sort_out(
         else:
             gap = offset - expected
             follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
-            if gap > 0 and follows and queue is not None:  # the skipped record must be lost
-                follows = not _is_kept(queue, expected, leads)
+            if gap > 0 and follows and asked is not None:  # the skipped record must be lost
+                follows = not _is_kept(asked, expected, leads)
+        if not follows and queue is not None and offset >= (expected or 0):
+            follows = offset < MAX_SLOT and queue.units(offset, 1)[0].tolist()[:2] == (at, end - at)
         if not follows:
             odd.append(i)
             continue

@@ -15,6 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 
@@ -47,7 +48,7 @@ from mqstore.log.recovery.ranges import (
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
-from mqstore.log.recovery.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
+from mqstore.log.recovery.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range, unit_findings
 
 __all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
@@ -154,6 +155,8 @@ class Verifier:
         """Physical offset where the log begins. If all its segments are lost, recovery continues it there."""
         self._cut_from = 1 << 62
         """Physical offset where a torn tail begins. Units that lead to it go with it."""
+        self._end: int | None = None
+        """End of the log if no writer has it. Units of records behind it are one finding, `lost_tail`."""
 
     def findings(
         self, results: Iterable[RangeResult] = (), index_findings: Iterable[Finding] | None = None
@@ -167,6 +170,8 @@ class Verifier:
         yield from self.folders()
         if self._run.starts:
             yield from self._log(results)
+        elif self._is_empty:
+            yield from self.end(End(self._begin, ""), units=True)
         self.done_bytes = self.total_bytes
         yield from self.tails()
         yield from self._parts.index_findings
@@ -184,6 +189,14 @@ class Verifier:
         A writer may have come since this began, and its messages are not checked. Asking costs a look at the lock."""
         self._live = self._live or writer_alive(self._root, self._fs)
         return self._live
+
+    @cached_property
+    def _dispatched_end(self) -> int:
+        """Physical offset from which on records may not have been dispatched when the writer was killed."""
+        if self._checkpoint.dispatched is not None:
+            return self._checkpoint.dispatched
+        end = max((sum(queue.last_message()[:2]) for queue in self._queues), default=0)
+        return end if end > 0 else 1 << 62  # without any unit the queues are lost
 
     @property
     def watermark(self) -> int:
@@ -295,7 +308,7 @@ class Verifier:
             if isinstance(event, Bad):
                 yield self.bad(event)
             elif isinstance(event, End):
-                yield from self.end(event)
+                yield from self.end(event, units=True)
             else:
                 yield from self._segment(event)
         self.read_again = stitcher.read_again_count
@@ -348,20 +361,29 @@ class Verifier:
         name, at = self._place(event.start)
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
-    def end(self, end: End) -> Iterator[Finding]:
-        """Yield findings about the end of the log."""
+    def end(self, end: End, *, units: bool = False) -> Iterator[Finding]:
+        """Yield findings about the end of the log. With `units`, which needs all records to be taken, units count that
+        lead to records behind the end."""
         if self._live:
             return  # a record may be half-way in
         name, at = self._place(end.position)
         known = self._checkpoint.flushed is not None or end.detail  # else finding the watermark reads the log
         once = self.watermark if known else end.position
         behind = [segment for segment in self._run.segments() if segment.start > end.position]
-        if (end.position < once or end.detail or behind) and self._has_writer():
+        # Units of a torn tail go with it. Units of records in lost files count.
+        beyond = self._run.end if end.detail and end.position >= once else end.position
+        lost = self.slots.lost_tail(
+            self._queues if units else (),
+            *(self._begin, end.position, once),
+            beyond=beyond,
+            what=f"; {end.detail or 'zeros'}",
+        )
+        if (lost or end.detail or behind) and self._has_writer():
             return
-        if end.position < once:
-            detail = f"the log once reached {once} and was synced; {end.detail or 'zeros'}"
-            yield Finding("lost_tail", name, at, once - end.position, detail)
-        elif end.detail:
+        self._end = end.position
+        if lost:
+            yield lost
+        if end.detail and end.position >= once:
             self._cut_from = end.position
             why = end.detail
             if end.torn:
@@ -381,7 +403,7 @@ class Verifier:
             if isinstance(found, Finding):
                 yield found
                 continue
-            queue, first, expected, units, is_first = found
+            queue, first, expected, units, is_first, _ = found
             if is_first:
                 yield from self._front(queue, min(first, expected))
             if first > expected:
@@ -425,9 +447,8 @@ class Verifier:
     def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         if self._queues.in_rocksdb and not queue.max_offset:
             return
-        if not self._clean or self._live:
-            # These are not dispatched yet. The present or next writer of the store builds them.
-            wanted = wanted[: max(0, queue.max_offset - first)]
+        if self._live:
+            wanted = wanted[: max(0, queue.max_offset - first)]  # the writer has not dispatched the others yet
         found = queue.units(first, len(wanted))
         wrong = differing(found, queue.as_kept(found, wanted))
         if wrong.any() and not self._live and self._has_writer():
@@ -435,8 +456,15 @@ class Verifier:
         elif wrong.any():
             wrong &= self._is_kept(wanted["physical_offset"])
             missing = found["size"] == 0
-            yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")
-            yield from self._ranges(queue, "bad_unit", first, wrong & ~missing, "the unit differs from its record")
+            late = missing & (wanted["physical_offset"] >= self._dispatched_end)
+            late[: len(late) if self._clean else max(0, queue.max_offset - first)] = False
+            reasons: tuple[tuple[Kind, npt.NDArray[np.bool_], str], ...] = (
+                ("missing_units", late, "not dispatched yet; opening for writing, or `mqstore recover`, builds them"),
+                ("missing_units", missing & ~late, "no unit for a record of the log"),
+                ("bad_unit", ~missing, "the unit differs from its record"),
+            )
+            for kind, mask, detail in reasons:
+                yield from unit_findings(queue, kind, first, wrong & mask, detail)
 
     def _no_record(
         self, queue: ConsumeQueue, stretches: Iterable[tuple[int, npt.NDArray[np.void]]]
@@ -452,7 +480,7 @@ class Verifier:
         wrong = wrong & (physical < self._until) & (physical < self._cut_from)
         if wrong.any():
             wrong &= self._is_kept(physical)
-            yield from self._ranges(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
+            yield from unit_findings(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
 
     def tails(self) -> Iterator[Finding]:
         """Yield findings about units behind the last record of each queue. All records must have been taken."""
@@ -460,25 +488,16 @@ class Verifier:
             yield from self._queue_tail(queue)
 
     def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
-        if not self.slots.is_met(queue):
-            yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
-        elif not self._live:
-            behind, _ = self.slots.behind_last(queue, self._begin)
-            yield from self._no_record(queue, queue.held(behind, queue.max_offset))
-
-    def _ranges(
-        self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
-    ) -> Iterator[Finding]:
-        """Yield a finding for each run of wrong units that lie together in one file."""
-        at = np.flatnonzero(wrong)
-        if not len(at):
+        is_met = self.slots.is_met(queue)
+        if self._live or self._end is None:
+            yield from () if is_met else self._front(queue, queue.max_offset)
             return
-        per = self._queues.units_per_segment
-        slots = at + first
-        breaks = np.flatnonzero((np.diff(slots) > 1) | (np.diff(slots // per) > 0)) + 1
-        for group in np.split(slots, breaks):
-            units = f"unit {group[0]}" if len(group) == 1 else f"units {group[0]}..{group[-1]}"
-            yield queue.finding(kind, int(group[0]), int(group[-1]), f"{units}: {detail}")
+        behind = self.slots.behind(queue, self._begin, self._end)
+        if is_met:
+            yield from self._no_record(queue, queue.held(behind.first, behind.inside))
+        else:
+            yield from self._front(queue, behind.inside)  # no record of this queue is in the log
+        yield from self._no_record(queue, queue.held(behind.stop, queue.max_offset))
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 

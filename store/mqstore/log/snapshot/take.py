@@ -329,7 +329,7 @@ class _Making:
         self._meter.halfway()
         recovered = recover_store(
             self._store,
-            RecoverOptions(),
+            RecoverOptions(copied_live=plan.writer_alive),
             config=self._original.config,
             progress=self._meter.second,
             json_checks=json_checks,
