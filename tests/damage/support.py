@@ -423,6 +423,7 @@ class _Checks:
 
     def recovery(self, store: Path) -> None:
         before = contents(store)
+        verified = self.run("verify", store)
         planned = self.run("recover", store, "--dry-run")
         self.expect(contents(store) == before, "recover --dry-run changes the store")
         result = self.run("recover", store)
@@ -434,6 +435,8 @@ class _Checks:
                 changed = {name for name in before.keys() | recovered.keys() if before.get(name) != recovered.get(name)}
                 if code or changed - {"abort", "checkpoint"}:  # each opening for writing makes these two anew
                     self.expect(planned.exit_code == 1, "recover --dry-run says that there is nothing to do", planned)
+                    if verified is not None and not verified.exit_code:
+                        self.problems.append("verify finds nothing, though recover has something to do")
                 elif not changed:
                     self.expect(planned.exit_code == 0, "recover --dry-run says that there is something to do", planned)
         self.export("export after recover", store)

@@ -506,6 +506,12 @@ def _behind(position: int) -> dict[str, tuple[bytes, bool]]:
         "zeros": (bytes(300), False),
         "any bytes": (b"\xda\xa3\x20\xa7" * 60, False),
         "the rest of the record that was there": (record(position, b"lost")[8:] + bytes(20), False),
+        "a stale record": (bytes(10) + record(position + 8 + 10, b"stale", store_timestamp_ms=1), False),
+        "the rest of the record that was there, and an older one": (
+            (lost := record(position, b"lost"))[8:]
+            + record(position + len(lost), b"of a clock that was set back", store_timestamp_ms=1),
+            True,
+        ),
         "a record of another place": (bytes(10) + record(position, b"stale"), False),
         "a whole record": (bytes(30) + record(position + 8 + 30, b"whole"), True),
         "a whole record at its end": (bytes(300) + record(position + 8 + 300, b"whole"), True),

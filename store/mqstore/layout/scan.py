@@ -582,12 +582,18 @@ def find_next(
 def check_place(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
     """Check what lies at `buf[position]` as `check_record` does, but do not believe a BLANK in front of records.
 
-    Nothing is written behind a BLANK in its segment. So if a record verifies there, the BLANK is damage (format#blank).
+    Nothing is written behind a BLANK in its segment, which begins at `buf[0]`. So if a record verifies there, the BLANK
+    is damage, unless that record is stale (format#blank).
     """
     check = check_record(buf, position, limit, physical_offset, checksum)
-    if check.status == "blank":
-        end, base = min(limit, len(_bytes_of(buf))), physical_offset - position
-        behind = find_next(buf, position + BLANK_BYTES, end, base, checksum)
-        if behind is not None:
-            return Check("bad", 0, f"an end-of-segment marker, but a whole record lies at {base + behind}", "magic")
+    if check.status != "blank":
+        return check
+    view, base = _bytes_of(buf), physical_offset - position
+    behind = find_next(view, position + BLANK_BYTES, min(limit, len(view)), base, checksum)
+    if behind is None:
+        return check
+    front = walk(view, 0, position)[0][-1:]
+    is_later = bool((np.diff(gather(view, [*front, behind]).store_timestamp_ms) >= 0).all())
+    if is_later or _column(view, np.array([position + _record.PHYSICAL_OFFSET_AT]), ">i8")[0] == physical_offset:
+        return Check("bad", 0, f"an end-of-segment marker, but a whole record lies at {base + behind}", "magic")
     return check
