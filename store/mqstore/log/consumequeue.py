@@ -60,6 +60,7 @@ class ConsumeQueue(Numbered):
         "min_offset",
         "topic",
         "topic_bytes",
+        "units_per_file",
     )
 
     def __init__(self, table: QueueTable, topic: str, queue_id: int) -> None:
@@ -76,6 +77,7 @@ class ConsumeQueue(Numbered):
         """Number of times a reader saw the end move back. `cut_to` is the end after the last time."""
         self.cut_to = 0
         self.ref = QueueRef(topic, queue_id)
+        self.units_per_file = table.units_per_segment
         self.magic = MAGIC_V1
         self.plain_tail = b""
         self._starts: list[int] = []
@@ -334,10 +336,6 @@ class ConsumeQueue(Numbered):
     def first_offset(self) -> int:
         """Return the first slot of the first file."""
         return self._starts[0] * self._table.units_per_segment if self._starts else self.max_offset
-
-    @property
-    def units_per_file(self) -> int:
-        return self._table.units_per_segment
 
     def last_file_offset(self) -> int:
         """Return the first slot of the last file. There must be one."""

@@ -101,12 +101,10 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
 def _place(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
     """Return the physical offset at which a file begins, by its records, or None if none verifies.
     Looks at the bytes before `stop`. `start` is the physical offset in the file's name."""
-    first = "bad"
-    if start is not None and stop:
-        first = check_record(buffer, 0, len(buffer), start, checksum).status
-        if first == "ok":
-            return start
-        if find_next(buffer, 0, content_end(buffer, 0, stop), start, checksum) is not None:
+    first = check_record(buffer, 0, len(buffer), start, checksum).status if start is not None and stop else None
+    if start is not None:
+        end = content_end(buffer, 0, stop)
+        if first == "ok" or find_next(buffer, 0, end, start, checksum) is not None:
             return start
     for magic in _MAGICS:
         at = -1

@@ -157,8 +157,7 @@ class _Recovery:
         self.start = self.first
         """Records from this physical offset on get their units."""
         self.slots = SlotAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
-        self.damage: list[tuple[int, int]] = []
-        """Damaged ranges [start, stop) of the log, ascending."""
+        self.damage: list[tuple[int, int]] = []  # ranges [start, stop) of the log, ascending
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
         """True if a crash has left queue files that are too short."""
@@ -498,21 +497,19 @@ class _Recovery:
         """Report that records were behind the end of the log, before anything that shows it is removed."""
         parts, options = self.parts, self.options
         lost = self.slots.lost_tail(() if options.copied_live else parts.queue_table, self.start, end, mark)
-        if lost is None:
-            return
-        if end < mark or options.full or parts.clean or parts.machine_ran_on:
+        if lost is not None and (end < mark or options.full or parts.clean or parts.machine_ran_on):
             self.report.findings.append(lost)
-        else:  # the machine went down, and may have taken them: an opening does not call that damage
+        elif lost is not None:  # the machine went down, and may have taken them: an opening does not call that damage
             _log.warning("%s: the log ends at %d: %s", parts.root, end, lost.detail)
 
     def _finish_queues(self, end: int) -> None:
         """Remove units behind each queue's last record that lead into the scanned range or beyond its end."""
         for queue in self.parts.queue_table:
-            first, zero_from, _, seen, _ = self.slots.behind(queue, self.start, end)
+            first, zero_from, _, _ = self.slots.behind(queue, self.start, end)
             if not self.slots.is_met(queue):
                 self._mend_front(queue, first)
             if zero_from > first:
-                self._note_gap(queue, first, zero_from, seen, end)
+                self._note_gap(queue, first, zero_from, self.slots.behind_last(queue, self.start)[1], end)
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:
                 self.report.changed = True

@@ -31,7 +31,6 @@ from mqstore.log.recovery.scanner import record_at
 __all__ = [
     "LOST_SEGMENTS",
     "MAX_SLOT",
-    "Behind",
     "Misnumbered",
     "Placed",
     "SlotAssigner",
@@ -69,16 +68,13 @@ class Placed(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Slots behind the last record of a queue. [first, inside) had records that are lost within the log."""
+    """Slots behind the last record of a queue.
+    Records of [first, inside) are lost within the log. Those of [inside, stop) were behind its end, at `places`."""
 
     first: int
     inside: int
     stop: int
-    """Slots [inside, stop) have units of records behind the end of the log."""
-    seen: int
-    """Physical end of the last record."""
     places: npt.NDArray[np.int64]
-    """Physical offsets of the records behind the end of the log."""
 
 
 class Misnumbered(NamedTuple):
@@ -195,16 +191,14 @@ class SlotAssigner:
         stop = self.behind_lost(queue, inside, max(seen, end), far)
         found = [units["physical_offset"][~is_void(units)] for _, units in queue.chunks(inside, stop)]
         places = np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
-        return Behind(first, inside, stop if len(places) else inside, seen, places)
+        return Behind(first, inside, stop if len(places) else inside, places)
 
     def lost_tail(
-        self, queues: Iterable[ConsumeQueue], start: int, end: int, mark: int, *, beyond: int = 0, what: str = ""
+        self, queues: Iterable[ConsumeQueue], start: int, end: int, mark: int, what: str = ""
     ) -> Finding | None:
         """Return the finding about records that were behind the end of the log, or None if nothing shows one.
-        Units of `queues` may lead there, at or behind `beyond`, or the log had been synced up to `mark`. `what` says
-        what is there now."""
-        tails = [self.behind(queue, start, end).places for queue in queues]
-        tails = [places for tail in tails if len(places := tail[tail >= beyond])]
+        Units of `queues` may lead there, or the log had been synced up to `mark`. `what` says what is there now."""
+        tails = [places for queue in queues if len(places := self.behind(queue, start, end).places)]
         if end >= mark and not tails:
             return None
         reasons = [f"the log once reached {mark} and was synced{what}"] if end < mark else []

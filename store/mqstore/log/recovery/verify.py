@@ -362,28 +362,23 @@ class Verifier:
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
     def end(self, end: End, *, units: bool = False) -> Iterator[Finding]:
-        """Yield findings about the end of the log. With `units`, which needs all records to be taken, units count that
-        lead to records behind the end."""
+        """Yield findings about the end of the log. With `units`, for which all records must have been taken, those of
+        units that lead behind it too."""
         if self._live:
             return  # a record may be half-way in
         name, at = self._place(end.position)
         known = self._checkpoint.flushed is not None or end.detail  # else finding the watermark reads the log
         once = self.watermark if known else end.position
         behind = [segment for segment in self._run.segments() if segment.start > end.position]
-        # Units of a torn tail go with it. Units of records in lost files count.
-        beyond = self._run.end if end.detail and end.position >= once else end.position
-        lost = self.slots.lost_tail(
-            self._queues if units else (),
-            *(self._begin, end.position, once),
-            beyond=beyond,
-            what=f"; {end.detail or 'zeros'}",
-        )
+        torn = bool(end.detail) and end.position >= once  # its units go with it
+        queues = self._queues if units and not torn else ()
+        lost = self.slots.lost_tail(queues, self._begin, end.position, once, f"; {end.detail or 'zeros'}")
         if (lost or end.detail or behind) and self._has_writer():
             return
         self._end = end.position
         if lost:
             yield lost
-        if end.detail and end.position >= once:
+        if torn:
             self._cut_from = end.position
             why = end.detail
             if end.torn:
@@ -488,16 +483,13 @@ class Verifier:
             yield from self._queue_tail(queue)
 
     def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
-        is_met = self.slots.is_met(queue)
-        if self._live or self._end is None:
-            yield from () if is_met else self._front(queue, queue.max_offset)
-            return
-        behind = self.slots.behind(queue, self._begin, self._end)
-        if is_met:
-            yield from self._no_record(queue, queue.held(behind.first, behind.inside))
-        else:
-            yield from self._front(queue, behind.inside)  # no record of this queue is in the log
-        yield from self._no_record(queue, queue.held(behind.stop, queue.max_offset))
+        first = inside = stop = queue.max_offset
+        if self._end is not None:
+            first, inside, stop, _ = self.slots.behind(queue, self._begin, self._end)
+        if not self.slots.is_met(queue):
+            yield from self._front(queue, inside)  # no record of this queue is in the log
+            first = inside
+        yield from self._no_record(queue, chain(queue.held(first, inside), queue.held(stop, queue.max_offset)))
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 
