@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack
@@ -26,6 +27,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.names import is_system_topic
+from mqstore.broker.pop.log import unreadable_records
 from mqstore.broker.road import SendOptions
 from mqstore.client.producer import Producer
 from mqstore.client.pullconsumer import PullConsumer
@@ -441,7 +443,7 @@ class Store(Closing, Sending):
 
     def verify(self) -> Iterator[Finding]:
         """Check every record, unit and index entry, without changes (format#damage)."""
-        return self.log.verifier(CONFIG_CHECKS).findings()
+        return chain(self.log.verifier(CONFIG_CHECKS).findings(), unreadable_records(self.log))
 
     def snapshot(
         self,

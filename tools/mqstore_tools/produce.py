@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import signal
 import sys
@@ -31,7 +30,8 @@ from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.broker.names import check_user_topic
 from mqstore.client.producer import Producer
 from mqstore.client.sendrules import check_size
-from mqstore.errors import InvalidMessageError, NotAStoreError
+from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
+from mqstore.layout.jsontext import BODY, decode
 from mqstore.log.writer import MAX_QUEUE_ID
 from mqstore_tools.many import duration, pairs
 from mqstore_tools.opened import dry_run_option, planning
@@ -495,9 +495,9 @@ def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, Record]]:
 
 def _object(line: bytes) -> Record:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return NoMessage(f"no JSON: {error}")
+        found = decode(line, BODY)
+    except FormatError as error:
+        return NoMessage(f"no JSON: {error.__cause__}")
     return found if isinstance(found, dict) else NoMessage("a JSON value, but no object")
 
 

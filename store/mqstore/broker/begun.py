@@ -48,6 +48,7 @@ from mqstore.broker.parts import Parts
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import save_json
+from mqstore.layout.jsontext import decode
 from mqstore.log.message import Message
 
 __all__ = ["NONE", "PROCESS_ENDED", "UNREAD", "Address", "Begun", "Notes", "Suspects", "note", "note_run"]
@@ -219,7 +220,7 @@ class Begun:
         path = self._folder / name
         try:
             data = self._fs.read_whole(path, _FILE_MAX_BYTES)
-            head: Any = json.loads(data[:_HEAD_BYTES].rstrip(b"\0"))
+            head: Any = decode(data[:_HEAD_BYTES].rstrip(b"\0"))
             group, shape = head["group"], (head["workers"], head["cells"])
             if min(shape) < 1:
                 raise ValueError(f"{shape} cells")
@@ -244,13 +245,13 @@ class Begun:
     def _load(self) -> None:
         """Load the suspects of earlier processes, as far as they are not settled."""
         try:
-            value: Any = json.loads(self._fs.read_whole(self._folder / _SUSPECTS, _FILE_MAX_BYTES))
+            value: Any = decode(self._fs.read_whole(self._folder / _SUSPECTS, _FILE_MAX_BYTES))
             for group, found in value["suspects"].items():
                 addresses = {Address(str(topic), int(queue_id), int(offset)) for topic, queue_id, offset in found}
                 known = self._parts.groups.get(group) is not None
                 self.suspects.add(group, filter(partial(self._is_open, group), addresses) if known else ())
             self._save(self.suspects.left)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MQStoreError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, MQStoreError) as error:
             _log.warning("%s is not read: %s", self._folder / _SUSPECTS, error)
 
     def _is_open(self, group: str, address: Address) -> bool:

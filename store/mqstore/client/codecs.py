@@ -14,6 +14,7 @@ import json
 from typing import Any, Protocol
 
 from mqstore.errors import FormatError, InvalidMessageError
+from mqstore.layout.jsontext import BODY, check, decode
 
 __all__ = ["BYTES", "JSON", "TEXT", "Codec"]
 
@@ -85,17 +86,17 @@ class _Json:
 
     def encode(self, item: Any) -> bytes:
         try:
-            return json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+            text = json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            check(text, BODY)  # what is stored can be read
+            return text.encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidMessageError(f"the item cannot be stored as JSON: {error}", "body") from error
 
     def decode(self, body: bytes) -> Any:
         try:
-            return json.loads(body)
-        except json.JSONDecodeError as error:
-            raise FormatError(f"the item is no JSON: {error.msg}", "body", error.pos) from error
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the item is no JSON: {error}", "body", 0) from error
+            return decode(body, BODY)
+        except FormatError as error:
+            raise FormatError(f"the item is no JSON: {error.__cause__}", "body", error.position) from error
 
 
 BYTES: Codec = _Bytes()

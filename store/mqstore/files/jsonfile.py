@@ -49,7 +49,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import shlex
@@ -57,11 +56,12 @@ import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, StoreIOError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+from mqstore.layout.jsontext import STORE, decode
 
 __all__ = [
     "NO_CHECKS",
@@ -81,9 +81,9 @@ __all__ = [
 ]
 
 #: Limits of a file, see above. A file beyond them is refused with StoreIOError: it is not damaged, and is left alone.
-JSON_BYTES_MAX = 32 << 20
+JSON_BYTES_MAX = STORE.size
 #: Commas and opening brackets, wherever they are: at least as many as the file has values.
-JSON_VALUES_MAX = 1_000_000
+JSON_VALUES_MAX = STORE.values
 
 Check = Callable[[dict[str, Any]], object]
 FileState = tuple[int, int, int]
@@ -120,17 +120,17 @@ def decode_json(data: bytes) -> dict[str, Any]:
         raise FormatError("not UTF-8", "json", error.start) from error
     try:
         try:
-            value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        except json.JSONDecodeError:
-            value = json.loads(_TOKEN.sub(_quote_key, text), parse_constant=_refuse_constant, parse_float=_finite)
-    except json.JSONDecodeError as error:
+            value = decode(text)
+        except FormatError:
+            value = decode(_TOKEN.sub(_quote_key, text))
+    except FormatError as error:
+        if not isinstance(cause := error.__cause__, json.JSONDecodeError):
+            raise
         # Columns shifted when keys were quoted, lines did not.
         line_start = 0
-        for _ in range(error.lineno - 1):
+        for _ in range(cause.lineno - 1):
             line_start = data.index(b"\n", line_start) + 1
-        raise FormatError(f"not JSON: {error.msg} in line {error.lineno}", "json", line_start) from error
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets, NaN
-        raise FormatError(f"not usable JSON: {error}", "json", 0) from error
+        raise FormatError(f"not JSON: {cause.msg} in line {cause.lineno}", "json", line_start) from cause
     if not isinstance(value, dict):
         raise FormatError(f"an object is expected on top, not {type(value).__name__}", "json", 0)
     return value
@@ -139,16 +139,6 @@ def decode_json(data: bytes) -> dict[str, Any]:
 def _quote_key(match: re.Match[str]) -> str:
     before, digits, after = match.groups()
     return match[0] if digits is None else f'{before}"{digits}"{after}'
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    if math.isinf(number := float(digits)):  # 1e999: reading it would make a value that cannot be written again
-        raise ValueError(f"a number beyond all bounds ({len(digits)} characters)")
-    return number
 
 
 class EncodedEntry(str):

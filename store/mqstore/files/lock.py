@@ -39,9 +39,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
+from mqstore.errors import FormatError, MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+from mqstore.layout.jsontext import decode
 
 __all__ = ["WriterLock", "refusal_to_reader", "refuse_beside_writer", "writer_alive"]
 
@@ -310,8 +311,8 @@ def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> st
 def _parse(content: bytes) -> _Holder:
     """Return the holder that a lock file names. Any part of it may be missing or have a wrong type."""
     try:
-        told: Any = json.loads(content[len(_PREFIX) :].partition(b"\n")[0])
-    except (ValueError, RecursionError):
+        told: Any = decode(content[len(_PREFIX) :].partition(b"\n")[0])
+    except FormatError:
         return _Holder()
     if not isinstance(told, dict):
         return _Holder()

@@ -48,6 +48,7 @@ from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, select
 from mqstore.jobs.staging import STAGING, clean
 from mqstore.jobs.tasks import policy_of, read_slices
+from mqstore.layout.jsontext import decode
 
 __all__ = ["ExportResult", "export_parquet", "read_manifest"]
 
@@ -146,8 +147,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> Manifest:
         return {"version": 1, "number": 0, "shape": {}, "ends": {}}
     path = os.path.join(dest, newest, _MANIFEST)
     try:
-        with open(path, encoding="utf-8") as file:
-            value: Manifest = json.load(file)
+        value: Manifest = decode(Path(path).read_bytes())
         if value["version"] != 1:
             raise ValueError(f"version {value['version']!r} instead of 1")
         # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
@@ -159,7 +159,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> Manifest:
             and all(type(end) is int and end >= 0 for end in ends)
         ):
             raise ValueError("number, shape or ends are not what they should be")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is not the manifest of an export, or it is damaged or of a newer mqstore ({error!r}): bring it "
             "back as it was, or give another folder, to which all is exported"

@@ -10,8 +10,8 @@ Long because the tables are the documentation, too.
 from __future__ import annotations
 
 import difflib
-import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.topics import QUEUES_MAX
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, FormatError
 from mqstore.files.beneath import resolved
 from mqstore.jobs.paths import checked_path
+from mqstore.layout.jsontext import decode
 from mqstore.log.tagfilter import parse_tags
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
@@ -182,11 +183,12 @@ class OptionTable:
             said[option.field] = name
             try:
                 values[option.field] = option.parse(value)
-            except RecursionError:  # of json or re; its traceback would be as long as that
-                what = "it is nested too deeply"
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # of re, with a traceback as long as the text
+                what = error if isinstance(error, ValueError) else "it is nested too deeply"
                 raise ConfigError(f"option {option.name}={value!r:.200}: {what}; {option.accepts}") from None
-            except ValueError as error:
-                raise ConfigError(f"option {option.name}={value!r:.200}: {error}; {option.accepts}") from error
         return values
 
     def nearest(self, name: str) -> str:
@@ -287,14 +289,15 @@ def _parsed(text: str) -> Any:
     """Return the value of JSON. ValueError for a name that stands twice: the last one would win."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise ValueError(f"{name!r} is there twice")
-            found[name] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
         return found
 
-    return json.loads(text, object_pairs_hook=once)
+    try:
+        return decode(text, pairs=once)
+    except FormatError as error:
+        raise ValueError(str(error.__cause__)) from error
 
 
 def _assign(text: str) -> dict[str, list[int]]:

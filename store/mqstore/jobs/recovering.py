@@ -7,6 +7,7 @@ from functools import partial
 from typing import Unpack
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.pop.log import unreadable_records
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
@@ -60,4 +61,5 @@ def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
 
 def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> RecoveryReport:
     fs = QUIET if options.dry_run else REAL
-    return recover_store(name.path, options, progress=progress, json_checks=CONFIG_CHECKS, fs=fs)
+    work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=unreadable_records)
+    return work(name.path, options, progress=progress, fs=fs)

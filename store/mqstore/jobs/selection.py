@@ -18,6 +18,7 @@ from mqstore.errors import ConfigError
 from mqstore.jobs.options import SOURCE_OPTIONS, Key, SourceOptions
 from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
+from mqstore.layout.jsontext import BODY, decode
 
 __all__ = [
     "Bound",
@@ -42,7 +43,7 @@ class Shaped:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        found: dict[str, Any] = decode(json.dumps(asdict(self)), BODY)  # type: ignore[call-overload]
         return found
 
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Unpack
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.pop.log import unreadable_records
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.jobs.plan import StoreName, open_store
@@ -205,7 +206,7 @@ def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFin
                 known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
                 findings = [
                     VerifyFinding(name.id, each.kind, each.file, each.position, each.length, each.detail, each in known)
-                    for each in verifier.findings(whole.results, whole.of_index)
+                    for each in chain(verifier.findings(whole.results, whole.of_index), unreadable_records(store))
                 ]
                 row = VerifiedStore(
                     store=name.id,

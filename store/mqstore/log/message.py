@@ -6,7 +6,6 @@ segment. The view pins it, so the bytes stay valid after retention has unlinked 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
@@ -16,6 +15,7 @@ from typing import Any
 
 from mqstore.layout.compression import inflate
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
+from mqstore.layout.jsontext import BODY, decode
 from mqstore.layout.properties import (
     DLQ_REASON,
     KEYS,
@@ -134,8 +134,8 @@ class Message(Located):
         return self.body.decode(encoding)
 
     def json(self) -> Any:
-        """Return the value of the body as JSON."""
-        return json.loads(self.body)
+        """Return the value of the body as JSON. Raises FormatError, a ValueError, if it is not JSON."""
+        return decode(self.body, BODY)
 
     # -- properties -------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ from mqstore.broker.names import TIMER_TOPIC, QueueKey, popped_topic
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import MQStoreError
 from mqstore.layout.consumequeue import LAST_ADDRESS
+from mqstore.layout.jsontext import decode
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
@@ -256,7 +257,7 @@ class JavaTakeover:
         if tag not in _MARKED.tags:
             return  # another tag with the same hash
         try:
-            value = json.loads(message.body)
+            value = decode(message.body)
             if type(value) is not dict:
                 raise ValueError("no JSON object")
             if tag == _CHECKPOINT:
@@ -267,7 +268,7 @@ class JavaTakeover:
                     self._taken.add((batch, broker))
                 else:
                     self._acks.setdefault(batch, []).append((broker, _acked(value, tag)))
-        except (ValueError, RecursionError, MQStoreError) as error:
+        except (ValueError, MQStoreError) as error:
             _log.error(
                 "%s: record %d of %s/%d, a %r of a Java broker's pop, makes no sense and is passed over: %s",
                 self._store.path,

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.errors import FormatError, MQStoreError
+from mqstore.files.jsonfile import load_json
+from mqstore.files.segment import place_in_file
 from mqstore.layout.javahash import java_hash
+from mqstore.layout.jsontext import decode
 from mqstore.layout.properties import TAGS
+from mqstore.log.message import Message
 from mqstore.log.reader import StoreReader
+from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "CHANGE",
     "GIVE",
     "LOCAL",
+    "LOOK_BACK",
     "POP",
     "RESET",
     "REVIVE",
@@ -31,6 +38,7 @@ __all__ = [
     "Record",
     "order_members",
     "queue_head",
+    "unreadable_records",
 ]
 
 _log = logging.getLogger("mqstore")
@@ -47,6 +55,9 @@ _FAILED: Final = ',"n":1'
 """Member of a change after a failure: no receiver holds the delivery, which waits to be redelivered."""
 _CHUNK = 8_192
 """Number of records that a replay reads at once."""
+LOOK_BACK: Final = 16_384
+"""Number of records before the replay position that are searched for redelivered messages.
+A late acknowledgement of these messages is refused for as long as that is known."""
 
 
 class Record(NamedTuple):
@@ -127,10 +138,10 @@ class PopLog:
         """Return (position of the first record kept, position of the next record)."""
         return self._store.offsets_or_none(POP_LOG_TOPIC, 0) or (0, 0)
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int, on_bad: Callable[[Message, str], None] | None = None) -> Iterator[Record]:
         """Yield all records from position `start` on, in order.
-        Damaged records, and bodies that are not JSON objects, are logged and skipped. The loss of a record redelivers
-        messages but never loses one."""
+        Damaged records are skipped, and bodies that are not JSON objects. The latter are logged, or passed to `on_bad`
+        with the reason. The loss of a record redelivers messages but never loses one."""
         hashes = {java_hash(kind): kind for kind in KINDS}
         low, end = self.bounds()
         position = max(start, low)
@@ -143,13 +154,35 @@ class PopLog:
                 if kind is None:
                     continue
                 try:
-                    value = json.loads(message.body)
-                except ValueError:
-                    value = None
+                    value, why = decode(message.body), "not a JSON object"
+                except FormatError as error:
+                    value, why = None, str(error)
                 if isinstance(value, dict):
                     yield Record(message.offset, kind, value)
                 else:
-                    _log.error("%s: record %d of %s is no JSON object", self._store.path, message.offset, POP_LOG_TOPIC)
+                    (on_bad or self._log_bad)(message, why)
             if found.next_offset <= position:
                 return
             position = found.next_offset  # also if retention has removed these records meanwhile
+
+    def _log_bad(self, message: Message, why: str) -> None:
+        _log.error("%s: record %d of %s is skipped: %s", self._store.path, message.offset, POP_LOG_TOPIC, why)
+
+
+def unreadable_records(store: StoreReader) -> Iterator[Finding]:
+    """Yield a finding for each record of the pop log that an opening would read and skip, since it is not JSON."""
+    try:
+        table = load_json(store.path / "config" / "consumerOffset.json", writer=False, fs=store.fs).value or {}
+        begin = int(table["offsetTable"][f"{POP_LOG_TOPIC}@{POP_LOG_GROUP}"]["0"])
+    except (KeyError, TypeError, ValueError, MQStoreError):  # then an opening reads all of the log
+        begin = 0
+    found: list[Finding] = []
+
+    def note(message: Message, why: str) -> None:
+        file, at = place_in_file(message.physical_offset, store.manifest.commitlog_segment_bytes)
+        detail = f"record {message.offset} of {POP_LOG_TOPIC}, which opening skips: {why}"
+        found.append(Finding("bad_json", file, at, message.size, detail))
+
+    for _ in PopLog(store).records(max(0, begin - LOOK_BACK), note):
+        pass
+    yield from found

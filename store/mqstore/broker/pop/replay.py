@@ -29,7 +29,7 @@ from mqstore.broker.begun import Address, Begun
 from mqstore.broker.names import POP_LOG_KEY, QueueKey
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, REVIVE
+from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
@@ -38,10 +38,6 @@ from mqstore.broker.pop.time import SAME_MOMENT_MS
 __all__ = ["Replay", "count_begun"]
 
 _log = logging.getLogger("mqstore")
-
-_LOOK_BACK = 16_384
-"""Number of records before the replay position that are searched for redelivered messages.
-A late acknowledgement of these messages is refused for as long as that is known."""
 
 
 class Replay:
@@ -106,7 +102,7 @@ class Replay:
         """Read the log into the states, without any conclusion."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
-        for record in tables.log.records(max(0, begin - _LOOK_BACK)):
+        for record in tables.log.records(max(0, begin - LOOK_BACK)):
             handlers = self._before
             if record.position >= begin:
                 self._is_holed |= record.position > self._next_position

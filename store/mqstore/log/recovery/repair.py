@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,14 @@ def recover_store(
     config: StoreConfig | None = None,
     progress: Progress | None = None,
     json_checks: Mapping[str, Check] = NO_CHECKS,
+    record_check: Callable[[StoreReader], Iterable[Finding]] = lambda _: (),
     fs: FileSystem = REAL,
 ) -> RecoveryReport:
     """Read the whole log of a store, make queues and index agree with it, and return a report.
 
     Bad JSON files are replaced by good backups. A file is bad if it does not decode, or fails its check in
     `json_checks` (path within the store -> check). Files without a good backup are reported and left: `rebuild_config`
-    repairs them.
+    repairs them. `record_check` finds whole records whose content cannot be read. They are reported and left, too.
 
     With `options.dry_run` nothing is written, and the report says what would change. May be killed and run again.
     Raises StoreLockedError while a writer has the store, else what `mqstore.open` raises.
@@ -61,11 +62,13 @@ def recover_store(
         with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
+            report.findings += record_check(store)
             _settle(store, report, dry_run=True)
             return report
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         report = store.recovery
         _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
+        report.findings += record_check(store)
         _settle(store, report, dry_run=False)
         return report
 

@@ -1,0 +1,94 @@
+"""Decoding of JSON. No other module decodes it, since the text may come from a store that anybody has written.
+
+Python's decoder calls itself for each level of nesting, and a value takes up to 600 times its bytes in memory. So depth
+and size are bounded before anything is decoded (`Limits`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from mqstore.errors import FormatError
+
+__all__ = ["BODY", "STORE", "Limits", "check", "decode"]
+
+
+class Limits(NamedTuple):
+    """Bounds of a JSON text. A text within `depth` never exhausts the stack of its reader."""
+
+    depth: int
+    """Maximum number of arrays and objects around a value."""
+    size: int
+    """Maximum number of characters or bytes."""
+    values: int
+    """Maximum number of commas and opening brackets, wherever they are."""
+    strict: bool
+    """True if NaN and infinite numbers are refused, which cannot be written again."""
+
+
+STORE = Limits(depth=64, size=32 << 20, values=1_000_000, strict=True)
+"""Bounds of what the engine or a Java broker writes: files, records and notes."""
+BODY = Limits(depth=500, size=1 << 31, values=1 << 31, strict=False)
+"""Bounds of what applications write: bodies of messages, and lines to import."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def decode(text: str | bytes, limits: Limits = STORE, *, pairs: Callable[[list[Any]], Any] | None = None) -> Any:
+    """Return the value of a JSON text. Bytes are UTF-8, or what their first four say.
+
+    `pairs` makes a value of an object's members, and may raise ValueError. Raises FormatError for everything that is
+    not JSON, or beyond `limits`. Its `position` counts characters.
+
+    >>> decode(b'{"so":7,"d":[0,1]}')
+    {'so': 7, 'd': [0, 1]}
+    >>> decode('{"a":' * 2000)
+    Traceback (most recent call last):
+    mqstore.errors.FormatError: not usable JSON: more than 64 levels: it is nested too deeply (field json at byte 0)
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode(json.detect_encoding(text), "surrogatepass")
+        check(text, limits)
+        if pairs is not None:
+            return json.JSONDecoder(object_pairs_hook=pairs).decode(text)
+        return (_STRICT if limits.strict else _LENIENT)(text)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"not JSON: {error.msg} in line {error.lineno}", "json", error.pos) from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of 5000 digits, a stack that is nearly full
+        raise FormatError(f"not usable JSON: {error}", "json", 0) from error
+
+
+def check(text: str, limits: Limits) -> None:
+    """Raise ValueError if a JSON text is beyond `limits`."""
+    brackets = text.count("{") + text.count("[")
+    if len(text) > limits.size:
+        raise ValueError(f"{len(text)} characters, more than {limits.size}")
+    if brackets + text.count(",") > limits.values:
+        raise ValueError(f"more than {limits.values} values")
+    if brackets <= limits.depth:
+        return
+    depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > limits.depth:
+            raise ValueError(f"more than {limits.depth} levels: it is nested too deeply")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):  # 1e999
+        raise ValueError(f"a number beyond all bounds ({len(digits)} characters)")
+    return number
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode
+_LENIENT = json.JSONDecoder().decode
