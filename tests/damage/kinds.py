@@ -142,6 +142,18 @@ def _rotate(*files: Path) -> None:
         file.rename(name)
 
 
+def _append(file: Path, data: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(data)
+
+
+def _concatenate(first: Path, *others: Path) -> None:
+    """Append files to the first one, and remove them."""
+    for other in others:
+        _append(first, other.read_bytes())
+        other.unlink()
+
+
 def _rename(file: Path, number: int) -> None:
     file.rename(file.with_name(f"{number:020d}"))
 
@@ -265,6 +277,19 @@ KINDS: dict[str, Kind] = {
     "a segment copied over the next one": Kind(lambda t: shutil.copy(*segments(t.path)[2:4]), LOSS),
     "a segment copied over the last one": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(1)), LOSS),
     "a segment in the place of another": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(0.6)), LOSS),
+    # segments in the wrong file
+    "two segments in one file": Kind(lambda t: _concatenate(*segments(t.path)[2:4]), may_refuse=True),
+    "three segments in one file": Kind(lambda t: _concatenate(*segments(t.path)[1:4]), may_refuse=True),
+    "the last two segments in one file": Kind(lambda t: _concatenate(*segments(t.path)[-2:]), may_refuse=True),
+    "two distant segments in one file": Kind(
+        lambda t: _concatenate(segments(t.path)[3], segments(t.path)[1]), may_refuse=True
+    ),
+    "two segments in one file, the second cut short": Kind(
+        lambda t: (_concatenate(*segments(t.path)[2:4]), _shorten(segments(t.path)[2], 20_000)), LOSS, may_refuse=True
+    ),
+    "a second copy of a segment in one file": Kind(
+        lambda t: _append(t.segment(0.3), t.segment(0.5).read_bytes()), may_find_more=True
+    ),
     # queues
     "files of one queue gone": Kind(lambda t: _remove(t.queue_file(0.5).parent)),
     "files of one topic gone": Kind(lambda t: _remove(t.queue_file(0.5).parent.parent)),

@@ -313,6 +313,10 @@ def judge(made: Made, store: Path) -> Verdict:
     after = {
         base: data.ljust(made.segment_bytes, bytes(1)) if base == max(after) else data for base, data in after.items()
     }
+    # Behind a segment's end there may be another segment, of files that were concatenated.
+    copies = [
+        data[at : at + made.segment_bytes] for data in after.values() for at in range(0, len(data), made.segment_bytes)
+    ]
     places = {}
     for record in made.records:
         base = record.start // made.segment_bytes * made.segment_bytes
@@ -321,9 +325,9 @@ def judge(made: Made, store: Path) -> Verdict:
     rightful = {base for base, place in places.values() if after.get(base, b"")[place] == before[base][place]}
     for record, (base, place) in places.items():
         data, found = before[base][place], after.get(base, b"")[place]
-        if found == data or (base not in rightful and any(other[place] == data for other in after.values())):
+        if found == data or (base not in rightful and any(other[place] == data for other in copies)):
             whole.append(record)
-        elif all(parse(other, place.start, record.start, made.profile) is None for other in after.values()):
+        elif all(parse(other, place.start, record.start, made.profile) is None for other in copies):
             lost.append(record)
         elif (
             made.profile == "rocketmq" and found[:20] + found[28:] == data[:20] + data[28:] and _has_unit(store, record)

@@ -61,6 +61,10 @@ class LoadProblem(NamedTuple):
         """Return the position in its file where a ``segment_size`` begins, for a surplus the segment's end."""
         return self.position % segment_bytes or segment_bytes
 
+    def is_surplus(self, segment_bytes: int) -> bool:
+        """Return True if the file has bytes behind the segment's end, which is at `position`."""
+        return self.kind == "segment_size" and self.position % segment_bytes == 0
+
 
 class Segment:
     """One file of a run, with the range `start` to `end` of the stream.

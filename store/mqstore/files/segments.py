@@ -54,6 +54,7 @@ class SegmentRun:
         "_mapped",
         "_max_mappings",
         "_starts",
+        "added",
         "directory",
         "last",
         "limit",
@@ -83,6 +84,8 @@ class SegmentRun:
         self.limit: int | None = None
         #: For readers: where files begin whose names say something else, by name. Looked at by `load` and `refresh`.
         self.places: dict[str, int] = {}
+        #: For readers: contents of segments that have no file yet, by start. Looked at by `load` and `refresh`.
+        self.added: dict[int, mmap.mmap] = {}
         self._fs = fs
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
@@ -213,7 +216,10 @@ class SegmentRun:
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))
             else:
                 found.append(Segment(start, self.segment_bytes, length, path))
-        return sorted(found, key=lambda segment: segment.start) if self.places else found  # sorted by name
+        for start, content in self.added.items():
+            found.append(Segment(start, self.segment_bytes, len(content), os.path.join(folder, segment_name(start))))
+            found[-1].mapping, found[-1].in_memory = content, True
+        return sorted(found, key=lambda segment: segment.start) if self.places or self.added else found
 
     def _settled(self, listed: list[Segment]) -> list[Segment]:
         """Return what was listed without the gaps that a writer made meanwhile.
@@ -248,7 +254,7 @@ class SegmentRun:
         if length == 0:
             problems.append(LoadProblem(segment.path, "empty_segment", segment.start, 0, detail))
         elif length > size:
-            surplus = f"{detail}; the surplus is ignored"
+            surplus = f"{detail}; the surplus is not read as part of it"
             problems.append(LoadProblem(segment.path, "segment_size", segment.end, length - size, surplus))
             segment.length = size
         elif length < size:

@@ -24,7 +24,7 @@ from mqstore.files.segment import segment_start
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, file_bytes, slots_entries_from_length
 from mqstore.layout.record import Checksum
-from mqstore.layout.scan import find_next
+from mqstore.layout.scan import find_next, read_run
 from mqstore.log.indexshape import shape_of_file
 from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms
 
@@ -53,6 +53,7 @@ _TIMERLOG_MIN = 68
 _SURPLUS_MAX = 4096
 _SIZE_MAX = 0x7FFF_FFFF
 _LOOK_BYTES = 1 << 20
+_RECORDS = 8192
 
 # `abort` is there if the creator of a store was killed before the manifest was written.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
@@ -145,7 +146,8 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
     # Names show the size even if files were cut short, lengths even if some are missing, and a foreign file neither. So
     # the most frequent size counts, and of two the greater. With a wrong one all segments would be cut.
     sizes = Counter(b - a for a, b in itertools.pairwise(starts))
-    sizes.update(os.stat(root / "commitlog" / name).st_size for name in names)
+    lengths = {int(name): os.stat(root / "commitlog" / name).st_size for name in names}
+    sizes.update(length for start, length in lengths.items() if length and start % length == 0)
     segment = max(
         (size for size in sizes if 0 < size <= _SIZE_MAX), key=lambda size: (sizes[size], size), default=segment
     )
@@ -320,6 +322,35 @@ def _differ(lengths: list[int], wanted: int) -> bool:
     return max(some) > wanted + _SURPLUS_MAX or (len(some) > 1 and len(set(some)) == 1)
 
 
+def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> str:
+    """Return which files are of which size, if some segments are of another one than `size`, or "" if none is.
+    Two stores that were copied into one look like that. A file is of another size if it has records in their right
+    places and begins between two segments, or if a record crosses the segment's end."""
+    listed = ((name, length, segment_start(name)) for name, length in _files(root / "commitlog", fs))
+    found = [(name, length) for name, length, start in listed if start is not None and start < 1 << 62]
+    doubtful = [name for name, length in found if length and (int(name) % size or length > size)]
+    if not any(_is_of_other_size(root / "commitlog" / name, size, checksum, fs) for name in doubtful):
+        return ""
+    groups = []
+    for length in sorted({length for _, length in found}):
+        names = [name for name, each in found if each == length]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        groups.append(f"{', '.join(names[:3])}{more} of {length} bytes")
+    return "; ".join(groups)
+
+
+def _is_of_other_size(path: Path, size: int, checksum: Checksum, fs: FileSystem) -> bool:
+    start, at = int(path.name), 0
+    with fs.opened(path, os.O_RDONLY) as fd:
+        length = fs.size(fd)
+        data = fs.map(fd, length, writable=False)
+    if start % size:
+        return find_next(data, 0, length, start, checksum, _LOOK_BYTES) is not None
+    while at <= size and (found := find_next(data, at, length, start, checksum, size)) is not None:
+        _, at, _ = read_run(data, found, size, start, checksum, _RECORDS)
+    return at > size
+
+
 def resolve(
     root: Path,
     *,
@@ -375,6 +406,12 @@ def resolve(
             exists=False,
             has_file=True,
             unknown={"created_by": f"mqstore {_version()}"},
+        )
+    if mixed := mixed_sizes(root, found.commitlog_segment_bytes, found.checksum, fs):
+        raise CorruptStoreError(
+            f"{root} has files of several stores, whose segments differ in size: {mixed}. Put the files of each store "
+            "into a directory of its own",
+            str(root / "commitlog"),
         )
     return _agree(found, root, profile, config)
 

@@ -26,6 +26,7 @@ from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segmen
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.recovery.surplus import settle_surplus, surplus_pieces
 from mqstore.log.recovery.watermark import written_end
 from mqstore.log.room import give_up_room
 
@@ -34,10 +35,13 @@ __all__ = ["Opened", "Opening", "report_renamed", "report_undone"]
 _log = logging.getLogger("mqstore")
 
 
-def report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:
-    """Add segment files with wrong names, and where they belong, to `report`."""
+def report_renamed(report: RecoveryReport, places: Mapping[str, int], surplus: RecoveryReport) -> None:
+    """Add segment files with wrong names, and where they belong, to `report`, and what was done about surplus."""
     report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
-    report.changed |= bool(places)
+    report.renamed |= surplus.renamed
+    report.truncated += surplus.truncated
+    report.kept += surplus.kept
+    report.changed |= bool(places) or surplus.changed
 
 
 def report_undone(report: RecoveryReport, undone: Undone) -> None:
@@ -75,7 +79,7 @@ class Opening:
         clean = not abort.exists()
         parts.machine_ran_on = abort.is_of_this_boot()
         went_down = not clean and not parts.machine_ran_on
-        renamed = self._rename_segments() if options.full else {}
+        renamed, surplus = self._place_segments() if options.full else ({}, RecoveryReport())
         had_checkpoint = self._note_watermark() if clean and not created else None
         abort.set(os.getpid(), boot_id=not went_down)
         mended = self._save_manifest(created)
@@ -107,7 +111,7 @@ class Opening:
             raise
         parts.index_findings = ()
         report = outcome.report
-        report_renamed(report, renamed)
+        report_renamed(report, renamed, surplus)
         report_undone(report, undone)
         # The backup of this file lacks one version, which could be appended twice.
         mended += [(TXN_FILE, problem) for problem in txn.problems]
@@ -135,16 +139,19 @@ class Opening:
         parts = self._parts
         return StoreParts(parts.root, parts.manifest, parts.config, parts.fs, parts.clock, writable=False)
 
-    def _rename_segments(self) -> dict[str, int]:
-        """Rename segment files with wrong names. Return their right places, by old name."""
+    def _place_segments(self) -> tuple[dict[str, int], RecoveryReport]:
+        """Rename segment files with wrong names, and settle surplus bytes.
+        Returns the right places of these files, by old name, and a report about surplus."""
         parts = self._readable_parts()
+        run, fs = parts.log_files, parts.fs
         try:
-            parts.log_files.load()
-            places = misnamed_segments(parts.log_files, parts.checksum, parts.fs)
-            rename_segments(parts.log_files, places, parts.fs)
+            run.load()
+            places = misnamed_segments(run, parts.checksum, fs)
+            rename_segments(run, places, fs)
+            pieces = surplus_pieces(run, run.load(), parts.checksum, fs)
+            return places, settle_surplus(run, pieces, parts.root, parts.clock.now_ms(), fs, writing=True)
         finally:
             parts.close()
-        return places
 
     def _note_watermark(self) -> bool | None:
         """Save the end of the log of a store that ended cleanly, and whose checkpoint does not have it.

@@ -26,6 +26,7 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.misnamed import misnamed_segments
 from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import RecoveryReport, finding_of
+from mqstore.log.recovery.surplus import Piece, settle_surplus, surplus_pieces
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, Profile, StoreConfig
@@ -62,6 +63,7 @@ class ReadOnlyMessageStore(StoreReader):
         """Open the store. With `profile`, refuse a store of another profile.
         Raises NotAStoreError, ConfigError, CorruptStoreError and UnsupportedStoreError."""
         super().__init__(path, config, fs)
+        self._surplus: list[Piece] = []
         self.manifest = manifests.resolve(
             self.path, writer=False, create=False, profile=profile, config=self.config, clock=self.clock, fs=fs
         )
@@ -117,14 +119,21 @@ class ReadOnlyMessageStore(StoreReader):
         self.log_files.refresh()
 
     def place_segments(self) -> dict[str, int]:
-        """Show segment files with wrong names in their right places. Return the places by file name.
-        Does nothing beside a writer."""
+        """Show segment files with wrong names, and missing segments in surplus bytes, in their right places.
+        Return the places by file name. Does nothing beside a writer."""
         if writer_alive(self.path, self.fs):
             return {}
-        places = misnamed_segments(self.log_files, self.checksum, self.fs)
+        run = self.log_files
+        places = misnamed_segments(run, self.checksum, self.fs)
         if places:
-            self.log_files.places = places
-            self.parts.load_problems = self.log_files.load()
+            run.places = places
+            self.parts.load_problems = run.load()
+        if not self._surplus:
+            self._surplus = surplus_pieces(run, self.parts.load_problems, self.checksum, self.fs)
+        run.added = {piece.start: piece.content for piece in self._surplus if piece.kind == "missing"}
+        if run.added:
+            self.parts.load_problems = run.load()
+        if places or run.added:
             for queue in self.queue_table:
                 self._bound(queue)
         return places
@@ -133,10 +142,13 @@ class ReadOnlyMessageStore(StoreReader):
         """Return what `mqstore recover` would do here. Changes nothing. `options` must have `dry_run`."""
         assert options.dry_run
         places = self.place_segments()
+        run, now_ms = self.log_files, self.clock.now_ms()
+        surplus = settle_surplus(run, self._surplus, self.path, now_ms, self.fs, writing=False)
+        self.parts.load_problems = [p for p in self.parts.load_problems if not p.is_surplus(run.segment_bytes)]
         self.queue_table.load(exact=True)
         self.log_files.extend_in_memory()
         self.recovery = recover(self.parts, options, progress).report
-        report_renamed(self.recovery, places)
+        report_renamed(self.recovery, places, surplus)
         self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
         if self.pending_splice is not None:
             report_undone(self.recovery, would_undo(self.pending_splice, self.log_files, self.fs))

@@ -19,7 +19,7 @@ from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_
 from mqstore.layout.scan import content_end, find_next
 from mqstore.log.recovery.scanner import record_at
 
-__all__ = ["MisnamedSegmentsError", "misnamed_segments", "rename_segments"]
+__all__ = ["MisnamedSegmentsError", "misnamed_segments", "place_of", "rename_segments"]
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
 _TRIED = 1000
@@ -29,11 +29,11 @@ _UNFINISHED = ".moved"
 
 
 class MisnamedSegmentsError(CorruptStoreError):
-    """Segment files have wrong names. Nothing was changed."""
+    """Segments are in files with wrong names, or behind the end of another one. Nothing was changed."""
 
     def __init__(self, root: str | os.PathLike[str], places: dict[str, int]) -> None:
         name, start = next(iter(places.items()))
-        text = f"{len(places)} segment files have wrong names: {name} holds the records of {segment_name(start)}"
+        text = f"{len(places)} segments are in the wrong file: {name} holds the records of {segment_name(start)}"
         super().__init__(text, os.path.join(root, "commitlog", name), repair=f"mqstore recover {os.fspath(root)}")
 
 
@@ -47,7 +47,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
     found = {
-        os.path.basename(segment.path): _place(
+        os.path.basename(segment.path): place_of(
             run.mapping(segment), run.data_end(segment, 0), segment.start, run.segment_bytes, checksum
         )
         for segment in run.segments()
@@ -57,7 +57,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
             length = min(fs.size(fd), run.segment_bytes)
             buffer = fs.map(fd, length, writable=False) if length else None
             stop = fs.data_end(fd, 0, length)
-        found[name] = None if buffer is None else _place(buffer, stop, None, run.segment_bytes, checksum)
+        found[name] = None if buffer is None else place_of(buffer, stop, None, run.segment_bytes, checksum)
         if found[name] is None and name.endswith(_UNFINISHED):
             found[name] = segment_start(name.removesuffix(_UNFINISHED))
     claims = Counter(found.values())
@@ -98,7 +98,7 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
     return [name for name, _ in files if segment_start(name.removesuffix(_UNFINISHED)) is not None]
 
 
-def _place(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
+def place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
     """Return the physical offset at which a file begins, by its records, or None if none verifies.
     Looks at the bytes before `stop`. `start` is the physical offset in the file's name."""
     first = check_record(buffer, 0, len(buffer), start, checksum).status if start is not None and stop else None

@@ -55,6 +55,8 @@ from mqstore.log.recovery.slots import (
     strays_in_front,
     unit_findings,
 )
+from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
+from mqstore.log.recovery.surplus import surplus_pieces
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef
@@ -237,9 +239,12 @@ class _Recovery:
             queues.lengthen()
 
     def _refuse_misnamed(self, start: int) -> None:
-        """Raise MisnamedSegmentsError if segments from physical offset `start` on have wrong names."""
+        """Raise MisnamedSegmentsError if segments from physical offset `start` on are in wrong files."""
         parts = self.parts
-        if places := misnamed_segments(parts.log_files, parts.checksum, parts.fs, start):
+        places = misnamed_segments(parts.log_files, parts.checksum, parts.fs, start)
+        pieces = surplus_pieces(parts.log_files, parts.load_problems, parts.checksum, parts.fs)
+        places |= {piece.name: piece.start for piece in pieces if piece.kind == "missing"}
+        if places:
             raise MisnamedSegmentsError(parts.root, places)
 
     def _empty_log(self) -> int:

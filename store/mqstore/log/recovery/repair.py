@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,12 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known import load_known, save_known
 from mqstore.log.recovery.recover import Progress, RecoverOptions
-from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
-from mqstore.log.recovery.tail import save_bytes
+from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import bad_json, json_files, json_tables
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
-
-_COPY_BYTES = 1 << 20
 
 
 def recover_store(
@@ -52,8 +49,8 @@ def recover_store(
     With `options.dry_run` nothing is written, and the report says what would change. May be killed and run again.
     Raises StoreLockedError while a writer has the store, else what `mqstore.open` raises.
 
-    Surplus bytes of a segment are moved to `cut/`. Damage that stays in the log becomes known damage (`log.known`). The
-    report's `known` holds what was known before.
+    Surplus bytes of a segment become a missing segment, or are moved to `cut/`. Damage that stays in the log becomes
+    known damage (`log.known`). The report's `known` holds what was known before.
     """
     options = replace(options, full=True)
     root = Path(resolved(path))
@@ -74,19 +71,8 @@ def recover_store(
 
 
 def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> None:
-    """Move surplus bytes of segments to `cut/`, and save the damage that stays."""
+    """Note which damage was known, and save the damage that stays."""
     size = store.manifest.commitlog_segment_bytes
-    for finding in [*report.findings]:
-        surplus = finding.kind == "segment_size" and finding.position == size and finding.file.startswith("commitlog/")
-        if not surplus or not (store.path / finding.file).exists():  # a file behind the end of the log is gone
-            continue
-        kept = store.path / "cut" / f"{os.path.basename(finding.file)}-surplus-{store.clock.now_ms()}"
-        if not dry_run:
-            _move_surplus(store.path / finding.file, size, kept, store.fs)
-        report.findings.remove(finding)
-        report.truncated.append(Cut(finding.file, size, size + finding.length, "surplus"))
-        report.kept.append(str(kept))
-        report.changed = True
     known = load_known(store.path, size, store.fs)
     report.known = {finding for finding in report.findings if finding in known}
     if not dry_run:
@@ -97,22 +83,6 @@ def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> Non
 def _is_extended(path: Path, finding: Finding, size: int) -> bool:
     """Return True if a finding is about a short segment that has its full length by now."""
     return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
-
-
-def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
-    """Move the bytes of `segment` behind the first `size` to `target`. After a kill both may have them."""
-    with fs.opened(segment, os.O_RDWR) as source:
-        save_bytes(target, _surplus(source, size, fs), fs)
-        fs.shorten(source, size)
-        fs.fdatasync(source)
-
-
-def _surplus(fd: int, size: int, fs: FileSystem) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes of a file behind the first `size` in pieces: (position in the surplus, bytes)."""
-    position = 0
-    while data := fs.pread(fd, _COPY_BYTES, size + position):
-        yield position, data
-        position += len(data)
 
 
 def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:

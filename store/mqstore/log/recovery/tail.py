@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mqstore.files.filesystem import FileSystem
@@ -16,7 +16,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
 
-__all__ = ["COPY_BYTES", "Tail", "save_bytes"]
+__all__ = ["COPY_BYTES", "Tail", "free_cut_path", "save_bytes"]
 
 COPY_BYTES = 1 << 20
 """Number of bytes of a log that are copied at a time."""
@@ -65,12 +65,10 @@ class Tail:
     def _save(self, begin: int, stop: int) -> str:
         """Copy [begin, stop) of the log to a new file under `cut/` and return its path.
         In a dry run the file is only named."""
-        name = f"{begin:020d}-{self._parts.clock.now_ms()}"
-        names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
-        path = next(each for name in names if not (each := self._parts.root / "cut" / name).exists())
+        path = free_cut_path(self._parts.root, begin, self._parts.clock.now_ms(), self._report.kept)
         if self._writing:
-            save_bytes(path, self._bytes_of(begin, stop), self._parts.fs)
-        return str(path)
+            save_bytes(Path(path), self._bytes_of(begin, stop), self._parts.fs)
+        return path
 
     def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
         """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
@@ -117,6 +115,15 @@ class Tail:
             if doomed:
                 self._parts.log_writer.drop_from(doomed[0].start)
             self._parts.log_writer.finish(end)
+
+
+def free_cut_path(root: Path, start: int, now_ms: int, taken: Collection[str]) -> str:
+    """Return a path under `cut/` for bytes from physical offset `start` on.
+    It does not exist, and is not `taken` by a plan."""
+    name = f"{start:020d}-{now_ms}"
+    names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
+    paths = (root / "cut" / name for name in names)
+    return next(str(path) for path in paths if not (path.exists() or str(path) in taken))
 
 
 def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:

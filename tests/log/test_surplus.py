@@ -1,0 +1,158 @@
+"""Surplus bytes of segment files: a missing segment is made of them, all others come to `cut/`, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import StoreConfig
+from mqstore.options import Profile
+from tests.tools.support import mqstore as command
+from tests.tools.support import mqstore_json
+
+SIZE = 1 << 14
+COUNT = 400
+PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
+
+
+def _make(path: Path, profile: Profile, *, size: int = SIZE, body: bytes = b"x" * 80) -> list[Path]:
+    """Make a store of 400 messages, and return its segments. As Java leaves it, if it is of its profile."""
+    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=size)) as store:
+        for n in range(COUNT):
+            store.put("t", b"%d " % n + body, queue_id=0)
+    if profile == "rocketmq":
+        for file in path.glob("mqstore.json*"):
+            file.unlink()
+    return sorted(path.glob("commitlog/0*"))
+
+
+def _append(file: Path, data: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(data)
+
+
+def _move(source: Path, target: Path) -> None:
+    _append(target, source.read_bytes())
+    source.unlink()
+
+
+def _exported(*arguments: object, exit_code: int = 0) -> list[int]:
+    lines = command(*arguments, exit_code=exit_code).stdout.splitlines()
+    return [json.loads(line)["queue_offset"] for line in lines]
+
+
+WAYS: dict[str, Callable[[list[Path]], object]] = {
+    "the next one": lambda s: _move(s[3], s[2]),
+    "the next two": lambda s: (_move(s[3], s[2]), _move(s[4], s[2])),
+    "one before": lambda s: _move(s[2], s[4]),
+    "the last one": lambda s: _move(s[-1], s[-2]),
+    "the last two": lambda s: (_move(s[-2], s[1]), _move(s[-1], s[1])),
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("way", WAYS)
+def test_segment_in_the_surplus_of_another_is_put_in_its_place(tmp_path: Path, way: str, profile: Profile) -> None:
+    path = tmp_path / "s"
+    segments = _make(path, profile)
+    before = {file: file.read_bytes() for file in segments}
+    WAYS[way](segments)
+    damaged = {file: file.read_bytes() for file in path.glob("commitlog/0*")}
+
+    assert _exported("export", path) == [*range(COUNT)]
+    assert {finding["kind"] for finding in mqstore_json("verify", path, exit_code=1)["findings"]} == {"segment_size"}
+    with pytest.raises(mqstore.MQStoreError, match=r"wrong file.*mqstore recover"), mqstore.open(path):
+        pass
+    planned = mqstore_json("recover", path, "--dry-run", exit_code=1)
+    assert {file: file.read_bytes() for file in path.glob("commitlog/0*")} == damaged
+    done = mqstore_json("recover", path)
+    assert {file: file.read_bytes() for file in path.glob("commitlog/0*")} == before
+    for name in ("renamed", "truncated", "kept", "findings", "changed"):
+        assert planned[name] == done[name]
+    assert (len(done["renamed"]), done["kept"], done["changed"]) == (len(before.keys() - damaged.keys()), [], True)
+    assert not mqstore_json("recover", path)["changed"]
+    assert mqstore_json("verify", path)["ok"]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_second_copy_of_a_segment_is_dropped(tmp_path: Path, profile: Profile) -> None:
+    """A recovery that was killed leaves the same."""
+    path = tmp_path / "s"
+    segments = _make(path, profile)
+    _append(segments[2], segments[3].read_bytes())
+
+    done = mqstore_json("recover", path)
+
+    assert [(cut["from"], cut["to"], cut["reason"]) for cut in done["truncated"]] == [(SIZE, 2 * SIZE, "surplus")]
+    assert (done["kept"], segments[2].stat().st_size, (path / "cut").exists()) == ([], SIZE, False)
+    assert _exported("export", path) == [*range(COUNT)]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_whole_messages_of_a_surplus_can_be_listed_exported_and_restored(tmp_path: Path, profile: Profile) -> None:
+    """The place of the segment is taken by another file, of which nothing can be read."""
+    path = tmp_path / "s"
+    segments = _make(path, profile)
+    _move(segments[3], segments[2])
+    segments[3].write_bytes(b"?" * SIZE)
+    inside = {*range(COUNT)} - {*_exported("export", path, exit_code=1)}
+    assert inside
+
+    done = mqstore_json("recover", path, exit_code=1)
+
+    name = Path(done["kept"][0]).name
+    assert name.startswith(segments[3].name)
+    listed = mqstore_json("cut", "list", path)["files"]
+    assert [(each["file"], {row["queue_offset"] for row in each["messages"]}) for each in listed] == [(name, inside)]
+    assert {*_exported("cut", "export", path)} == inside
+    command("cut", "restore", path, exit_code=0)
+    with mqstore.open(path) as store:
+        assert {int(message.body.split()[0]) for message in store.iter("t", 0)} == {*range(COUNT)}
+
+
+def test_surplus_of_no_record_is_listed_as_bytes(tmp_path: Path) -> None:
+    segments = _make(tmp_path / "s", "mqstore")
+    _append(segments[2], b"?" * (SIZE + 100))
+
+    done = mqstore_json("recover", tmp_path / "s")
+
+    assert [Path(kept).read_bytes() for kept in done["kept"]] == [b"?" * SIZE, b"?" * 100]
+    listed = mqstore_json("cut", "list", tmp_path / "s", exit_code=1)["files"]
+    assert [(each["count"], each["other_bytes"]) for each in listed] == [(0, SIZE), (0, 100)]
+
+
+SMALL, LARGE = 1 << 13, 1 << 15
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(("first", "second", "gone"), [(LARGE, SMALL, 0), (LARGE, SMALL, 4), (SMALL, LARGE, 4)])
+def test_stores_of_different_segment_sizes_in_one_are_refused(
+    tmp_path: Path, profile: Profile, first: int, second: int, gone: int
+) -> None:
+    """`gone`: number of files that retention has removed from the front of the first store, or from its end."""
+    mine, other = (
+        _make(tmp_path / "s", profile, size=first),
+        _make(tmp_path / "t", profile, size=second, body=b"y" * 90),
+    )
+    for file in mine[gone:] if gone and first == LARGE else mine[:gone]:
+        file.unlink()
+    for file in other:
+        if not (target := tmp_path / "s" / "commitlog" / file.name).exists():
+            shutil.copy(file, target)
+    files = sorted(tmp_path.glob("s/commitlog/0*"))
+    before = {file: file.read_bytes() for file in files}
+
+    for name in ("verify", "export", "inspect", "recover"):
+        stderr = command(name, tmp_path / "s", exit_code=3).stderr
+        for size in (first, second):
+            of_size = [file.name for file in files if file.stat().st_size == size]
+            more = f" and {len(of_size) - 3} more" if len(of_size) > 3 else ""
+            assert f"{', '.join(of_size[:3])}{more} of {size} bytes" in stderr
+    with pytest.raises(mqstore.MQStoreError, match="several stores"), mqstore.open(tmp_path / "s"):
+        pass
+    assert {file: file.read_bytes() for file in tmp_path.glob("s/commitlog/0*")} == before
