@@ -87,8 +87,8 @@ def test_what_may_not_be_read_is_said_with_the_remedy(monkeypatch: pytest.Monkey
     with pytest.raises(StoreIOError) as caught:
         open_store(StoreName("s", path))
     assert str(caught.value) == (
-        f"read failed on {tmp_path}/commitlog: permission denied; let the user that Spark runs as read the store and "
-        "all in it"
+        f"read failed on {tmp_path}/commitlog: permission denied; let the user that this process runs as read the "
+        "store and all in it"
     )
     with pytest.raises(StoreIOError):  # a store that may not be read is not one that is gone
         plan(SourceOptions.parse({"path": path, "failOnDataLoss": "false"}))

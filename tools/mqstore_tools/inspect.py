@@ -41,12 +41,13 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     what keeps the front of the log.
 
     Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
-    is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 only if a queue lacks
-    messages that are in the log, after a crash or because its files are lost. A line on stderr names such a queue.
+    is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 if there are problems or
+    errors, or if a queue lacks messages that are in the log, after a crash or because its files are lost. A line on
+    stderr names such a queue.
     """
-    with progress("reading the log") as report:
-        found = inspect_store(directory, progress=report)
-    with findings_told():
+    with findings_told() as errors:
+        with progress("reading the log") as report:
+            found = inspect_store(directory, progress=report)
         found["broker"] = inspect_broker(directory)
     if json_output:
         print_json(found)
@@ -55,6 +56,7 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     queue = found["incomplete_queue"]
     if queue is not None:
         note_incomplete(QueueRef(**queue), directory)
+    if queue is not None or found["problems"] or found["broker"]["not_shown"] or errors:
         ctx.exit(FINDINGS)
 
 

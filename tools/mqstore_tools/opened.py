@@ -101,6 +101,9 @@ class DefaultGroup(click.Group):
     """Group of sub-commands with a default, the first: `mqstore topics DIR` means `topics list DIR`.
     A directory that is called like one of them is written `./list`."""
 
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*click.Command.collect_usage_pieces(self, ctx), "[COMMAND] DIR [ARGS]..."]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and args[0] not in ctx.help_option_names:

@@ -146,14 +146,23 @@ json_option = click.option("--json", "json_output", is_flag=True, help="Print JS
 
 
 @contextmanager
-def findings_told() -> Iterator[None]:
-    """Context of work whose warnings in the log are findings, which the command prints itself."""
+def findings_told() -> Iterator[list[logging.LogRecord]]:
+    """Context of work whose warnings in the log are findings, which the command prints itself.
+    Gives the list of errors, which are printed as they are logged."""
+    errors: list[logging.LogRecord] = []
     log = logging.getLogger("mqstore")
     before = log.level
     log.setLevel(logging.ERROR)
+
+    def keep(record: logging.LogRecord) -> bool:
+        errors.append(record)
+        return True
+
+    log.addFilter(keep)
     try:
-        yield
+        yield errors
     finally:
+        log.removeFilter(keep)
         log.setLevel(before)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mqstore.errors import ConfigError
-from mqstore.files.filesystem import REAL
-from mqstore.files.jsonfile import decode_json, read_json
+from mqstore.files.jsonfile import decode_json
 from mqstore.jobs.telling import of_store
 
 __all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
@@ -35,7 +34,7 @@ def read_set(root: Path) -> dict[str, Any] | None:
     path = root / SET_FILE
     try:
         with of_store(str(root)):
-            value = decode_json(read_json(path, REAL))
+            value = decode_json(path.read_bytes())
         _check(value)
         return value
     except (FileNotFoundError, NotADirectoryError):

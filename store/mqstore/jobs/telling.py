@@ -26,11 +26,14 @@ _log = logging.getLogger("mqstore")
 _told: set[str] = set()
 _settled = 0
 """Number of imported modules when `settle` last did something."""
-_PERMISSION = "permission denied; let the user that Spark runs as read the store and all in it"
+_PERMISSION = "permission denied; let the user that this process runs as read the store and all in it"
 _REMEDIES = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
-    errno.ENOMEM: "no address space is left to map it; give spark.executor.pyspark.memory more, or leave it unset",
+    errno.ENOMEM: (
+        "no address space is left to map it; raise the limit (on Spark, give spark.executor.pyspark.memory more, or "
+        "leave it unset)"
+    ),
 }
 
 

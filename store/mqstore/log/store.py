@@ -211,7 +211,7 @@ class MessageStore(StoreReader, Sending):
             parts,
             txn,
             self._log,
-            queue_of=self.writer.queue_to_put,
+            queue_of=self.writer.queue_to_splice,
             sync=self._syncs.sync_beyond,
             poison=self._syncs.poison,
             stopping=lambda: self.wakeups.stopping,

@@ -513,7 +513,15 @@ class LogWriter:
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         self._check_open()
-        name = check_topic(topic)
+        check_topic(topic)
+        queue = self.queue_to_splice(topic, queue_id)
+        self._putters.setdefault(topic, {})[queue_id] = queue
+        return queue
+
+    def queue_to_splice(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """Return the queue for checked records, created if it is new.
+        They may be restored ones of a topic whose name no put may use, but a Java broker may."""
+        name = topic.encode()
         if topic in self._queue_table.batch_topics:
             raise InvalidMessageError(
                 f"topic {topic!r} has batch queues, which only RocketMQ writes; put to another topic", "topic"
@@ -524,7 +532,6 @@ class LogWriter:
         v1 = len(name) <= MAX_TOPIC_BYTES_V1
         queue.magic = MAGIC_V1 if v1 else MAGIC_V2
         queue.plain_tail = len(name).to_bytes(1 if v1 else 2, "big") + name + b"\0\0"
-        self._putters.setdefault(topic, {})[queue_id] = queue
         return queue
 
     def refuse_body(self, size: int) -> None:

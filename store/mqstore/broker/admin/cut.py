@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FormatError, InvalidMessageError, ReadOnlyStoreError
+from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import tags_code_at, topics_of
@@ -54,7 +54,7 @@ from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
 from mqstore.log.bulk.shard import MAX_QUEUE_ID, shard_json
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message
-from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
+from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
 from mqstore.log.outgoing import without_place
 from mqstore.log.reader import StoreReader
 from mqstore.log.recordbatch import UnitBatch
@@ -65,7 +65,7 @@ from mqstore.log.tip import QueueRef
 
 __all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "restore"]
 
-_NAME: Final = re.compile(r"[0-9]{20}-[0-9]+(\.[0-9]+)*")
+_NAME: Final = re.compile(r"[0-9]{20}-(surplus-)?[0-9]+(\.[0-9]+)*")
 _OFFSET_DIGITS: Final = 20
 _APP: Final = "mqstore cut"
 """Name under which `config/spark/txn.json` keeps the number of the last restore."""
@@ -78,14 +78,16 @@ _BUFFER_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class CutFile:
-    """A file of bytes that were cut. `name` is its path below `cut/`."""
+    """A file of bytes that were cut. `name` is its path below `cut/`, `segment_bytes` the size of segments."""
 
     name: str
+    segment_bytes: int
 
     @property
     def start(self) -> int:
-        """Physical offset of its first byte."""
-        return int(os.path.basename(self.name)[:_OFFSET_DIGITS])
+        """Physical offset of its first byte. Earlier versions named a surplus by the segment in front of it."""
+        surplus = "-surplus-" in self.name
+        return int(os.path.basename(self.name)[:_OFFSET_DIGITS]) + (self.segment_bytes if surplus else 0)
 
 
 @dataclass(slots=True)
@@ -146,7 +148,8 @@ def _listed(store: StoreReader, folder: str) -> list[CutFile]:
         names = store.fs.scandir(store.path / "cut" / folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    files = [CutFile(os.path.join(folder, name)) for name in names if _NAME.fullmatch(name)]
+    size = store.manifest.commitlog_segment_bytes
+    files = [CutFile(os.path.join(folder, name), size) for name in names if _NAME.fullmatch(name)]
     return sorted(files, key=_order)
 
 
@@ -198,7 +201,8 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
             yield Message(UnitBatch(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
         if len(headers) or at >= size:
             continue
-        check = check_place(buffer, at, segment_bytes - start % segment_bytes, start + at, checksum)
+        end = at + segment_bytes - (start + at) % segment_bytes
+        check = check_place(buffer, at, end, start + at, checksum)
         if check.status == "blank":
             at += check.size
             continue
@@ -334,11 +338,9 @@ def _obstacle(message: Message) -> str:
         return "batch in one record"
     if not 0 <= message.queue_id <= MAX_QUEUE_ID:
         return "queue id that no queue can have"
-    try:
-        topic = check_topic(message.topic)
-    except InvalidMessageError:
-        return "topic that nobody can put to"
-    return "property that is no number" if unreadable_number(topic, message.encoded_properties) else ""
+    if not is_path_safe(message.topic):
+        return "topic that no queue can have"
+    return "property that is no number" if unreadable_number(message.topic.encode(), message.encoded_properties) else ""
 
 
 def _is_in_log(store: StoreReader, message: Message) -> bool:

@@ -1,0 +1,113 @@
+"""Commands that look at damage agree: between profiles, with their help, and with what they print."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import StoreConfig
+from mqstore.errors import StoreIOError
+from mqstore.jobs.telling import of_store
+from mqstore.options import Profile
+from tests.tools.support import mqstore as command
+from tests.tools.support import mqstore_json
+
+SIZE = 1 << 14
+PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
+
+
+def _make(path: Path, profile: Profile, *topics: str) -> list[Path]:
+    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=SIZE)) as store:
+        for n in range(400):
+            store.put(topics[n % len(topics)], b"%d " % n + b"x" * 80, queue_id=0, keys=f"k{n}")
+    return sorted(path.glob("commitlog/0*"))
+
+
+def _at(file: Path, start: int) -> Path:
+    return file.with_name(f"{start:020d}")
+
+
+STRANGE: dict[str, Callable[[list[Path]], object]] = {
+    "a copy behind the end": lambda s: shutil.copy(s[1], _at(s[0], int(s[-1].name) + SIZE)),
+    "a copy of the last one behind it": lambda s: shutil.copy(s[-1], _at(s[0], int(s[-1].name) + SIZE)),
+    "a copy two places on": lambda s: shutil.copy(s[0], _at(s[0], int(s[-1].name) + 2 * SIZE)),
+    "a copy far away": lambda s: shutil.copy(s[2], _at(s[0], 1 << 40)),
+    "a copy at the greatest offsets": lambda s: shutil.copy(s[2], _at(s[0], 1 << 62)),
+    "a copy beyond all offsets": lambda s: shutil.copy(s[2], _at(s[0], (1 << 63) + SIZE)),
+    "a copy in the place of another": lambda s: shutil.copy(s[1], s[3]),
+    "the last one far away": lambda s: s[-1].rename(_at(s[0], 1 << 40)),
+    "one of zeros far away": lambda s: _at(s[0], 1 << 40).write_bytes(bytes(SIZE)),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_exit_codes_of_strange_segments_agree_between_profiles(tmp_path: Path, name: str) -> None:
+    codes: dict[str, list[int]] = {}
+    for profile in PROFILES:
+        path = tmp_path / profile
+        STRANGE[name](_make(path, profile, "t"))
+        steps = ("verify", "export", "inspect", "recover --dry-run", "recover", "verify", "export", "recover")
+        codes[profile] = [command(step.split()[0], path, *step.split()[1:]).exit_code for step in steps]
+
+    assert codes["mqstore"] == codes["rocketmq"]
+
+
+def test_topic_with_dots_survives_a_cut_and_a_restore(tmp_path: Path) -> None:
+    """No put may use such a name, but a Java store may have it. No checksum covers names there."""
+    path = tmp_path / "s"
+    for file in [*_make(path, "rocketmq", "t", "comXorders"), path / "config" / "topics.json"]:
+        file.write_bytes(file.read_bytes().replace(b"comXorders", b"com.orders"))
+    (path / "consumequeue" / "comXorders").rename(path / "consumequeue" / "com.orders")
+    shutil.rmtree(path / "index")
+    command("recover", path)
+    first = command("export", path, exit_code=0).stdout.count("\n")
+    segment = sorted(path.glob("commitlog/0*"))[1]
+    segment.write_bytes(segment.read_bytes()[:3000] + b"?" * 300 + segment.read_bytes()[3300:])
+    whole = command("export", path, exit_code=1).stdout.count("\n")
+    assert (first, whole < first) == (400, True)
+
+    moved = mqstore_json("recover", path, "--prefix", exit_code=0)["moved_to_cut"]
+    restored = mqstore_json("cut", "restore", path, exit_code=1)
+
+    assert moved > 200
+    assert [each["refused"] for each in restored["files"]] == [{}] * len(restored["files"])
+    assert {each["topic"] for each in restored["queues"]} == {"t", "com.orders"}
+    assert command("export", path, exit_code=0).stdout.count("\n") == whole
+    assert mqstore_json("verify", path)["ok"]
+
+
+def test_surplus_that_an_earlier_version_has_moved_is_listed_and_restored(tmp_path: Path) -> None:
+    segments = _make(tmp_path / "s", "mqstore", "t")
+    name = f"{segments[1].name}-surplus-1760000000000"
+    (tmp_path / "s" / "cut").mkdir()
+    segments[2].rename(tmp_path / "s" / "cut" / name)
+    command("recover", tmp_path / "s", exit_code=1)
+
+    [listed] = mqstore_json("cut", "list", tmp_path / "s")["files"]
+
+    assert (listed["file"], listed["physical_offset"], listed["other_bytes"]) == (name, 2 * SIZE, 0)
+    assert mqstore_json("cut", "restore", tmp_path / "s")["files"][0]["appended"] == listed["count"] > 50
+
+
+@pytest.mark.parametrize("group", ["cut", "topics", "groups", "offsets", "delay", "dlq"])
+def test_help_of_a_group_says_that_its_command_may_be_left_out(tmp_path: Path, group: str) -> None:
+    path = tmp_path / "s"
+    _make(path, "mqstore", "t")
+    usage = command(group, "--help").stdout.split("\n\n")[0]
+
+    assert "[COMMAND] DIR" in usage
+    given, left_out = command(group, "show" if group in ("offsets", "delay") else "list", path), command(group, path)
+    assert (given.exit_code, given.stdout, given.stderr) == (left_out.exit_code, left_out.stdout, left_out.stderr)
+
+
+def test_permission_error_outside_of_spark_does_not_speak_of_it() -> None:
+    with pytest.raises(StoreIOError) as caught, of_store("/mq"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/mq/commitlog")
+
+    assert "permission denied" in str(caught.value)
+    assert "Spark" not in str(caught.value)
