@@ -6,6 +6,7 @@ Only `save` and `write_guard` change files. They run under the writer lock.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import secrets
 from collections import Counter
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mqstore.clock import Clock
-from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
+from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segment import segment_start
@@ -36,12 +37,14 @@ __all__ = [
     "checksum_found",
     "contradiction_of",
     "decode",
+    "derived",
     "is_guarded",
     "kept_of",
     "resolve",
     "save",
     "segment_names",
     "sizes_found",
+    "stored",
     "write_guard",
 ]
 
@@ -104,6 +107,8 @@ class Manifest:
     unknown: dict[str, Any] = field(default_factory=dict)
     """Keys that a newer program wrote, kept when the file is written."""
     problems: tuple[str, ...] = ()
+    derived: str = ""
+    """If the file is lost or damaged: why, how to mend it, and what the store's other files show in its place."""
 
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
@@ -146,7 +151,7 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
     # Names show the size even if files were cut short, lengths even if some are missing, and a foreign file neither. So
     # the most frequent size counts, and of two the greater. With a wrong one all segments would be cut.
     sizes = Counter(b - a for a, b in itertools.pairwise(starts))
-    lengths = {int(name): os.stat(root / "commitlog" / name).st_size for name in names}
+    lengths = {int(name): length for name, length in _files(root / "commitlog", fs) if segment_start(name) is not None}
     sizes.update(length for start, length in lengths.items() if length and start % length == 0)
     segment = max(
         (size for size in sizes if 0 < size <= _SIZE_MAX), key=lambda size: (sizes[size], size), default=segment
@@ -184,6 +189,40 @@ def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None,
     return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
 
 
+def stored(root: Path, config: StoreConfig, fs: FileSystem = REAL) -> Manifest:
+    """Return the manifest in the file, or by the sizes of the files if the store is a Java broker's, which has none.
+    Raises CorruptStoreError if the file is damaged or lost, UnsupportedStoreError if a newer program wrote it."""
+    path = root / MANIFEST
+    repair = f"mqstore recover {root} --rebuild config"
+    if path.exists() or path.with_name(f"{MANIFEST}.bak").exists():
+        value, problems = load_json(path, writer=False, fs=fs, root=root)
+        found = decode(value, path, problems)
+        if contradiction := contradiction_of(found, root, fs):
+            raise CorruptStoreError(f"{path}: {contradiction}", str(path), repair=repair)
+        return found
+    if (root / GUARD).exists() or checksum_found(root, fs) == "crc32c-record":
+        text = f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone"
+        raise CorruptStoreError(text, str(path), repair=repair)
+    return sizes_found(root, "rocketmq", config, fs)
+
+
+def derived(root: Path, fs: FileSystem = REAL) -> tuple[Manifest, str]:
+    """Return the manifest that replaces a lost or damaged one, and a sentence about it.
+    Readable fields of the file are kept. The checksum of the first record shows the profile, files show the sizes."""
+    value = None
+    with suppress(MQStoreError):
+        value = load_json(root / MANIFEST, writer=False, fs=fs, root=root).value
+    profile: Profile = "rocketmq" if checksum_found(root, fs) == "crc32-body" else "mqstore"
+    kept = kept_of(value)
+    found = replace(sizes_found(root, profile, fs=fs), has_file=True, **kept)
+    lost = [name for name in ("delay_levels", "group_hash") if name not in kept]
+    defaults = f"; {' and '.join(lost)} start from defaults" if lost else ""
+    return found, (
+        f"profile {profile}, segments of {found.commitlog_segment_bytes} bytes, queue files of "
+        f"{found.consumequeue_segment_bytes}{defaults}"
+    )
+
+
 def _listdir(path: Path, fs: FileSystem) -> list[str]:
     return fs.scandir(path) if path.is_dir() else []
 
@@ -204,10 +243,11 @@ def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
     names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
     for before in (1, _LOOK_BYTES):
         for name in names:
-            with fs.opened(root / "commitlog" / name, os.O_RDONLY) as fd:
+            data: mmap.mmap | bytes = b""
+            with suppress(MQStoreError, OSError), fs.opened(root / "commitlog" / name, os.O_RDONLY) as fd:
                 length = fs.size(fd)
                 data = fs.map(fd, length, writable=False) if length else b""
-            for kind in kinds:
+            for kind in kinds if data else ():
                 if find_next(data, 0, length, int(name), kind, before) is not None:
                     return kind
     return None
@@ -341,9 +381,12 @@ def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> st
 
 def _is_of_other_size(path: Path, size: int, checksum: Checksum, fs: FileSystem) -> bool:
     start, at = int(path.name), 0
-    with fs.opened(path, os.O_RDONLY) as fd:
-        length = fs.size(fd)
-        data = fs.map(fd, length, writable=False)
+    try:
+        with fs.opened(path, os.O_RDONLY) as fd:
+            length = fs.size(fd)
+            data = fs.map(fd, length, writable=False)
+    except (MQStoreError, OSError):  # loading the log says so
+        return False
     if start % size:
         return find_next(data, 0, length, start, checksum, _LOOK_BYTES) is not None
     while at <= size and (found := find_next(data, at, length, start, checksum, size)) is not None:
@@ -360,32 +403,25 @@ def resolve(
     config: StoreConfig,
     clock: Clock,
     fs: FileSystem,
+    derive: bool = False,
 ) -> Manifest:
     """Return the manifest that the directory `root` has, or will have. Writes nothing.
+
+    With `derive`, a lost or damaged manifest is derived from the other files.
 
     Raises NotAStoreError, ConfigError (an option differs from the store's), CorruptStoreError, UnsupportedStoreError.
     """
     if root.exists() and not root.is_dir():
         raise NotAStoreError(f"{root} is a file; a store is a directory")
     names = set(_listdir(root, fs))
-    if MANIFEST in names or MANIFEST + ".bak" in names:
-        value, problems = load_json(root / MANIFEST, writer=False, fs=fs, root=root)
-        found = decode(value, root / MANIFEST, problems)
-        contradiction = contradiction_of(found, root, fs)
-        if contradiction:
-            raise CorruptStoreError(
-                f"{root / MANIFEST}: {contradiction}",
-                str(root / MANIFEST),
-                repair=f"mqstore recover {root} --rebuild config",
-            )
-    elif "commitlog" in names:
-        if (root / GUARD).exists() or checksum_found(root, fs) == "crc32c-record":
-            raise CorruptStoreError(
-                f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone",
-                str(root / MANIFEST),
-                repair=f"mqstore recover {root} --rebuild config",
-            )
-        found = sizes_found(root, "rocketmq", config, fs)
+    if names & {MANIFEST, f"{MANIFEST}.bak", "commitlog"}:
+        try:
+            found = stored(root, config, fs)
+        except CorruptStoreError as error:
+            if not derive or not segment_names(root / "commitlog", fs):
+                raise
+            found, sentence = derived(root, fs)
+            found = replace(found, derived=f"{error}. Reading uses what its files show: {sentence}")
     elif names - NOT_YET:
         some = ", ".join(sorted(names - NOT_YET)[:5])
         raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")

@@ -25,7 +25,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.misnamed import misnamed_segments
 from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
-from mqstore.log.recovery.report import RecoveryReport, finding_of
+from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.surplus import Piece, settle_surplus, surplus_pieces
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.tip import QueueRef
@@ -64,13 +64,15 @@ class ReadOnlyMessageStore(StoreReader):
         Raises NotAStoreError, ConfigError, CorruptStoreError and UnsupportedStoreError."""
         super().__init__(path, config, fs)
         self._surplus: list[Piece] = []
-        self.manifest = manifests.resolve(
-            self.path, writer=False, create=False, profile=profile, config=self.config, clock=self.clock, fs=fs
-        )
+        resolve = partial(manifests.resolve, writer=False, create=False, derive=True, config=self.config, fs=fs)
+        self.manifest = resolve(self.path, profile=profile, clock=self.clock)
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
         self._set_parts(parts)
         self._read_by(FileNews(parts, self.check_open))
         self.recovery = RecoveryReport()
+        if derived := self.manifest.derived:
+            _log.warning("%s", derived)
+            self.recovery.findings.append(Finding("bad_json", manifests.MANIFEST, 0, 0, derived))
         self.news.stop_at_splice()
         parts.load_problems = self.log_files.load()
         parts.load_checkpoint()

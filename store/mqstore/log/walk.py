@@ -52,7 +52,7 @@ def walk_log(
     list belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer
     the log ends where it ended when `verifier` was made. Needs bounded memory.
     """
-    yield from (finding for finding in verifier.segments() if finding.kind == "missing_segment")
+    yield from (finding for finding in verifier.segments() if finding.kind in ("missing_segment", "bad_json"))
     first = verifier.front
     events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
     for event in events if store.log_files.starts else ():

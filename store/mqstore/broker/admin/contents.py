@@ -89,7 +89,7 @@ def inspect_store(
         if live:
             store.stop_at(store.parts.listed_end())
         manifest = store.manifest
-        problems += manifest.problems
+        problems += [*manifest.problems, *([manifest.derived] if manifest.derived else [])]
         problems += [
             f"{os.path.basename(p.file)}: {p.kind}: {p.detail}"
             for p in [*store.parts.load_problems, *store.parts.missing_in_front()]

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import CorruptStoreError, NotAStoreError
@@ -15,7 +14,6 @@ from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
-from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.own import check_own
 from mqstore.log.reader import StoreReader
@@ -25,7 +23,7 @@ from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import bad_json, json_files, json_tables
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
+from mqstore.options import StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
 
@@ -57,6 +55,7 @@ def recover_store(
     if options.dry_run:
         refuse_beside_writer(root, fs)  # a record that is being written cannot be checked
         with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
+            manifests.stored(root, store.config, fs)  # it must not be derived: a recovery would not do that
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
             report.findings += record_check(store)
@@ -128,35 +127,14 @@ def rebuild_config(
 
 
 def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]:
-    path = root / manifests.MANIFEST
-    bad = False
-    value: Any = None
-    if path.exists() or path.with_name(path.name + ".bak").exists():
-        try:
-            value, problems = load_json(path, writer=False, fs=fs, root=root)
-            found = manifests.decode(value, path, problems)
-        except CorruptStoreError:
-            bad = True
-        else:
-            if not manifests.contradiction_of(found, root, fs):
-                return []
-            bad = True
-    proven = manifests.checksum_found(root, fs)
-    lost = bad or (root / manifests.GUARD).exists() or proven == "crc32c-record"
-    if not lost:
-        return []  # a Java broker's directory has none
-    profile: Profile = "rocketmq" if proven == "crc32-body" else "mqstore"
-    checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
-    found = manifests.sizes_found(root, profile, fs=fs)
-    kept = manifests.kept_of(value)
+    try:
+        manifests.stored(root, StoreConfig(), fs)
+    except CorruptStoreError:
+        found, sentence = manifests.derived(root, fs)
+    else:
+        return []
     if not dry_run:
-        if bad:
-            set_aside_json(path, fs=fs)
-        new = {"store_id": secrets.token_hex(16), "checksum": checksum, "created_ms": SYSTEM_CLOCK.now_ms(), **kept}
-        manifests.save(replace(found, **new), root, fs)
-    lost_fields = [name for name in ("delay_levels", "group_hash") if name not in kept]
-    told = f"; {' and '.join(lost_fields)} start from defaults" if lost_fields else ""
-    return [
-        f"{manifests.MANIFEST} is written anew: profile {profile}, segments of {found.commitlog_segment_bytes} bytes, "
-        f"queue files of {found.consumequeue_segment_bytes}{told}"
-    ]
+        set_aside_json(root / manifests.MANIFEST, fs=fs)
+        store_id = found.store_id or secrets.token_hex(16)
+        manifests.save(replace(found, store_id=store_id, created_ms=SYSTEM_CLOCK.now_ms()), root, fs)
+    return [f"{manifests.MANIFEST} is written anew: {sentence}"]

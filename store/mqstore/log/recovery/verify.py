@@ -249,9 +249,12 @@ class Verifier:
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
     def segments(self) -> Iterator[Finding]:
-        """Yield findings about names and lengths of the log's files."""
+        """Yield findings about names and lengths of the log's files, and about a lost manifest, which tells lengths."""
+        if derived := self._parts.manifest.derived:
+            yield Finding("bad_json", MANIFEST, 0, 0, derived)
         for problem in self._problems:
-            if problem.kind != "missing_segment" or problem.position < self._begin:  # else the scan finds it
+            # The scan finds a gap, but not what lies in front of the log or behind its end.
+            if problem.kind != "missing_segment" or not self._begin <= problem.position < self._run.end:
                 yield finding_of(problem, self._run.segment_bytes)
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
@@ -534,7 +537,7 @@ class Verifier:
     def json_files(self) -> Iterator[Finding]:
         """Yield findings about JSON files that do not decode or fail their check."""
         found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
-        return (finding for finding, _ in found)
+        return (finding for finding, _ in found if not (finding.file == MANIFEST and self._parts.manifest.derived))
 
 
 def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
