@@ -11,6 +11,7 @@ process). The last reference unmaps.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from mqstore.errors import MQStoreError
+from mqstore.files.beneath import REFUSED
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.segment import LoadProblem, Segment, segment_name, segment_start
@@ -29,6 +31,8 @@ __all__ = ["OFFSET_END", "SegmentRun"]
 OFFSET_END = 1 << 63
 """Offsets are i64. The 20 digits of a name could say more."""
 _COPY_BYTES = 1 << 20
+_NOT_OPENED = REFUSED | {errno.EACCES, errno.EPERM, errno.EIO}
+"""Errors that are about one file, and not about the process or the machine."""
 
 
 class SegmentRun:
@@ -60,6 +64,7 @@ class SegmentRun:
         "limit",
         "places",
         "segment_bytes",
+        "unreadable",
     )
 
     _refuses_links: ClassVar[bool] = False
@@ -86,6 +91,8 @@ class SegmentRun:
         self.places: dict[str, int] = {}
         #: For readers: contents of segments that have no file yet, by start. Looked at by `load` and `refresh`.
         self.added: dict[int, mmap.mmap] = {}
+        #: For readers: why a file cannot be opened, by name. It counts as missing. Found by `load`.
+        self.unreadable: dict[str, str] = {}
         self._fs = fs
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
@@ -123,6 +130,7 @@ class SegmentRun:
     def load(self) -> list[LoadProblem]:
         """List the folder, which may be missing. Return the problems with names and lengths."""
         problems: list[LoadProblem] = []
+        self._find_unreadable()
         found = self._settled(self._list(problems))
         for segment in found:
             self._check_length(segment, problems)
@@ -132,14 +140,36 @@ class SegmentRun:
             if behind.start != before.end:
                 missing = behind.start - before.end
                 path = str(self.directory / segment_name(before.end))
-                problems.append(
-                    LoadProblem(path, "missing_segment", before.end, missing, f"{missing} bytes before {behind.path}")
-                )
+                detail = f"{missing} bytes before {behind.path}{self.reasons(before.end, behind.start)}"
+                problems.append(LoadProblem(path, "missing_segment", before.end, missing, detail))
+        for name, why in self.unreadable.items():
+            if not kept or not kept[0].start < int(name) < kept[-1].end:  # else it is in a gap
+                path = str(self.directory / name)
+                problems.append(LoadProblem(path, "missing_segment", int(name), self.segment_bytes, why))
         with self._lock:
             for old in self._by_start.values():
                 self._let_go(old)
             self._set(kept)
         return problems
+
+    def _find_unreadable(self) -> None:
+        """Find the files that cannot be opened. A writer raises their error: it would cut the log there."""
+        self.unreadable = {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in self._fs.scandir(self.directory):
+                try:
+                    if segment_start(name) is not None:
+                        self._fs.close(self._fs.open(self.directory / name, os.O_RDONLY))
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+                except OSError as error:
+                    if self._refuses_links or error.errno not in _NOT_OPENED:
+                        raise
+                    self.unreadable[name] = f"{name} cannot be opened: {error.strerror}"
+
+    def reasons(self, start: int, stop: int) -> str:
+        """Return why files in the range of a gap cannot be opened, as the end of a sentence, or ""."""
+        return "".join(f"; {why}" for name, why in self.unreadable.items() if start <= int(name) < stop)
 
     def refresh(self) -> bool:
         """List the folder again, since another process may write the store. True when anything changed.
@@ -208,7 +238,7 @@ class SegmentRun:
         folder = os.fspath(self.directory)
         for name, length in files:
             start = self.places.get(name, segment_start(name))
-            if start is None:
+            if start is None or name in self.unreadable:
                 continue
             path = os.path.join(folder, name)
             if start % self.segment_bytes or start >= OFFSET_END - self.segment_bytes:
@@ -231,6 +261,8 @@ class SegmentRun:
         for segment in listed:
             while found and found[-1].end < segment.start:
                 between = found[-1].end
+                if segment_name(between) in self.unreadable:
+                    break
                 path = str(self.directory / segment_name(between))
                 with contextlib.suppress(FileNotFoundError):
                     found.append(Segment(between, self.segment_bytes, self._fs.size(path), path))

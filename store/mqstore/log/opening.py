@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from mqstore.errors import StoreIOError
+from mqstore.errors import CorruptStoreError, StoreIOError
 from mqstore.files.abort import AbortMark
 from mqstore.files.jsonfile import load_json
 from mqstore.files.segment import segment_name
@@ -146,6 +146,11 @@ class Opening:
         run, fs = parts.log_files, parts.fs
         try:
             run.load()
+            for name, why in run.unreadable.items():  # what lies behind it would be cut, or its place be taken
+                raise CorruptStoreError(
+                    f"{parts.root}: segment {why}. Make it readable, or move it away to give its messages up",
+                    str(run.directory / name),
+                )
             places = misnamed_segments(run, parts.checksum, fs)
             rename_segments(run, places, fs)
             pieces = surplus_pieces(run, run.load(), parts.checksum, fs)

@@ -146,7 +146,7 @@ class StoreParts:
         """Return the segments that the log has lost at its beginning.
         Retention saves the start of the log before it deletes a segment. So this is read after the segments were
         listed."""
-        starts = self.log_files.starts
+        starts = sorted((*self.log_files.starts, *map(int, self.log_files.unreadable)))
         checkpoint = CheckpointFile(self.root, self.fs, self.config.file_mode)
         checkpoint.load()
         noted = checkpoint.current.log_start

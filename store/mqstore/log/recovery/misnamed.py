@@ -95,7 +95,8 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
         files = fs.scandir_files(run.directory)
     except FileNotFoundError:
         return []
-    return [name for name, _ in files if segment_start(name.removesuffix(_UNFINISHED)) is not None]
+    known = (name for name, _ in files if name not in run.unreadable)
+    return [name for name in known if segment_start(name.removesuffix(_UNFINISHED)) is not None]
 
 
 def place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:

@@ -302,8 +302,11 @@ class _Recovery:
         self._begin(mark, start, index_from)
         read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
         for problem in parts.load_problems:
-            if problem.kind == "missing_segment" and problem.position < read_from:  # else reading finds it
-                report.findings.append(finding_of(problem, run.segment_bytes))
+            # Reading finds a gap, but not what lies in front of the log or behind its end.
+            if problem.kind == "missing_segment" and not read_from <= problem.position < run.end:
+                found = finding_of(problem, run.segment_bytes)
+                if (found.kind, found.file) not in {(each.kind, each.file) for each in report.findings}:
+                    report.findings.append(found)
         total = run.end - read_from
         end = read_from
         tail = ""
@@ -355,7 +358,8 @@ class _Recovery:
         """Return the range of the segments that the log has lost at its beginning, or None."""
         if self.log_start == self.first:
             return None
-        detail = f"the log begins at {self.log_start}, and no file holds [{self.log_start}, {self.first})"
+        why = self.parts.log_files.reasons(self.log_start, self.first)
+        detail = f"the log begins at {self.log_start}, and no file holds [{self.log_start}, {self.first}){why}"
         return Bad("missing_segment", self.log_start, self.first, detail)
 
     def _write_again(self, start: int, end: int) -> None:

@@ -251,7 +251,8 @@ def join_segments(
                 if following is None:
                     break
                 found_in, found = following
-                yield Bad("missing_segment", position, found, f"no file holds [{position}, {found_in.start})")
+                why = run.reasons(position, found_in.start)
+                yield Bad("missing_segment", position, found, f"no file holds [{position}, {found_in.start}){why}")
                 position, segment = found, found_in
             at = yield from read(segment, position - segment.start)
             if at >= run.segment_bytes:

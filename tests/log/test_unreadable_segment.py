@@ -1,0 +1,123 @@
+"""A segment that cannot be opened is a missing range: it is named, all else is read, and nothing is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import StoreConfig
+from mqstore.engine import ReadOnlyMessageStore
+from mqstore.errors import StoreIOError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.quiet import QuietFileSystem
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.options import Profile
+from tests.tools.support import mqstore as command
+from tests.tools.support import mqstore_json
+
+SIZE = 1 << 14
+COUNT = 400
+PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
+
+
+def _make(path: Path, profile: Profile) -> list[Path]:
+    with mqstore.open(path, profile=profile, config=StoreConfig(segment_bytes=SIZE)) as store:
+        for n in range(COUNT):
+            store.put("t", b"%d " % n + b"x" * 80, queue_id=0)
+    if profile == "rocketmq":
+        for file in path.glob("mqstore.json*"):
+            file.unlink()
+    return sorted(path.glob("commitlog/0*"))
+
+
+def _offsets(path: Path) -> set[int]:
+    return {json.loads(line)["queue_offset"] for line in command("export", path).stdout.splitlines()}
+
+
+def _tree(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock"}
+
+
+REPLACED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a folder": (lambda file: file.mkdir(), "folder"),
+    "a link loop": (lambda file: file.symlink_to(file.name), "symbolic links"),
+    "a FIFO": (lambda file: os.mkfifo(file), "FIFO"),
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("number", [0, 2, -1])
+@pytest.mark.parametrize("kind", REPLACED)
+def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile: Profile) -> None:
+    path, (replace, why) = tmp_path / "s", REPLACED[kind]
+    segments = _make(path, profile)
+    segment = segments[number]
+    segment.rename(tmp_path / "aside")
+    without = _offsets(path)
+    replace(segment)
+    before = _tree(path)
+
+    assert _offsets(path) == without < {*range(COUNT)}
+    for name in ("verify", "export", "inspect", "recover --dry-run"):
+        result = command(*name.split()[:1], path, *name.split()[1:], exit_code=1)
+        assert segment.name in result.output
+        assert why in result.output
+    for name in ("recover", "cut restore"):
+        assert segment.name in command(*name.split(), path, exit_code=3).stderr
+    with pytest.raises(mqstore.MQStoreError, match=segment.name), mqstore.open(path):
+        pass
+    assert _tree(path) == before
+    segment.rmdir() if segment.is_dir() else segment.unlink()
+    (tmp_path / "aside").rename(segment)
+    assert mqstore_json("verify", path)["ok"]
+
+
+def _denying(base: type[FileSystem], name: str, number: int) -> FileSystem:
+    class Denying(base):  # type: ignore[misc, valid-type]
+        def open(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+            if os.fspath(path).endswith(f"commitlog/{name}"):
+                raise StoreIOError(number, os.strerror(number), os.fspath(path), "open")
+            return int(super().open(path, flags, mode))
+
+    return Denying()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, number: int, profile: Profile) -> None:
+    path = tmp_path / "s"
+    segments = _make(path, profile)
+    name = segments[at].name
+    before = _tree(path)
+    quiet = _denying(QuietFileSystem, name, number)
+
+    with ReadOnlyMessageStore(path, fs=quiet) as store:
+        findings = [*store.verifier().findings()]
+    planned = recover_store(path, RecoverOptions(dry_run=True), fs=quiet)
+
+    for found in (findings, planned.findings):
+        missing = [each for each in found if each.kind == "missing_segment"]
+        assert [(each.file, each.length) for each in missing] == [(f"commitlog/{name}", SIZE)]
+        assert os.strerror(number) in missing[0].detail
+    for refused in (
+        lambda: recover_store(path, RecoverOptions(), fs=_denying(FileSystem, name, number)),
+        lambda: mqstore.engine.MessageStore(path, fs=_denying(FileSystem, name, number)),
+    ):
+        with pytest.raises(mqstore.MQStoreError, match=f"{name}.*{os.strerror(number)}"):
+            refused()
+    assert _tree(path) == before
+
+
+def test_lack_of_descriptors_is_no_missing_segment(tmp_path: Path) -> None:
+    segments = _make(tmp_path / "s", "mqstore")
+
+    with pytest.raises(StoreIOError):
+        ReadOnlyMessageStore(tmp_path / "s", fs=_denying(QuietFileSystem, segments[2].name, errno.EMFILE))
