@@ -602,13 +602,15 @@ def test_names_that_are_no_segments_are_passed_over(folder: Path) -> None:
     (folder / "mqstore.profile").write_text("mqstore\n")
     (folder / ("0" * 19)).write_bytes(b"")
     (folder / ("0" * 19 + "٣")).write_bytes(b"")  # a digit, but not ours
-    (folder / segment_name(SIZE)).mkdir()
 
     run, problems = problems_of(folder)
 
     assert problems == []
     assert run.starts == (0,)
-    assert len(names(folder)) == 5
+    assert len(names(folder)) == 4
+    (folder / segment_name(SIZE)).mkdir()
+    with pytest.raises(StoreIOError, match="folder"):  # a writer would put a file there
+        problems_of(folder)
 
 
 def test_an_extension_is_allocated_and_durable_before_load_returns(folder: Path) -> None:

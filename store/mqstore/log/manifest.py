@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -262,6 +263,9 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
             f"{path} is no manifest: {detail}", str(path), repair=f"mqstore recover {path.parent} --rebuild config"
         )
 
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if type(schema) is int and schema > SCHEMA:  # whatever else it says
+        raise _newer(path, schema, value.get("requires") or ())
     if not isinstance(value, dict) or value.get("format") != "mqstore":
         raise bad('it is not a JSON object with "format": "mqstore"')
     for key, kind in _TYPES.items():
@@ -272,14 +276,8 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
             raise bad(f"{key} should be int, found {value[key]!r:.80}")
     if value["schema"] < 1:
         raise bad(f"schema {value['schema']}")
-    requires = tuple(str(name) for name in value["requires"])
-    if value["schema"] > SCHEMA or requires:
-        raise UnsupportedStoreError(
-            f"{path.parent} was written by a newer mqstore (schema {value['schema']}, requires {list(requires)}); "
-            f"this one knows schema {SCHEMA}: upgrade mqstore",
-            value["schema"],
-            requires,
-        )
+    if value["requires"]:
+        raise _newer(path, value["schema"], value["requires"])
     profile = value["profile"]
     if profile not in _CHECKSUM or value["checksum"] != _CHECKSUM[cast(Profile, profile)]:
         raise bad(f"profile {profile!r} with checksum {value['checksum']!r}")
@@ -309,6 +307,16 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
         has_file=True,
         unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
         problems=tuple(problems),
+    )
+
+
+def _newer(path: Path, schema: int, requires: Iterable[Any]) -> UnsupportedStoreError:
+    names = tuple(map(str, requires)) if isinstance(requires, (list, tuple)) else ()
+    return UnsupportedStoreError(
+        f"{path.parent} was written by a newer mqstore (schema {schema}, requires {list(names)}); "
+        f"this one knows schema {SCHEMA}: upgrade mqstore",
+        schema,
+        names,
     )
 
 
