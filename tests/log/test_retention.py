@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,54 @@ def test_age_counts_from_the_last_message_of_a_segment(tmp_path: Path, age: floa
             os.utime(path, (1, 1))
         store.clean(Retention(age=age, max_bytes=None))
         check_front(store, kept)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "file_day", "left"),
+    [
+        pytest.param([3], 0, [1, 1], id="the last record of the segment"),
+        pytest.param([0], 0, [1, 1], id="another record of the segment"),
+        pytest.param([3, 4], 0, [1, 1], id="a record on both sides"),
+        pytest.param(range(4), 0, [1, 1], id="the whole segment"),
+        pytest.param(range(9), 0, [1, 1], id="two segments and a record more"),
+        pytest.param(range(16), 0, [1, 1], id="all there is, and the file has its time"),
+        pytest.param(range(16), 9, [4, 3], id="all there is, and the file's time is wrong, too"),
+    ],
+)
+def test_messages_of_the_future_do_not_stop_retention(
+    tmp_path: Path, ahead: Iterable[int], file_day: int, left: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On day 0 four segments of four messages are written, some with the clock a year ahead. What is a day old goes.
+    `left` are the segments on days 1 and 2. Where nothing has a usable time, a segment counts from the first look."""
+    clock = SimulatedClock()
+    begin_ms, policy = clock.now_ms(), Retention(age=86_400, max_bytes=None)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        for i in range(16):
+            clock.set_wall(begin_ms + 365 * DAY_MS * (i in ahead))
+            store.put("t", bytes(890), i % 2)
+        clock.set_wall(begin_ms)
+        store.flush()
+        store.dispatch()
+        for path in (tmp_path / "s" / "commitlog").iterdir():
+            os.utime(path, (begin_ms / 1000 + file_day * 86_400,) * 2)
+        for number in left:
+            clock.advance(DAY_MS)
+            store.clean(policy)
+            assert len(segments(store)) == number
+        said = [each for each in caplog.messages if "ahead of the clock" in each]
+        assert bool(said) == (3 in ahead)
+
+
+def test_messages_a_moment_ahead_count_as_they_are(tmp_path: Path) -> None:
+    """The clock was set back by a second. The file's time, which a write through a mapping need not move, is old."""
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock) as store:
+        fill(store, clock, count=2, step_ms=500)
+        clock.set_wall(clock.now_ms() - 1_000)
+        for path in (tmp_path / "s" / "commitlog").iterdir():
+            os.utime(path, (1, 1))
+        store.clean(Retention(age=60, max_bytes=None))
+        assert len(segments(store)) == 2
 
 
 @pytest.mark.parametrize(
@@ -311,3 +360,43 @@ def test_the_age_of_a_segment_is_looked_up_once(tmp_path: Path, monkeypatch: pyt
         monkeypatch.undo()
         assert len(store.clean(Retention(age=4.5 * 86_400))) == 2
         check_front(store, 5)
+
+
+def test_clock_ahead_of_the_last_message_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimulatedClock()
+    begin_ms = clock.now_ms()
+
+    def warnings() -> list[str]:
+        return [each for each in caplog.messages if "ahead of the clock" in each]
+
+    with open_store(tmp_path / "s", clock=clock) as store:
+        clock.set_wall(begin_ms + 30 * DAY_MS)
+        store.put("t", b"", 0)
+        store.dispatch()
+        store.run_once(clock.monotonic_ms())
+        assert warnings() == []
+    clock.set_wall(begin_ms)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        for _ in range(3):
+            clock.advance(3_600_000)
+            store.run_once(clock.monotonic_ms())
+        assert len(warnings()) == 1
+        assert "30 days" in warnings()[0]
+        assert "30 days" in store.stats().errors["clock"]
+        store.put("t", b"", 0)
+        store.dispatch()
+        clock.advance(60_000)
+        store.run_once(clock.monotonic_ms())
+        assert "clock" not in store.stats().errors
+
+
+@pytest.mark.parametrize(("ahead_ms", "expected"), [(299_999, 0), (300_000, 1)])
+def test_clock_a_moment_behind_is_no_warning(
+    tmp_path: Path, ahead_ms: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock) as store:
+        store.put("t", b"", 0)
+    clock.set_wall(clock.now_ms() - ahead_ms)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        assert ("clock" in store.stats().errors) == expected

@@ -7,12 +7,14 @@ inbox). A test with a simulated clock calls `run_once` itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
+from mqstore.log.retention import AHEAD_MS
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import Wakeups
 from mqstore.options import seconds
@@ -20,6 +22,7 @@ from mqstore.options import seconds
 __all__ = ["BackgroundWork"]
 
 _CHECKPOINT_MS = 1_000
+_CLOCK_MS = 60_000
 _QUEUE_SYNC_MS = 10_000
 _FEW_FILES = 64
 
@@ -48,6 +51,7 @@ class BackgroundWork:
         self._tasks: list[tuple[str, int, Callable[[], object]]] = []
         self.add_task("flush", self._interval_ms("flush_interval"), self._flush)
         self.add_task("checkpoint", _CHECKPOINT_MS, self.save_checkpoint)
+        self.add_task("time", _CLOCK_MS, self.check_clock)
 
     def _interval_ms(self, option: str) -> int:
         return int(seconds(getattr(self._parts.config, option), option) * 1000)
@@ -99,6 +103,15 @@ class BackgroundWork:
             self._wakeups.synced()
         if now >= last:
             self._due_ms["thorough"] = now + thorough_ms
+
+    def check_clock(self) -> None:
+        """Warn once if the last message is of the future. Its store time stays wrong if the clock is set right."""
+        ahead_ms = self._dispatcher.last_store_timestamp_ms - self._clock.now_ms()
+        if ahead_ms < AHEAD_MS:
+            self._errors.clear("clock")
+            return
+        ahead = timedelta(milliseconds=ahead_ms)
+        self._errors.warn("clock", f"the last message was stored {ahead} ahead of the clock; is the clock right?")
 
     def save_checkpoint(self) -> None:
         """Save the checkpoint. Units are synced first, unless that would be expensive so soon after the last."""

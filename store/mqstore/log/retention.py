@@ -6,11 +6,17 @@ messages deleted to make room for it would be lost for nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
 
 from mqstore.errors import FlushFailedError
+from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
 from mqstore.log.checkpointer import Checkpointer
@@ -19,7 +25,12 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 
-__all__ = ["Retainer", "disk_ratio", "expired_before"]
+__all__ = ["AHEAD_MS", "Retainer", "disk_ratio", "expired_before"]
+
+_log = logging.getLogger("mqstore")
+
+AHEAD_MS = 300_000
+"""A store time that is later than now by less is of a clock that was set a little, and counts as it is."""
 
 
 class Retainer:
@@ -84,7 +95,7 @@ class Retainer:
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
     """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything.
 
-    `end` is the end of the log. `known` has the store time (ms) of the last record of segments, by their start. The
+    `end` is the end of the log. `known` has the time (ms) of segments, by their start, as `_newest_time` found it. The
     caller keeps it between calls: finding the time reads every page of a segment, and the oldest one is examined every
     few seconds for days."""
     listed = run.segments()
@@ -101,7 +112,7 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
     bound = 0
     for i, segment in enumerate(segments[:-1]):
         if i >= excess:
-            newest = None if policy.age is None else _newest_time(run, segment.start, known)
+            newest = None if policy.age is None else _newest_time(run, segment.start, now_ms, known)
             if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
                 break
             if newest is None:
@@ -132,16 +143,36 @@ def _disk_usage(run: SegmentRun) -> tuple[int, int]:
     return used, used + usage.f_bavail * usage.f_frsize
 
 
-def _newest_time(run: SegmentRun, start: int, known: dict[int, int]) -> int | None:
-    """Return the store time (ms) of the last record of a full segment, or None if no record leads there."""
-    if start in known:
-        return known[start]
-    segment = run.find(start)
-    if segment is None:
+def _newest_time(run: SegmentRun, start: int, now_ms: int, known: dict[int, int]) -> int | None:
+    """Return the time (ms) from which the age of a full segment counts, or None if no record leads there.
+
+    That is the store time of its last record, or that of a later segment's first record if this is earlier: the clock
+    was ahead then. Times that have not come are no times of writing. If all others are such, too, the segment counts
+    from its last record of the past or from its file's time, and at the latest from now. The file's time does not count
+    otherwise. The system does not update it with each write through a mapping, so it may be days too early."""
+    latest_ms = now_ms + AHEAD_MS
+    if (newest := known.get(start, latest_ms + 1)) <= latest_ms:
+        return newest
+    if (segment := run.find(start)) is None or not len(times := _store_times(run, segment)):
         return None
-    buffer = run.mapping(segment)
-    positions, _ = walk(buffer, 0, len(buffer))
-    if not len(positions):
-        return None
-    known[start] = newest = int(gather(buffer, positions[-1:]).store_timestamp_ms[0])
+    newest = int(times[-1])
+    if newest > latest_ms and start == run.min_offset:  # one line for many such segments
+        ahead = timedelta(milliseconds=newest - now_ms)
+        _log.warning("%s: its last message is %s ahead of the clock; its age counts from others", segment.path, ahead)
+    for later in run.segments():
+        if later.start > start and len(first := _store_times(run, later, 1)):
+            newest = min(newest, int(first[0]))
+            if newest <= latest_ms:
+                break
+    if newest > latest_ms:
+        file_ms = os.stat(segment.path).st_mtime_ns // 1_000_000
+        newest = max(min(file_ms, now_ms), int(times[times <= now_ms].max(initial=0)))
+    known[start] = newest
     return newest
+
+
+def _store_times(run: SegmentRun, segment: Segment, count: int | None = None) -> npt.NDArray[np.int64]:
+    """Return the store times (ms) of the first `count` records of a segment, or of all."""
+    buffer = run.mapping(segment)
+    positions, _ = walk(buffer, 0, len(buffer), count)
+    return gather(buffer, positions).store_timestamp_ms

@@ -93,4 +93,4 @@ class StoreStats:
     inbox_refused: int = 0
     """Number of bundles that were moved to `inbox/refused/` since opening."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Last error by background task. Empty if all have succeeded."""
+    """Last error by background task, and under "clock" a warning. Empty if all is well."""

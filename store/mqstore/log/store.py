@@ -258,6 +258,7 @@ class MessageStore(StoreReader, Sending):
             clean_end=-1,
             last_record=max(0, outcome.last_record),
         )
+        self.background.check_clock()
         if opened.went_down:
             self._abort.set(os.getpid())
         self.wakeups.set()

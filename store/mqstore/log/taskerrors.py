@@ -25,6 +25,12 @@ class TaskErrors:
             _log.error("%s: %s: %s", self._path, task, text)
             self.messages[task] = text
 
+    def warn(self, task: str, text: str) -> None:
+        """Note a state that is no failure. It is logged once, until `clear`."""
+        if task not in self.messages:
+            _log.warning("%s: %s: %s", self._path, task, text)
+            self.messages[task] = text
+
     def clear(self, task: str) -> None:
         self.messages.pop(task, None)
 
