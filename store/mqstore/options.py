@@ -1,8 +1,8 @@
 """Options of a store, with their defaults (format#sizes).
 
-`StoreConfig()` shows the whole policy. The first six fields are fixed when a store is created, and are saved in its
-manifest. Another value at a later opening raises `ConfigError`. The other fields may differ from one opening to the
-next.
+`StoreConfig()` shows the whole policy. The first seven fields are saved in the manifest of the store. A later opening
+may change `delay_levels` and `max_message_size`. Another value of the other five raises `ConfigError`. The rest may
+differ from one opening to the next.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mqstore.errors import ConfigError
 
 __all__ = [
     "DEFAULT_DELAY_LEVELS",
+    "DEFAULT_MESSAGE_BYTES",
     "Durability",
     "Duration",
     "Profile",
@@ -40,6 +41,7 @@ A kill loses neither."""
 Profile = Literal["mqstore", "rocketmq"]
 
 DEFAULT_DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+DEFAULT_MESSAGE_BYTES = 4 << 20
 
 _INT_MAX = 0x7FFF_FFFF
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -178,10 +180,10 @@ class StoreConfig:
     group_hash: Literal["jump", "siphash24"] | None = None
     """Hash by which a message group picks its queue. None means the store's own, `jump` for a new one."""
     delay_levels: str | None = None
-    """Table of the delay levels. None means the store's own. The only creation option that may change."""
+    """Table of the delay levels. None means the store's own. It may change later."""
+    max_message_size: int | None = None
+    """Largest body that `put` accepts. None means the store's own, 4 MiB for a new one. It may change later."""
 
-    max_message_size: int = 4 << 20
-    """Largest body that `put` accepts."""
     retention: Retention | None = None
     """None drops nothing unless `clean` or `drop_before` is called. For a broker it means `Retention()`."""
     flush_interval: Duration = 0.5

@@ -250,9 +250,9 @@ class Store(Closing, Sending):
         **options: object,
     ) -> Sequence[SendReceipt]:
         """Append many messages to one queue, with one wait for the disk. Raises what `put` raises.
-        With `queue_id` None queues take turns. Chunks of about `max_message_size` bytes are stored whole or not at all.
-        Other options are those of one message, as in `OutgoingMessage`. For a delay or message group use
-        `Producer.send_many`."""
+        With `queue_id` None queues take turns. A kill leaves the first messages of a call, from none to all: give them
+        unique keys, and put again what `find` does not find. Other options are those of an `OutgoingMessage`. For a
+        delay or message group use `Producer.send_many`."""
         return self.broker.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def recall(self, recall_handle: str) -> bool:
@@ -453,10 +453,9 @@ class Store(Closing, Sending):
         progress: Callable[[int, int], None] | None = None,
     ) -> SnapshotReport:
         """Copy the store as it is now to the folder `target`, while it is in use.
-        The folder must be empty or not exist. All progress is saved first (`Broker.save`). The copy is a cleanly closed
-        store, and was read back. `findings` of the report lists its faults, normally none. Leased messages are
-        redelivered in it, as after a crash. With `link` closed segments get a second name (hard links) instead of a
-        copy. It calls `progress(bytes done, bytes in all)`.
+        The folder must be empty or not exist. All progress is saved first. The copy is a cleanly closed store, and was
+        read back. `findings` of the report lists its faults, normally none. Leased messages are redelivered in it. With
+        `link` closed segments get a second name (hard links), not a copy. It calls `progress(bytes done, of all)`.
 
         After an error nothing of it is left. Raises ConfigError for an occupied target, StoreLockedError if another
         call writes it, StoreFullError, StoreIOError, and StoreBusyError if topics change all the time.

@@ -187,6 +187,12 @@ def test_removing_never_follows_a_link_out_of_the_folder(root: Path, tmp_path: P
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_largest_body_is_that_of_the_store(tmp_path: Path) -> None:
+    for size, options in ((4 << 20, {}), (5 << 20, {"max_message_size": 5 << 20}), (5 << 20, {})):
+        mqstore.open(tmp_path / "s", config=StoreConfig(**options)).close()
+        assert plan_target(options_of(tmp_path / "s")).max_body_bytes == size
+
+
 def test_the_rules_are_those_of_the_store(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, group_hash="siphash24", delay_levels="1s 2s", default_queues=3)
     with mqstore.open(tmp_path / "s", profile="rocketmq", config=config) as store:

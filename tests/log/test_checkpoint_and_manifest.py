@@ -16,7 +16,7 @@ import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
-from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
+from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
 from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends
@@ -237,6 +237,46 @@ def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(path: Path) -> Non
     assert json.loads((path / "mqstore.json").read_text()) == content | {"delay_levels": "1s 2h"}
     with open_store(path) as store:  # and stays so without being asked for again
         assert store.manifest.delay_levels == "1s 2h"
+
+
+def limit_of(path: Path, **options: Any) -> int:
+    """Return the size of the largest body that the store takes, by trying."""
+    with open_store(path, **options) as store:
+        limit: int = store.manifest.max_message_size
+        store.put("t", bytes(limit))
+        with pytest.raises(InvalidMessageError, match=f"max_message_size is {limit}$"):
+            store.put("t", bytes(limit + 1))
+    return limit
+
+
+def test_max_message_size_is_remembered(path: Path) -> None:
+    """A message that one program could put was refused to the next one, which did not know the option."""
+    assert limit_of(path, max_message_size=3000) == 3000
+    assert limit_of(path) == 3000
+    assert limit_of(path, max_message_size=100) == 100  # the last one that was given, as with delay levels
+    assert limit_of(path) == 100
+    assert open_store(path, "r").manifest.max_message_size == 100
+
+
+def test_store_of_an_earlier_version_takes_four_mebibytes(path: Path) -> None:
+    """Opening it does not change its manifest, unless a size is given."""
+    open_store(path).close()
+    content = json.loads((path / "mqstore.json").read_text())
+    del content["max_message_size"]
+    (path / "mqstore.json").write_text(json.dumps(content))
+    with open_store(path) as store:
+        assert store.manifest.max_message_size == 4 << 20
+    assert json.loads((path / "mqstore.json").read_text()) == content
+    assert limit_of(path, max_message_size=0) == 0
+    assert limit_of(path) == 0
+
+
+def test_rocketmq_store_takes_the_size_that_is_given(path: Path) -> None:
+    """It has no manifest."""
+    for size in (1000, 2000):
+        (path / "mqstore.json").unlink(missing_ok=True)
+        with open_store(path, profile="rocketmq", max_message_size=size) as store:
+            store.put("t", bytes(size))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -466,6 +506,7 @@ def test_opening_does_not_read_old_segments_however_many(tmp_path: Path, mode: A
         *((name, bad) for name in ("created_ms", "timerlog_segment_bytes") for bad in (None, "x", [], 1.5, True)),
         *(("timerlog_segment_bytes", bad) for bad in (0, -1, 67, 1 << 63)),
         *(("delay_levels", bad) for bad in ("", "x", "1s 2y")),
+        *(("max_message_size", bad) for bad in (None, "x", -1, 1 << 31)),
         ("schema", -1),
         ("schema", 0),
     ],
@@ -484,7 +525,7 @@ def test_a_field_that_cannot_be_is_named_and_mended_and_the_others_stay(tmp_path
     with open_store(tmp_path / "s", "r") as reader:
         assert field in reader.manifest.derived
     (line,) = rebuild_config(tmp_path / "s")
-    assert ("delay_levels start from defaults" in line) == (field == "delay_levels")
+    assert (f"{field} start from defaults" in line) == (field in ("delay_levels", "max_message_size"))
     after = json.loads(path.read_text())
     assert {name: after[name] for name in ("store_id", "group_hash", "commitlog_segment_bytes")} == {
         name: before[name] for name in ("store_id", "group_hash", "commitlog_segment_bytes")

@@ -335,6 +335,20 @@ def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     assert "max_message_size is 4194304" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_the_limit_is_that_of_the_store(tmp_path: Path, options: tuple[str, ...]) -> None:
+    config = library.StoreConfig(max_message_size=5 << 20)
+    library.open(tmp_path / "s", config=config).close()
+    (tmp_path / "long").write_bytes(b"x" * (5 << 20))
+
+    for format_ in ("file", "lines"):
+        assert run(tmp_path / "s", "", "--format", format_, tmp_path / "long", *options).exit_code == 0
+    (tmp_path / "long").write_bytes(b"x" * ((5 << 20) + 1))
+    result = run(tmp_path / "s", "", "--format", "file", tmp_path / "long", *options)
+    assert result.exit_code == 2
+    assert "max_message_size is 5242880" in result.stderr
+
+
 # -- writing nothing ---------------------------------------------------------------------------------------------------
 
 

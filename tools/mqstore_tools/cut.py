@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mqstore import Message, StoreConfig
+from mqstore import Message
 from mqstore.broker.admin import cut as library
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import FormatError, StoreIOError
@@ -23,9 +23,6 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, jso
 from mqstore_tools.shown import export_row
 
 __all__ = ["cut"]
-
-_LARGEST = (1 << 31) - 1
-"""Limit of body bytes: a stored message is not refused for the limit of today."""
 
 _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 
@@ -233,8 +230,7 @@ def _plan(directory: Path, files: tuple[str, ...], report: library.Progress) -> 
 
 
 def _restore(directory: Path, files: tuple[str, ...], report: library.Progress) -> library.Restore:
-    config = StoreConfig(max_message_size=_LARGEST)
-    with MessageStore(directory, create=False, config=config) as store:
+    with MessageStore(directory, create=False) as store:
         return library.restore(store, files, progress=report)
 
 

@@ -33,6 +33,7 @@ from mqstore.client.sendrules import check_size
 from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
 from mqstore.layout.jsontext import BODY, decode
 from mqstore.log.writer import MAX_QUEUE_ID
+from mqstore.options import DEFAULT_MESSAGE_BYTES
 from mqstore_tools.many import duration, pairs
 from mqstore_tools.opened import dry_run_option, planning
 from mqstore_tools.recipe import Format, NoMessage, Recipe, Record
@@ -158,7 +159,8 @@ def produce(
     done = _Done(topic)
     stop = _Interrupt()
     sources = _sources(files or (Path("-"),), done) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
-    with stop.installed(), _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush) as send:
+    target = _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush)
+    with stop.installed(), target as (send, recipe.max_message_size):
         try:
             _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
         except MQStoreError as error:
@@ -190,7 +192,7 @@ def _run(
     with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
         for name, stream in sources:
             lines = Lines(stream, done, stop, sender.store)
-            for number, record in _records(recipe.format, lines):
+            for number, record in _records(recipe, lines):
                 try:
                     message = recipe.message(record)
                 except NoMessage as error:
@@ -217,26 +219,27 @@ _Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
 @contextmanager
 def _target(
     directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
-) -> Iterator[_Send]:
-    """Give a function that stores a piece and returns its receipts, none in a dry run."""
+) -> Iterator[tuple[_Send, int]]:
+    """Give a function that stores a piece and returns its receipts, none in a dry run, and the largest body."""
     if dry_run:
-        _plan(directory, topic, queue_id, create=create)
-        yield lambda messages: ()
+        yield lambda messages: (), _plan(directory, topic, queue_id, create=create)
         return
     with (
         mqstore.open(directory, create=create) as store,
         Producer(store.broker, "mqstore-produce", durability="flush" if flush else "append") as producer,
     ):
-        yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id)
+        limit = store.log.manifest.max_message_size
+        yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id), limit
 
 
-def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> None:
-    """Refuse what opening, or a put to that queue, would refuse."""
-    queues = StoreConfig().default_queues
+def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> int:
+    """Refuse what opening, or a put to that queue, would refuse. Return the largest body of the store."""
+    queues, limit = StoreConfig().default_queues, DEFAULT_MESSAGE_BYTES
     try:
         with planning(directory) as parts:
             config = parts.topics.get(topic)
             queues = queues if config is None else config.write_queues
+            limit = parts.store.manifest.max_message_size
     except NotAStoreError:
         if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
             raise
@@ -244,6 +247,7 @@ def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) ->
         raise InvalidMessageError(
             f"queue_id {queue_id} does not lie in 0..{queues - 1}, the queues of {topic!r}", "queue_id"
         )
+    return limit
 
 
 class _Sender:
@@ -436,12 +440,12 @@ class Lines:
             self.number += 1
             yield rest
 
-    def rest(self) -> Iterator[bytes]:
+    def rest(self, max_bytes: int) -> Iterator[bytes]:
         """Yield all that is left as one body, unless interrupted. InvalidMessageError if it is too large."""
         data = b""
         while block := self._read():
             data += block
-            check_size(data, StoreConfig().max_message_size)
+            check_size(data, max_bytes)
         if not self.interrupted:
             self.number = 1
             yield data
@@ -481,12 +485,12 @@ class _BadLineError(InvalidMessageError):
     """An invalid message, with its place in the input."""
 
 
-def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, Record]]:
+def _records(recipe: Recipe, lines: Lines) -> Iterator[tuple[int, Record]]:
     """Yield (line number, record). Lines that the format cannot read become `NoMessage`."""
-    if format_ == "csv":
+    if (format_ := recipe.format) == "csv":
         yield from _rows(lines)
         return
-    for line in lines.rest() if format_ == "file" else lines:
+    for line in lines.rest(recipe.max_message_size) if format_ == "file" else lines:
         if format_ in ("lines", "file"):
             yield lines.number, line
         elif line.strip():

@@ -15,6 +15,7 @@ import click
 from mqstore import MQStoreError, OutgoingMessage, StoreConfig
 from mqstore.client.sendrules import check_options, check_size, options_of
 from mqstore.layout.properties import SHARDINGKEY, is_reserved
+from mqstore.options import DEFAULT_MESSAGE_BYTES
 
 __all__ = ["Format", "NoMessage", "Recipe", "Record"]
 
@@ -49,7 +50,8 @@ class Recipe:
         self._keys = [_source(value) for value in keys]
         self._properties = {name: _source(value) for name, value in properties.items()}
         self._delay, self._body_field, self._exported, self._whole = delay, body_field, exported, whole
-        self._config = StoreConfig()
+        self.max_message_size = DEFAULT_MESSAGE_BYTES
+        """Largest body. The caller may replace it by that of a store."""
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
         if format_ in ("lines", "file"):
             if any(fields):
@@ -66,8 +68,8 @@ class Recipe:
             body,
             options_of(message),
             now_ms=time.time_ns() // 1_000_000,
-            max_delay=self._config.max_delay,
-            max_message_size=self._config.max_message_size,
+            max_delay=StoreConfig().max_delay,
+            max_message_size=self.max_message_size,
         )
         return message
 
@@ -78,7 +80,7 @@ class Recipe:
         try:
             if isinstance(record, bytes):
                 assert self._constant is not None
-                check_size(record, self._config.max_message_size)
+                check_size(record, self.max_message_size)
                 return replace(self._constant, body=record)
             if self._exported:
                 record = _imported(record)

@@ -242,9 +242,9 @@ class StoreForwards(Twin[StoreT]):
         **options: object,
     ) -> Sequence[SendReceipt]:
         """Append many messages to one queue, with one wait for the disk. Raises what `put` raises.
-        With `queue_id` None queues take turns. Chunks of about `max_message_size` bytes are stored whole or not at all.
-        Other options are those of one message, as in `OutgoingMessage`. For a delay or message group use
-        `Producer.send_many`.
+        With `queue_id` None queues take turns. A kill leaves the first messages of a call, from none to all: give them
+        unique keys, and put again what `find` does not find. Other options are those of an `OutgoingMessage`. For a
+        delay or message group use `Producer.send_many`.
 
         Stores messages in the order of the calls. If cancelled, it has not begun, or runs to its end.
         """
@@ -271,10 +271,9 @@ class StoreForwards(Twin[StoreT]):
         self, target: str | PathLike[str], *, link: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> SnapshotReport:
         """Copy the store as it is now to the folder `target`, while it is in use.
-        The folder must be empty or not exist. All progress is saved first (`Broker.save`). The copy is a cleanly closed
-        store, and was read back. `findings` of the report lists its faults, normally none. Leased messages are
-        redelivered in it, as after a crash. With `link` closed segments get a second name (hard links) instead of a
-        copy. It calls `progress(bytes done, bytes in all)`.
+        The folder must be empty or not exist. All progress is saved first. The copy is a cleanly closed store, and was
+        read back. `findings` of the report lists its faults, normally none. Leased messages are redelivered in it. With
+        `link` closed segments get a second name (hard links), not a copy. It calls `progress(bytes done, of all)`.
 
         After an error nothing of it is left. Raises ConfigError for an occupied target, StoreLockedError if another
         call writes it, StoreFullError, StoreIOError, and StoreBusyError if topics change all the time.
@@ -369,10 +368,10 @@ class ProducerForwards(Twin[ProducerT]):
         """Store many messages, with one wait for the disk. Return their receipts, in order.
 
         Options of an `OutgoingMessage` go before those of the call. Messages without delay, message group or
-        compression go to one queue, in chunks of about `max_message_size` bytes. A chunk is stored whole or not at all.
-        Other messages are put one by one. Each queue keeps the given order. Nothing is compressed here. All are checked
-        before the first is stored. Raises what `send` raises. `error.receipts` are those of the stored messages, the
-        first of the call.
+        compression go to one queue, in chunks of about `max_message_size` bytes. Other messages are put one by one.
+        Each queue keeps the given order. Nothing is compressed here. All are checked before the first is stored. Raises
+        what `send` raises. `error.receipts` are those of the stored messages, the first of the call. A kill may leave
+        some, too: see `Store.put_many`.
 
         Stores messages in the order of the calls. If cancelled, it has not begun, or runs to its end.
         """

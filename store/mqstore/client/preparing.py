@@ -129,7 +129,7 @@ class Preparer:
         flat = flat_body(body)
         if len(flat) < self.compress_over:
             return flat
-        check_size(flat, self._broker.store.config.max_message_size)  # before compression
+        check_size(flat, self._broker.store.manifest.max_message_size)  # before compression
         small = zlib.compress(flat, _LEVEL)
         if len(small) * 20 > len(flat) * 19:
             return flat
@@ -144,7 +144,7 @@ class Preparer:
             options,
             now_ms=self._clock.now_ms(),
             max_delay=config.max_delay,
-            max_message_size=config.max_message_size,
+            max_message_size=self._broker.store.manifest.max_message_size,
         )
 
     def ready(

@@ -268,10 +268,10 @@ class Producer(Closing):
         """Store many messages, with one wait for the disk. Return their receipts, in order.
 
         Options of an `OutgoingMessage` go before those of the call. Messages without delay, message group or
-        compression go to one queue, in chunks of about `max_message_size` bytes. A chunk is stored whole or not at all.
-        Other messages are put one by one. Each queue keeps the given order. Nothing is compressed here. All are checked
-        before the first is stored. Raises what `send` raises. `error.receipts` are those of the stored messages, the
-        first of the call.
+        compression go to one queue, in chunks of about `max_message_size` bytes. Other messages are put one by one.
+        Each queue keeps the given order. Nothing is compressed here. All are checked before the first is stored. Raises
+        what `send` raises. `error.receipts` are those of the stored messages, the first of the call. A kill may leave
+        some, too: see `Store.put_many`.
         """
         self._check_open()
         if options.get("unique_key") is not None:

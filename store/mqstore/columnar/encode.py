@@ -619,8 +619,8 @@ _LONG: Final = f"properties, the columns that become such included, take {props.
 
 
 def _large(limit: int) -> str:
-    """Return the rule for large messages. A store does not tell its limit, so defaults are used."""
+    """Return the rule for large messages."""
     return (
-        f"a message has at most {limit} bytes here, with topic and properties (the default of max_message_size, or "
+        f"a message has at most {limit} bytes here, with topic and properties (max_message_size of the target, or "
         "what a segment of the target takes); keep large bodies elsewhere, and send where they are"
     )

@@ -10,7 +10,7 @@ from mqstore.broker.names import check_user_topic
 from mqstore.broker.selection import GroupHash
 from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import ALLOWANCE
-from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms, seconds
+from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms, seconds
 
 __all__ = ["Rules", "TopicRule"]
 
@@ -35,8 +35,8 @@ class Rules:
     group_hash: GroupHash = "jump"
     levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
     max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
-    max_body_bytes: int = _DEFAULTS.max_message_size
-    max_record_bytes: int = _DEFAULTS.max_message_size + ALLOWANCE
+    max_body_bytes: int = DEFAULT_MESSAGE_BYTES
+    max_record_bytes: int = DEFAULT_MESSAGE_BYTES + ALLOWANCE
     profile: Profile = "mqstore"
 
     def topic(self, name: str) -> TopicRule:

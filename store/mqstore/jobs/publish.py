@@ -107,15 +107,15 @@ def plan_target(options: SinkOptions) -> Rules:
         return Rules(new_queues=options.queues)
     with store:
         tables = open_tables(store)
-        config, manifest = tables.config, store.manifest
+        manifest = store.manifest
         room = manifest.commitlog_segment_bytes - BLANK_BYTES
-        largest = min(config.max_message_size + ALLOWANCE, room)
+        largest = min(manifest.max_message_size + ALLOWANCE, room)
         return Rules(
             topics={each.name: _rule(tables, each) for each in tables.topics.configs()},
             new_queues=options.queues,
             group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
             levels=len(store.delay_table_ms),
-            max_body_bytes=min(config.max_message_size, largest),
+            max_body_bytes=min(manifest.max_message_size, largest),
             max_record_bytes=largest,
             profile=manifest.profile,
         )

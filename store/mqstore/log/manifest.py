@@ -28,7 +28,7 @@ from mqstore.layout.indexfile import ENTRY_BYTES, file_bytes, slots_entries_from
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next, read_run
 from mqstore.log.indexshape import shape_of_file
-from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms
+from mqstore.options import DEFAULT_DELAY_LEVELS, DEFAULT_MESSAGE_BYTES, Profile, StoreConfig, delay_table_ms
 
 __all__ = [
     "GUARD",
@@ -84,11 +84,13 @@ _TYPES: dict[str, type] = {
     "delay_levels": str,
 }
 _FIXED = tuple(name for name in _TYPES if name not in ("format", "schema", "requires"))
+_LATER = ("created_ms", "timerlog_segment_bytes", "max_message_size")
+"""Numbers that a file may lack, because an earlier program wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Properties of a store that were fixed when it was created. Sizes are in bytes."""
+    """Properties of a store that it keeps from its creation on. Sizes are in bytes."""
 
     profile: Profile
     checksum: Checksum
@@ -101,6 +103,7 @@ class Manifest:
     timerlog_segment_bytes: int
     group_hash: str
     delay_levels: str
+    max_message_size: int
     exists: bool
     """True if the directory is a store already. False if the store is about to be created."""
     has_file: bool
@@ -110,6 +113,8 @@ class Manifest:
     problems: tuple[str, ...] = ()
     derived: str = ""
     """If the file is lost or damaged: why, how to mend it, and what the store's other files show in its place."""
+    is_changed: bool = False
+    """True if an option of this opening replaces what the file has."""
 
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
@@ -129,6 +134,7 @@ def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: An
         index_entries=entries,
         timerlog_segment_bytes=timerlog,
         delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
+        max_message_size=DEFAULT_MESSAGE_BYTES if config.max_message_size is None else config.max_message_size,
         **others,
     )
 
@@ -271,7 +277,7 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     for key, kind in _TYPES.items():
         if type(value.get(key)) is not kind:
             raise bad(f"{key} should be {kind.__name__}, found {value.get(key)!r}")
-    for key in ("created_ms", "timerlog_segment_bytes"):
+    for key in _LATER:
         if type(value.get(key, 0)) is not int:
             raise bad(f"{key} should be int, found {value[key]!r:.80}")
     if value["schema"] < 1:
@@ -294,15 +300,19 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     timerlog_bytes = value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])
     if not _TIMERLOG_MIN <= timerlog_bytes <= _SIZE_MAX:
         raise bad(f"timerlog_segment_bytes {timerlog_bytes}")
+    message_bytes = value.get("max_message_size", DEFAULT_MESSAGE_BYTES)
+    if not 0 <= message_bytes <= _SIZE_MAX:
+        raise bad(f"max_message_size {message_bytes}")
     try:
         delay_table_ms(value["delay_levels"])
     except ConfigError as error:
         raise bad(f"delay_levels {value['delay_levels']!r:.80}: {error}") from error
-    known = {*_TYPES, "created_ms", "created_by", "timerlog_segment_bytes"}
+    known = {*_TYPES, *_LATER, "created_by"}
     return Manifest(
         **{name: value[name] for name in _FIXED},
         created_ms=value.get("created_ms", 0),
         timerlog_segment_bytes=timerlog_bytes,
+        max_message_size=message_bytes,
         exists=True,
         has_file=True,
         unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
@@ -332,6 +342,9 @@ def kept_of(value: Any) -> dict[str, Any]:
             with suppress(ConfigError):
                 delay_table_ms(levels)
                 kept["delay_levels"] = levels
+        size = value.get("max_message_size", DEFAULT_MESSAGE_BYTES)
+        if type(size) is int and 0 <= size <= _SIZE_MAX:
+            kept["max_message_size"] = size
     return kept
 
 
@@ -476,9 +489,9 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
     ):
         if asked is not None and asked != is_:
             raise ConfigError(f"{option}={asked}: {root} was created with {is_}, and that cannot change")
-    if config.delay_levels is not None and config.delay_levels != found.delay_levels:
-        return replace(found, delay_levels=config.delay_levels)
-    return found
+    options = {"delay_levels": config.delay_levels, "max_message_size": config.max_message_size}
+    new: dict[str, Any] = {k: v for k, v in options.items() if v is not None and v != getattr(found, k)}
+    return replace(found, **new, is_changed=True) if new else found
 
 
 @cache  # the lookup takes longer than all other steps of creating a store
@@ -491,7 +504,7 @@ def _version() -> str:
 
 def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:
     """Write `mqstore.json` by the protocol of format#json-save."""
-    known = {name: getattr(manifest, name) for name in (*_FIXED, "created_ms", "timerlog_segment_bytes")}
+    known = {name: getattr(manifest, name) for name in (*_FIXED, *_LATER)}
     save_json(root / MANIFEST, {**manifest.unknown, "format": "mqstore", "schema": SCHEMA, "requires": [], **known}, fs)
 
 

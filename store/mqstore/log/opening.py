@@ -188,13 +188,9 @@ class Opening:
         if manifest.problems:  # there is only one good copy, so write the second
             _, problems = load_json(path / manifests.MANIFEST, writer=True, fs=fs, root=path)
             mended = [(manifests.MANIFEST, problem) for problem in problems]
-        if created or (manifest.has_file and manifest.delay_levels != self._stored_delay_levels()):
+        if created or (manifest.has_file and manifest.is_changed):
             manifests.save(manifest, path, fs)
         return mended
-
-    def _stored_delay_levels(self) -> str:
-        value, _ = load_json(self._path / manifests.MANIFEST, writer=False, fs=self._fs)
-        return str(value.get("delay_levels")) if isinstance(value, dict) else ""
 
     def _prepare_folders(self, created: bool) -> None:
         fs, path = self._fs, self._path

@@ -323,6 +323,7 @@ class MessageStore(StoreReader, Sending):
         version: int,
         progress: Progress | None = None,
         remembered: bool = True,
+        accepted: bool = False,
     ) -> SpliceResult:
         """Append the records of staged shards durably, in the given order, all or none (spark#splice).
 
@@ -330,15 +331,16 @@ class MessageStore(StoreReader, Sending):
         above the last one of the application, it is in already, and nothing is done. All shards are checked before
         anything is written. Puts wait meanwhile. Readers see all records together at the end. `progress(done, total)`
         gets bytes, each counted twice: checked and copied. Its errors undo the bulk append. Without `remembered` the
-        version is not saved, for callers that use a new `app` each time and never repeat a bulk append.
+        version is not saved, for callers that use a new `app` each time and never repeat a bulk append. With `accepted`
+        a store has taken the messages before, and they may be larger than `max_message_size`.
 
         Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError.
         Then the store is as before. After FlushFailedError the result is not known: the next opening decides it, and a
         repeated call shows it. Also raises ReadOnlyStoreError, StoreBusyError and StoreClosedError.
         """
         self.check_open()
-        splice = self._bulk.splicer.splice
-        return self._bulk.show(splice(shards, app=app, version=version, progress=progress, remembered=remembered))
+        splice = partial(self._bulk.splicer.splice, remembered=remembered, accepted=accepted)
+        return self._bulk.show(splice(shards, app=app, version=version, progress=progress))
 
     def spliced_version(self, app: str) -> int:
         """Return the last version that was appended in bulk for `app`, or -1 if none is remembered."""

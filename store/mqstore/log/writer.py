@@ -207,7 +207,7 @@ class LogWriter:
         self._check_open = check_open
         self._dispatch = dispatch
         self._make_room = make_room
-        self._max_message_size = parts.config.max_message_size
+        self._max_message_size = parts.manifest.max_message_size
         self.max_body = min(self._max_message_size, log.max_record_bytes)
         self._max_chunk = min(self._max_message_size + ALLOWANCE, log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
@@ -356,7 +356,7 @@ class LogWriter:
     ) -> SendReceipts:
         """Append many messages with one flush wait. Raises what `put` raises.
         They lie together and become visible together, in chunks of about `max_message_size` bytes. All are checked
-        before the first is written."""
+        before the first is written. After a kill the first messages of a chunk may be there without the others."""
         queue = self.queue_to_put(topic, queue_id)
         waits = self.waits(durability)
         items = list(bodies)  # a copy, since another thread may change the caller's

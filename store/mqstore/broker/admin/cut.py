@@ -257,7 +257,7 @@ def restore(
             if progress is not None:
                 progress(read + done, read + total)
 
-        result = writer.splice([staged.folder], app=_APP, version=number, progress=spliced)
+        result = writer.splice([staged.folder], app=_APP, version=number, progress=spliced, accepted=True)
         _settle(store)
         return Restore(tallies, staged.queues, result.offsets)
     finally:

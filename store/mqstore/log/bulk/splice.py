@@ -116,7 +116,7 @@ class Splicer:
         self._run = log.run
         self._log = log
         manifest = parts.manifest
-        self._limits = Limits(manifest.profile, manifest.commitlog_segment_bytes, parts.config.max_message_size)
+        self._limits = Limits(manifest.profile, manifest.commitlog_segment_bytes, manifest.max_message_size)
         self._checksum, self._clock, self._fs = parts.checksum, parts.clock, parts.fs
         self._queue_of = queue_of
         self._sync = sync
@@ -133,6 +133,7 @@ class Splicer:
         progress: Progress | None = None,
         create: Mapping[str, int] | None = None,
         remembered: bool = True,
+        accepted: bool = False,
     ) -> SpliceResult:
         """Append `shards` as `MessageStore.splice` does. `create` are topics to be saved for the next broker.
 
@@ -148,7 +149,7 @@ class Splicer:
                 raise StoreBusyError("splice within a splice of the same thread; do it later")
             try:
                 self.is_busy = True
-                return self._splice(shards, app, version, progress, create or {}, remembered)
+                return self._splice(shards, app, version, progress, create or {}, remembered, accepted)
             finally:
                 self.is_busy = False
 
@@ -160,11 +161,13 @@ class Splicer:
         progress: Progress | None,
         create: Mapping[str, int],
         remembered: bool,
+        accepted: bool,
     ) -> SpliceResult:
         self._stop()
         if version <= self.txn.state.version_of(app):
             return SpliceResult(True, self._log.end, self._log.end, 0, {})
-        found = [Shard.load(Path(shard), self._limits, self._fs) for shard in shards]
+        limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
+        found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
         if not remembered and not any(shard.records for shard in found):
             return SpliceResult(False, self._log.end, self._log.end, 0, {})
         work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
