@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import portalocker
 import pytest
+from portalocker.portalocker import FlockLocker
 
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreIOError, StoreLockedError
@@ -316,6 +318,33 @@ def test_programs_that_are_executed_do_not_inherit_the_lock(tmp_path: Path, lock
     lock.release()
     assert said_by_child(lambda: try_acquire(tmp_path)) == "acquired"
     program.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [(OSError(errno.ENOLCK, "no locks"), errno.ENOLCK), (EOFError("a network file system"), errno.EIO)],
+)
+def test_a_file_system_without_locks_is_an_error(
+    tmp_path: Path, error: Exception, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise error
+
+    monkeypatch.setattr(FlockLocker, "_locker", staticmethod(refuse))
+    with pytest.raises(StoreIOError) as caught:
+        WriterLock(tmp_path, "p").acquire()
+    assert caught.value.errno == number
+    assert caught.value.filename == str(tmp_path / "lock")
+
+
+def test_a_program_that_changes_its_own_kind_of_lock_does_not_change_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portalocker.portalocker, "LOCKER", fcntl.lockf)
+    lock = WriterLock(tmp_path, "p")
+    lock.acquire()
+    assert said_by_child(lambda: try_plain(tmp_path / "lock", "flock")) in ("EAGAIN", "EACCES")
+    lock.release()
 
 
 def test_a_failed_attempt_leaves_no_lock_and_no_descriptor(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kin
 ====================  ==============================  =============================================================
 lock                  keeps out                       lost when
 ====================  ==============================  =============================================================
-``flock``             other mqstore processes         the last descriptor of this open file is closed
+``flock``, by         other mqstore processes         the last descriptor of this open file is closed
+portalocker
 byte 0, Linux         a Java broker, which takes a    as above (an open file description lock)
 byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the file is closed in this process
 ====================  ==============================  =============================================================
@@ -38,6 +39,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from portalocker import LockFlags
+from portalocker.exceptions import AlreadyLocked, LockException
+from portalocker.portalocker import FlockLocker
+
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import FormatError, MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
 from mqstore.files.beneath import resolved
@@ -50,6 +55,10 @@ _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
+
+# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change for all. With a
+# descriptor and not by `portalocker.Lock`, which opens the file itself and would follow links.
+_FLOCK = FlockLocker()
 
 # struct flock of the two platforms; "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -80,9 +89,11 @@ _SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "
 def _lock_file(fd: int) -> bool:
     """Take the lock of the open file without waiting. Return False if it is held."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
+    except AlreadyLocked:
         return False
+    except LockException as error:  # around what the system said, on some network file systems an EOFError
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else OSError(errno.EIO, str(error))) from None
     return True
 
 
@@ -203,7 +214,7 @@ class WriterLock:
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                _FLOCK.unlock(fd)
             finally:
                 # A copy: the garbage collector may close another store in the middle of this.
                 for identity in [identity for identity, lock in _registry.copy().items() if lock is self]:

@@ -1,7 +1,7 @@
 """The package for executors that lack it, sent by a SparkContext.
 
 In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it is sent as a zip. Its
-requirements (numpy, pyarrow, crc32c) are not: they are built for a machine.
+requirements (numpy, pyarrow, crc32c, portalocker) are not: they are built for a machine.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def register(spark: SparkSession) -> None:
 
     Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules. One
     broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
-    are sent it first (numpy, pyarrow and crc32c they need to have). No setting of the session is changed. ImportError
-    says what to install.
+    are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed.
+    ImportError says what to install.
     """
     from mqstore.jobs.shipping import ship
     from mqstore.spark.source import register_source
