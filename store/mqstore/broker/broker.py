@@ -647,8 +647,7 @@ class Broker(Closing, Sending):
         return due_ms if due_ms is None else self._housekeeper.next_due_ms(now_ms)
 
     def save(self) -> None:
-        """Write to disk everything that `close` would write: all progress, and the messages that it rests on.
-        Raises what writing a file raises, after saving the rest."""
+        """Write to disk everything that `close` would write. Raises what that raises, after saving the rest."""
         self.saved(lambda: None)
 
     def saved(self, work: Callable[[], Result]) -> Result:

@@ -53,8 +53,7 @@ class Housekeeper:
         self._name = name
         self._clock = clock
         self.turn = threading.RLock()
-        """Lock that is held while a mechanism runs or is saved. Reentrant, because a mechanism calls functions of the
-        application, which may save."""
+        """Held while a mechanism runs or is saved. Reentrant: a mechanism calls the application, which may save."""
         self._jobs: list[_Job] = []
         self._bell = Bell()
         self._stopping = False
@@ -147,7 +146,7 @@ class Housekeeper:
         with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
             if persist:
                 self.persist()
-            self._do([job.mechanism.close for job in reversed(self._jobs)])
+            self._do(job.mechanism.close for job in reversed(self._jobs))
         return stopped
 
     def _do(self, steps: Iterable[Callable[[], object]]) -> list[Exception]:

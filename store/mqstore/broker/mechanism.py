@@ -43,8 +43,7 @@ class Mechanism:
         raise NotImplementedError
 
     def persist(self) -> None:
-        """Write to disk everything that the next process must know. This class has nothing to write.
-        Saving, snapshots and closing call it, the last `run_once` need not be over yet."""
+        """Write to disk everything that the next process must know. For saving, snapshots and closing."""
 
     def close(self) -> None:
         """Release listeners and files. Called once, after the last `persist`, while the store is still open."""

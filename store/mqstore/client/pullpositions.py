@@ -61,21 +61,16 @@ class Positions:
     """All positions of one consumer. Callers hold the consumer's lock, except for `save`."""
 
     def __init__(
-        self,
-        broker: Broker,
-        group: str,
-        client_id: str,
-        hooks: Interceptors,
-        filter_of: Callable[[str], Filter | None],
-        auto_commit: bool,
+        self, broker: Broker, group: str, client_id: str, hooks: Interceptors, filter_of: Callable[[str], Filter | None]
     ) -> None:
-        """`filter_of` returns the filter of a topic. With `auto_commit` what is done is part of `Broker.save`."""
+        """`filter_of` returns the filter of a topic."""
         self._broker = broker
         self.group = group
         self.client_id = client_id
         self._hooks = hooks
         self._filter_of = filter_of
-        self._auto_commit = auto_commit
+        self.auto_commit = False
+        """If true, `Broker.save` saves what is done."""
         self.by_queue: dict[QueueRef, Position] = {}
         self.turns: deque[Position] = deque()
         """All positions, the one to be read next first."""
@@ -94,7 +89,7 @@ class Positions:
         for queue in sorted(begins):
             position = self.by_queue[queue] = Position(queue, begins[queue])
             self.turns.append(position)
-        if self._auto_commit:
+        if self.auto_commit:
             self._broker.members.on_save.add(self.save)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:

@@ -106,12 +106,11 @@ class BackgroundWork:
 
     def check_clock(self) -> None:
         """Warn once if the last message is of the future. Its store time stays wrong if the clock is set right."""
-        ahead_ms = self._dispatcher.last_store_timestamp_ms - self._clock.now_ms()
-        if ahead_ms < AHEAD_MS:
+        ahead = timedelta(milliseconds=self._dispatcher.last_store_timestamp_ms - self._clock.now_ms())
+        if ahead < timedelta(milliseconds=AHEAD_MS):
             self._errors.clear("clock")
-            return
-        ahead = timedelta(milliseconds=ahead_ms)
-        self._errors.warn("clock", f"the last message was stored {ahead} ahead of the clock; is the clock right?")
+        else:
+            self._errors.warn("clock", f"the last message was stored {ahead} ahead of the clock; is the clock right?")
 
     def save_checkpoint(self) -> None:
         """Save the checkpoint. Units are synced first, unless that would be expensive so soon after the last."""

@@ -222,7 +222,7 @@ def derived(root: Path, fs: FileSystem = REAL) -> tuple[Manifest, str]:
     profile: Profile = "rocketmq" if checksum_found(root, fs) == "crc32-body" else "mqstore"
     kept = kept_of(value)
     found = replace(sizes_found(root, profile, fs=fs), has_file=True, **kept)
-    lost = [name for name in ("delay_levels", "group_hash") if name not in kept]
+    lost = [name for name in ("delay_levels", "group_hash", "max_message_size") if name not in kept]
     defaults = f"; {' and '.join(lost)} start from defaults" if lost else ""
     return found, (
         f"profile {profile}, segments of {found.commitlog_segment_bytes} bytes, queue files of "
