@@ -55,7 +55,6 @@ from mqstore.log.recovery.slots import (
     strays_in_front,
     unit_findings,
 )
-from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.recovery.surplus import surplus_pieces
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
