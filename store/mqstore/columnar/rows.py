@@ -34,13 +34,13 @@ from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK
-from mqstore.layout.scan import Headers, check_place, gather, walk
+from mqstore.layout.scan import Headers, gather, walk
 from mqstore.log.checking import Units, check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.recovery.scanner import Bad, Good, scan_segment
+from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
 from mqstore.log.tagfilter import TagFilter
 from mqstore.native import kernel
 
@@ -467,7 +467,7 @@ def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) 
         at = event.end - base
     end = base + (yield from scan_segment(run, segment, at, checksum, stop=high - base, checksums=policy.verify))
     if end < high:
-        yield Bad("bad_record", end, high, check_place(buffer, end - base, len(buffer), end, checksum).detail)
+        yield Bad("bad_record", end, high, check_at(run, segment, end - base, checksum).detail)
 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:

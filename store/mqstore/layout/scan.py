@@ -579,17 +579,18 @@ def find_next(
     return None
 
 
-def check_place(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
+def check_place(
+    buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum, used: int | None = None
+) -> Check:
     """Check what lies at `buf[position]` as `check_record` does, but do not believe a BLANK in front of records.
-
-    Nothing is written behind a BLANK in its segment, which begins at `buf[0]`. So if a record verifies there, the BLANK
-    is damage, unless that record is stale (format#blank).
-    """
+    Nothing is written behind a BLANK in its segment, which begins at `buf[0]`. So if a record verifies there, before
+    `used` (None: `limit`), the BLANK is damage, unless that record is stale (format#blank)."""
     check = check_record(buf, position, limit, physical_offset, checksum)
     if check.status != "blank":
         return check
     view, base = _bytes_of(buf), physical_offset - position
-    behind = find_next(view, position + BLANK_BYTES, min(limit, len(view)), base, checksum)
+    first = position + BLANK_BYTES
+    behind = find_next(view, first, max(first, min(limit, len(view)) if used is None else used), base, checksum)
     if behind is None:
         return check
     front = walk(view, 0, position)[0][-1:]

@@ -23,12 +23,13 @@ from mqstore.errors import StoreFullError
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.dispatch import Output, few
 from mqstore.layout.record import Checksum
-from mqstore.layout.scan import check_place, find_next, read_run
+from mqstore.layout.scan import find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
+from mqstore.log.recovery.scanner import check_at
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, is_held_here
@@ -183,7 +184,7 @@ class Dispatcher:
             self._write(queues.rows_of(buffer, headers, base).output(), base + stop)
             if stop >= stop_at or len(headers) == _BATCH:
                 return
-        check = check_place(buffer, stop, len(buffer), base + stop, self._checksum)
+        check = check_at(run, segment, stop, self._checksum)
         if check.status == "blank" or stop >= len(buffer):
             self.position = base + run.segment_bytes
             return

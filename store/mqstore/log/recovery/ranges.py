@@ -33,11 +33,21 @@ from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import Checksum
-from mqstore.layout.scan import check_place, has_crc_tail
+from mqstore.layout.scan import has_crc_tail
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.indextally import IndexTally
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import Bad, End, Good, OnFront, first_good_in, join_segments, scan_segment, until_torn
+from mqstore.log.recovery.scanner import (
+    Bad,
+    End,
+    Good,
+    OnFront,
+    check_at,
+    first_good_in,
+    join_segments,
+    scan_segment,
+    until_torn,
+)
 from mqstore.log.recovery.slots import MAX_SLOT
 from mqstore.log.tip import QueueRef
 
@@ -345,7 +355,5 @@ class Stitcher:
         return _cut(segment.start, length, RANGE_BYTES)
 
     def _bad(self, segment: Segment, at: int, found: int) -> Bad:
-        buffer = self._run.mapping(segment)
-        here = segment.start + at
-        check = check_place(buffer, at, len(buffer), here, self._checksum)
-        return Bad("bad_record", here, segment.start + found, check.detail)
+        check = check_at(self._run, segment, at, self._checksum)
+        return Bad("bad_record", segment.start + at, segment.start + found, check.detail)

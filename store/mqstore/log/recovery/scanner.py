@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.record import Checksum, Record, check_record, decode_record
+from mqstore.layout.record import Check, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.ahead import Ahead
@@ -91,11 +91,16 @@ def first_good_in(
 ) -> int | None:
     """Return the physical offset of the first record in bytes `[start, before)` of `segment`, or None.
     Only a record that verifies counts."""
-    buffer = run.mapping(segment)
-    # Holes of a sparse file hold no record.
-    stop = min(len(buffer) if before is None else before, run.data_end(segment, start))
-    found = find_next(buffer, start, len(buffer), segment.start, checksum, stop) if start < stop else None
+    buffer, used = run.mapping(segment), run.data_end(segment, start)
+    stop = used if before is None else min(before, used)  # holes of a sparse file hold no record
+    found = find_next(buffer, start, used, segment.start, checksum, stop) if start < stop else None
     return None if found is None else segment.start + found
+
+
+def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum) -> Check:
+    """Check what begins at byte `at` of a segment, as `check_place` does."""
+    buffer = run.mapping(segment)
+    return check_place(buffer, at, len(buffer), segment.start + at, checksum, run.data_end(segment, at))
 
 
 def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
@@ -199,7 +204,7 @@ def scan_segment(
                     continue
             if at >= stop:
                 break
-            check = check_place(buffer, at, len(buffer), base + at, checksum)
+            check = check_at(run, segment, at, checksum)
             if check.status == "blank":
                 return run.segment_bytes
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
@@ -210,7 +215,7 @@ def scan_segment(
             if found is None:
                 break
             found -= base
-            if at != doubted and check_place(buffer, at, len(buffer), base + at, checksum).status != "bad":
+            if at != doubted and check_at(run, segment, at, checksum).status != "bad":
                 # Another process's writer has finished this record since, and written the next one.
                 doubted = at
                 continue
@@ -270,11 +275,11 @@ def join_segments(
             elif here in blank or used_end(run, segment, at) == at:
                 detail = ""
             else:
-                detail = check_place(buffer, at, len(buffer), here, checksum).detail
+                detail = check_at(run, segment, at, checksum).detail
             if following is None:
                 yield End(here, detail)
                 return
-            if not short and here != doubted and check_place(buffer, at, len(buffer), here, checksum).status != "bad":
+            if not short and here != doubted and check_at(run, segment, at, checksum).status != "bad":
                 # As in `scan_segment`, the writer has continued here, and then in the next segment.
                 position = doubted = here
                 continue

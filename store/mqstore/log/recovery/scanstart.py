@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.scan import check_place
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indexrepair import is_nonsense
-from mqstore.log.recovery.scanner import record_at
+from mqstore.log.recovery.scanner import check_at, record_at
 from mqstore.log.recovery.watermark import first_record_time
 
 __all__ = ["ScanStart", "WholeLogNeededError"]
@@ -81,10 +80,9 @@ class ScanStart:
         segment = self._parts.log_files.find(position)
         if segment is None or end != segment.end:
             return False
-        buffer = self._parts.log_files.mapping(segment)
         at = position - segment.start
         return (
-            at >= len(buffer) or check_place(buffer, at, len(buffer), position, self._parts.checksum).status == "blank"
+            at >= segment.length or check_at(self._parts.log_files, segment, at, self._parts.checksum).status == "blank"
         )
 
     def start(self) -> int:
