@@ -161,13 +161,12 @@ class MQStoreError(Exception):
     ...     store = mqstore.open(f"{folder}/mq")
     ...     _ = pathlib.Path(folder, "mq").rename(f"{folder}/moved")
     ...     told(store.close)
-    ...     mqstore.open(folder).close()
-    ...     manifest = pathlib.Path(folder, "mqstore.json")
+    ...     manifest = pathlib.Path(folder, "moved", "mqstore.json")
     ...     newer = json.loads(manifest.read_text()) | {"schema": 99}
     ...     _ = manifest.write_text(json.dumps(newer))
-    ...     told(mqstore.open, folder)
+    ...     told(mqstore.open, manifest.parent)
     ...     _ = manifest.write_text("{")
-    ...     told(mqstore.open, folder)
+    ...     told(mqstore.open, manifest.parent)
     ...     told(mqstore.TEXT.decode, bytes([255]))
     NotAStoreError
     MissingFileError

@@ -82,8 +82,9 @@ class Broker:
 
     def close(self) -> None:
         self.retention.close()
-        self.timer.close()
-        self.delay.close()
+        for each in (self.timer, self.delay):
+            each.persist()
+            each.close()
         self.store.close()
 
     def kill(self) -> None:

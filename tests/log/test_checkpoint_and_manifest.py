@@ -255,7 +255,8 @@ def test_max_message_size_is_remembered(path: Path) -> None:
     assert limit_of(path) == 3000
     assert limit_of(path, max_message_size=100) == 100  # the last one that was given, as with delay levels
     assert limit_of(path) == 100
-    assert open_store(path, "r").manifest.max_message_size == 100
+    with open_store(path, "r") as store:
+        assert store.manifest.max_message_size == 100
 
 
 def test_store_of_an_earlier_version_takes_four_mebibytes(path: Path) -> None:

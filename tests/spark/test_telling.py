@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.engine import MessageStore
-from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, StoreIOError, UnsupportedStoreError
+from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
 from mqstore.jobs import telling
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import StoreName, open_store, plan
@@ -108,7 +108,6 @@ def write_store_once(root: Path) -> Path:
         ("file", NotAStoreError, "s is a file; a store is a directory"),
         ("other", NotAStoreError, "s is no store: it holds notes.txt but neither mqstore.json nor commitlog/"),
         ("empty", NotAStoreError, "s holds no store"),
-        ("damaged", CorruptStoreError, "mqstore.json"),
         ("later", UnsupportedStoreError, "was written by a newer mqstore .*: upgrade mqstore"),
     ],
 )
@@ -125,7 +124,7 @@ def test_what_is_no_store_says_what_it_is(tmp_path: Path, change: str, error: ty
         manifest = path / "mqstore.json"
         text = manifest.read_text()
         for name in (manifest, path / "mqstore.json.bak"):
-            name.write_text("{" if change == "damaged" else text.replace('"schema": 1', '"schema": 99'))
+            name.write_text(text.replace('"schema": 1', '"schema": 99'))
     with pytest.raises(error, match=says) as caught:
         plan(SourceOptions.parse({"path": str(path)}))
     assert str(path) in str(caught.value)

@@ -111,3 +111,17 @@ def test_permission_error_outside_of_spark_does_not_speak_of_it() -> None:
 
     assert "permission denied" in str(caught.value)
     assert "Spark" not in str(caught.value)
+
+
+def test_recovered_index_takes_room_by_its_keys(tmp_path: Path) -> None:
+    """A Java broker's directory without an index: the broker's files have room for 20 million entries."""
+    path = tmp_path / "s"
+    _make(path, "rocketmq", "t")
+    for file in path.glob("mqstore.json*"):
+        file.unlink()
+    shutil.rmtree(path / "index")
+
+    assert mqstore_json("recover", path)["rebuilt"]["index_entries"] == 400
+    [file] = (path / "index").iterdir()
+    assert file.stat().st_blocks * 512 < 32 << 20  # the table of slots, by which a broker finds keys, has 20 MB
+    assert mqstore_json("verify", path)["ok"]

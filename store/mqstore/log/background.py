@@ -106,10 +106,11 @@ class BackgroundWork:
 
     def check_clock(self) -> None:
         """Warn once if the last message is of the future. Its store time stays wrong if the clock is set right."""
-        ahead = timedelta(milliseconds=self._dispatcher.last_store_timestamp_ms - self._clock.now_ms())
-        if ahead < timedelta(milliseconds=AHEAD_MS):
+        ahead_ms = self._dispatcher.last_store_timestamp_ms - self._clock.now_ms()
+        if ahead_ms < AHEAD_MS:
             self._errors.clear("clock")
         else:
+            ahead = timedelta(milliseconds=min(ahead_ms, 10**16))  # a damaged time may be beyond what timedelta holds
             self._errors.warn("clock", f"the last message was stored {ahead} ahead of the clock; is the clock right?")
 
     def save_checkpoint(self) -> None:

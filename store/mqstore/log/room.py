@@ -33,9 +33,9 @@ from mqstore.signalsafe import Gate
 __all__ = ["Room", "give_up_room"]
 
 _KEPT_BYTES = 1 << 20
-"""Kept back for units, checkpoints and JSON files, whatever waits."""
-_FILE, _FILE_BYTES = "tmp/room", 1 << 18
-"""File that holds a part of it, and its length."""
+"""Kept back for units, checkpoints and JSON files, whatever waits: as much, or a segment if that is smaller."""
+_FILE = "tmp/room"
+"""File that holds a quarter of it."""
 _CLEAN_MS = 100
 """A log that is larger than retention allows is cleaned again after this time, as long as puts come."""
 _PATIENCE_S = 10.0
@@ -47,7 +47,7 @@ Waiting messages need at most six times their bytes to be acknowledged, one by o
 
 def give_up_room(root: Path, fs: FileSystem) -> None:
     """Free the room that the last writer of a store has kept, if the disk is full. For opening, which needs some."""
-    if fs.free_bytes(root) < _FILE_BYTES:
+    if fs.free_bytes(root) < _KEPT_BYTES:
         fs.unlink(root / _FILE, missing_ok=True)
 
 
@@ -81,6 +81,7 @@ class Room:
         self._clean = clean
         self._drop_before = drop_before
         self._call_flusher = call_flusher
+        self._kept = min(_KEPT_BYTES, log.run.segment_bytes)
         self._lock = threading.RLock()
         self._is_held = False
         """True if `tmp/room` exists."""
@@ -103,7 +104,8 @@ class Room:
             over = log.end - log.min_offset - policy.max_bytes - 2 * segment_bytes
             if over > 0 and not 0 <= self._parts.clock.monotonic_ms() - self._cleaned_ms < _CLEAN_MS:
                 self._wait_for_run()
-        if log.end + size <= log.free_until or self._has_room(size):
+        # On a full disk segments are freed before the first put: it may be in one that could be deleted.
+        if log.free_until and (log.end + size <= log.free_until or self._has_room(size)):
             return
         self._wanted = max(self._wanted, size)
         self._wait_for_run()
@@ -119,7 +121,7 @@ class Room:
             policy = self._policy()
             if policy is not None:
                 self._clean(policy)
-                if not self._has_room(wanted):
+                if not self._log.free_until or not self._has_room(wanted):
                     self._free(policy, wanted)
                     self._has_room(wanted)
         finally:
@@ -146,7 +148,7 @@ class Room:
     def _has_room(self, size: int) -> bool:
         """Return True if a put of `size` bytes leaves free what is kept back. Note the result for later puts."""
         free = self._free_bytes()
-        spare = free - self._kept_bytes(free - _KEPT_BYTES - size) - size
+        spare = free - self._kept_bytes(free - self._kept - size) - size
         fits = spare >= 0 and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
         self._log.free_until = self._log.end + size + spare // _SHARE if fits else 0
         self._hold(fits)
@@ -159,7 +161,7 @@ class Room:
             if wanted and not self._is_held:
                 with suppress(StoreFullError):
                     with fs.opened(path, os.O_RDWR | os.O_CREAT, self._parts.config.file_mode) as fd:
-                        fs.allocate(fd, _FILE_BYTES, _FILE_BYTES)
+                        fs.allocate(fd, self._kept // 4, self._kept // 4)
                     self._is_held = True
             elif not wanted:
                 fs.unlink(path, missing_ok=True)
@@ -167,11 +169,11 @@ class Room:
 
     def _free_bytes(self) -> int:
         run = self._log.run
-        held = _FILE_BYTES if self._is_held else 0
+        held = self._kept // 4 if self._is_held else 0
         return self._parts.fs.free_bytes(run.directory.parent) + run.allocated_beyond(self._log.end) + held
 
     def _kept_bytes(self, free: int = 0) -> int:
-        return _KEPT_BYTES + self.needed(free)
+        return self._kept + self.needed(free)
 
     def _free(self, policy: Retention, wanted: int) -> None:
         """Delete the oldest segments that nobody needs, as many as there is room missing and an eighth of the log."""
@@ -185,7 +187,7 @@ class Room:
         count = -(-missing // run.segment_bytes)
         self._drop_before(min(unneeded, log.min_offset + count * run.segment_bytes))
         last = run.last
-        if last is not None and not self._has_room(wanted) and 2 * (unneeded - last.start) > log.end - last.start > 0:
+        if last is not None and 2 * (unneeded - last.start) > log.end - last.start > 0:
             # The last segment is never deleted. It ends early if most of it is not needed any more.
             log.end_segment()
             self._dispatcher.catch_up()

@@ -47,7 +47,7 @@ class Offline:
     def __init__(self, store: MessageStore) -> None:
         self.parts: Parts = open_parts(store)
         self._opened = ExitStack()
-        self._opened.callback(self.parts.offsets.close)  # runs last, since closing the others moves offsets
+        self._opened.callback(self.parts.offsets.persist)  # runs last, since saving the others moves offsets
 
     @cached_property
     def _pop(self) -> PopService:
@@ -57,6 +57,7 @@ class Offline:
         self._opened.callback(waiters.close)
         pop = PopService(parts, _nothing, waiters, Reads(parts), Retries(parts).dead_letter)
         self._opened.callback(pop.close)
+        self._opened.callback(pop.persist)  # runs before it is closed
         return pop
 
     def reset(
@@ -83,6 +84,7 @@ class Offline:
         timer = TimerService(self.parts, _nothing)
         try:
             cancelled = timer.recall(handle)
+            timer.persist()
         finally:
             timer.close()
         if cancelled:
