@@ -17,7 +17,7 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log import commitlog
-from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.parts import CheckpointFile
 from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.reput import Dispatcher

@@ -35,16 +35,12 @@ __all__ = [
     "MANIFEST",
     "NOT_YET",
     "Manifest",
-    "checksum_found",
-    "contradiction_of",
+    "check_own",
     "decode",
     "derived",
     "is_guarded",
-    "kept_of",
     "resolve",
     "save",
-    "segment_names",
-    "sizes_found",
     "stored",
     "write_guard",
 ]
@@ -61,6 +57,14 @@ _RECORDS = 8192
 
 # `abort` is there if the creator of a store was killed before the manifest was written.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
+# Names that must not be links, and the folders in which that holds for all names.
+_OWN_FOLDERS = frozenset(
+    {"commitlog", "config", "consumequeue", "cut", "inbox", "index", "local_offsets", "timerlog", "tmp", "_staging"}
+)
+_OWN_FILES = frozenset(
+    {"abort", "checkpoint", "lock", "timerwheel", *(MANIFEST + end for end in ("", ".bak", ".tmp", ".bak.tmp"))}
+)
+_OWN_BELOW = ("config", "cut", "index", "local_offsets", "timerlog")
 _CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 # commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
 _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
@@ -525,3 +529,28 @@ def write_guard(root: Path, fs: FileSystem) -> None:
         fs.pwrite(fd, data, 0)
         fs.fdatasync(fd)
     fs.sync_directory(path.parent)
+
+
+def check_own(root: Path, fs: FileSystem) -> None:
+    """Raise StoreIOError if one of the store's own names is a link, a FIFO or the like, and name it.
+
+    A writer would change, move or remove files elsewhere through it (`files/beneath.py` also refuses each call). Other
+    names are not checked. The folders of the log and of the consume queues are checked when they are loaded.
+    """
+    if not root.exists():
+        return
+    there = fs.scandir(root)
+    for name in there:
+        if name in _OWN_FOLDERS:
+            fs.check_own(root / name, "folder")
+        elif name in _OWN_FILES:
+            fs.check_own(root / name, "regular file")
+    for name in _OWN_BELOW:
+        if name in there:
+            _check_below(root / name, fs)
+
+
+def _check_below(folder: Path, fs: FileSystem) -> None:
+    _, folders = fs.scandir_own(folder)
+    for name in folders:
+        _check_below(folder / name, fs)

@@ -22,11 +22,16 @@ from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import Undone, undo
 from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnFile
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
+from mqstore.log.recovery.misnamed import (
+    MisnamedSegmentsError,
+    misnamed_segments,
+    rename_segments,
+    settle_surplus,
+    surplus_pieces,
+)
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.recovery.surplus import settle_surplus, surplus_pieces
 from mqstore.log.recovery.watermark import written_end
 from mqstore.log.room import give_up_room
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,8 @@ from mqstore.files.limit import free_descriptors
 from mqstore.files.segment import LoadProblem, segment_name
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
-from mqstore.layout.checkpoint import Checkpoint
+from mqstore.layout.checkpoint import ENCODED_BYTES, FILE_BYTES, Checkpoint, decode, encode, is_plausible
 from mqstore.layout.consumequeue import VOID_SIZE
-from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
@@ -26,7 +26,7 @@ from mqstore.log.recovery.scanner import End, scan_log, until_torn
 from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
 from mqstore.options import StoreConfig, delay_table_ms
 
-__all__ = ["StoreParts"]
+__all__ = ["CheckpointFile", "StoreParts"]
 
 
 def _unnoticed(front: int) -> None:
@@ -201,3 +201,43 @@ class StoreParts:
             if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
                 return "index files are missing"
         return "" if self.index.files or not self.has_records() else "there is no index"
+
+
+class CheckpointFile:
+    """The file `checkpoint`. Its 128 bytes are written by one `pwrite`, within one sector, and synced."""
+
+    def __init__(self, root: Path, fs: FileSystem, file_mode: int) -> None:
+        self.path = root / "checkpoint"
+        self._fs = fs
+        self._file_mode = file_mode
+        self.current = Checkpoint()
+
+    def load(self) -> bool:
+        """Read the file. Return False if it is missing or cannot be a checkpoint. Then it counts as empty."""
+        try:
+            with self._fs.opened(self.path, os.O_RDONLY) as fd:
+                data = self._fs.pread(fd, ENCODED_BYTES, 0)
+                # A writer may be writing it, so repeat the read until two agree.
+                while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
+                    data = again
+        except FileNotFoundError:
+            return False
+        plausible = is_plausible(data)
+        self.current = decode(data) if plausible else Checkpoint()
+        return plausible
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write and sync `checkpoint`, unless the file holds it already."""
+        if checkpoint == self.current and self.path.exists():
+            return
+        fs = self._fs
+        created = not self.path.exists()
+        with fs.opened(self.path, os.O_RDWR | os.O_CREAT, self._file_mode) as fd:
+            data = encode(checkpoint)
+            if created or fs.size(fd) < FILE_BYTES:
+                data = data.ljust(FILE_BYTES, b"\0")  # a Java broker maps the whole page
+            fs.pwrite(fd, data, 0)
+            fs.fdatasync(fd)
+        if created:
+            fs.sync_directory(self.path.parent)
+        self.current = checkpoint

@@ -23,10 +23,9 @@ from mqstore.log.news import FileNews
 from mqstore.log.opening import report_renamed, report_undone
 from mqstore.log.parts import StoreParts
 from mqstore.log.reader import StoreReader
-from mqstore.log.recovery.misnamed import misnamed_segments
+from mqstore.log.recovery.misnamed import Piece, misnamed_segments, settle_surplus, surplus_pieces
 from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.surplus import Piece, settle_surplus, surplus_pieces
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, Profile, StoreConfig

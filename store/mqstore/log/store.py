@@ -37,9 +37,9 @@ from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
+from mqstore.log.manifest import check_own
 from mqstore.log.news import OwnNews
 from mqstore.log.opening import Opening
-from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions

@@ -37,7 +37,7 @@ from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
-from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.parts import CheckpointFile
 from mqstore.log.recovery.scanner import Good, scan_log
 
 __all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]

@@ -1,7 +1,8 @@
-"""Detection and renaming of segment files with wrong names, by the physical offsets in their records.
+"""Segments in wrong files, found by the physical offsets in their records: by name, or behind the end of another one.
 
-`mqstore recover` renames such files. Commands that read show the log as if they were renamed already. Opening for
-writing refuses the store: records in a wrong place would count as damage, and be cut at the end of the log.
+Files that were concatenated have whole segments as surplus bytes. `mqstore recover` renames files, makes missing
+segments of the surplus, and moves all other surplus to `cut/`. Commands that read show the log as if that was done.
+Opening for writing refuses the store: records in a wrong place would count as damage, and be cut at the end of the log.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import itertools
 import mmap
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from mqstore.errors import CorruptStoreError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segment import segment_name, segment_start
+from mqstore.files.segment import LoadProblem, segment_name, segment_start
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
 from mqstore.layout.scan import content_end, find_next
+from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import record_at
+from mqstore.log.recovery.tail import free_cut_path, save_bytes
 
-__all__ = ["MisnamedSegmentsError", "misnamed_segments", "place_of", "rename_segments"]
+__all__ = ["MisnamedSegmentsError", "Piece", "misnamed_segments", "rename_segments", "settle_surplus", "surplus_pieces"]
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
 _TRIED = 1000
@@ -47,7 +53,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
     found = {
-        os.path.basename(segment.path): place_of(
+        os.path.basename(segment.path): _place_of(
             run.mapping(segment), run.data_end(segment, 0), segment.start, run.segment_bytes, checksum
         )
         for segment in run.segments()
@@ -57,7 +63,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
             length = min(fs.size(fd), run.segment_bytes)
             buffer = fs.map(fd, length, writable=False) if length else None
             stop = fs.data_end(fd, 0, length)
-        found[name] = None if buffer is None else place_of(buffer, stop, None, run.segment_bytes, checksum)
+        found[name] = None if buffer is None else _place_of(buffer, stop, None, run.segment_bytes, checksum)
         if found[name] is None and name.endswith(_UNFINISHED):
             found[name] = segment_start(name.removesuffix(_UNFINISHED))
     claims = Counter(found.values())
@@ -99,7 +105,7 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
     return [name for name in known if segment_start(name.removesuffix(_UNFINISHED)) is not None]
 
 
-def place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
+def _place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
     """Return the physical offset at which a file begins, by its records, or None if none verifies.
     Looks at the bytes before `stop`. `start` is the physical offset in the file's name."""
     first = check_record(buffer, 0, len(buffer), start, checksum).status if start is not None and stop else None
@@ -120,3 +126,82 @@ def place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int
             if check_record(buffer, begin, len(buffer), physical, checksum).status == "ok":
                 return physical - begin
     return start if first == "blank" else None
+
+
+class Piece(NamedTuple):
+    """Surplus bytes [position, stop) of `file`: as many as a segment has, or the rest of the file."""
+
+    file: str
+    position: int
+    stop: int
+    start: int
+    """Physical offset of the first byte: by the records in it, else by the place in the file."""
+    kind: Literal["missing", "present", "other"]
+    """Whether it is a segment that the log lacks, a second copy of bytes of the log, or anything else."""
+    content: mmap.mmap
+
+    @property
+    def name(self) -> str:
+        return f"{os.path.basename(self.file)} [{self.position}, {self.stop})"
+
+
+def surplus_pieces(run: SegmentRun, problems: Iterable[LoadProblem], checksum: Checksum, fs: FileSystem) -> list[Piece]:
+    """Return the surplus of all files in `problems`, which loading `run` has returned.
+    A segment in front of the log is not missing: retention has deleted it."""
+    size, end = run.segment_bytes, run.end
+    found: list[Piece] = []
+    for problem in problems:
+        if not problem.is_surplus(size):
+            continue
+        for position, content in _contents(problem.file, size, fs):
+            place = _place_of(content, len(content), None, size, checksum)
+            start = problem.position - size + position if place is None else place
+            there = run.find(start)
+            kind: Literal["missing", "present", "other"] = "other"
+            if there is None and place is not None and run.min_offset < start <= end:
+                kind = "missing"
+                end = max(end, start + size)
+            elif there is not None and memoryview(run.mapping(there))[: len(content)] == memoryview(content):
+                kind = "present"
+            found.append(Piece(problem.file, position, position + len(content), start, kind, content))
+    return found
+
+
+def _contents(file: str, size: int, fs: FileSystem) -> Iterator[tuple[int, mmap.mmap]]:
+    """Yield (position, copy) of what lies behind the first `size` bytes of a file, as much as that at a time."""
+    with fs.opened(file, os.O_RDONLY) as fd:
+        length = fs.size(fd)
+        for position in range(size, length, size):
+            content = mmap.mmap(-1, min(size, length - position))
+            fs.read_into(fd, memoryview(content), position)
+            yield position, content
+
+
+def settle_surplus(
+    run: SegmentRun, pieces: Sequence[Piece], root: Path, now_ms: int, fs: FileSystem, *, writing: bool
+) -> RecoveryReport:
+    """Make segments of missing ones, move the others to `cut/`, shorten the files, and return a report of it.
+    Without `writing` it is a plan. May be repeated after a kill. Then `cut/` may have a second copy of some bytes."""
+    report = RecoveryReport(changed=bool(pieces))
+    for piece in pieces:
+        name = segment_name(piece.start)
+        if piece.kind == "missing":
+            report.renamed[f"commitlog/{piece.name}"] = f"commitlog/{name}"
+        else:
+            report.truncated.append(
+                Cut(f"commitlog/{os.path.basename(piece.file)}", piece.position, piece.stop, "surplus")
+            )
+        if piece.kind == "other":
+            report.kept.append(free_cut_path(root, piece.start, now_ms, report.kept))
+        if not writing or piece.kind == "present":
+            continue
+        target = root / "tmp" / name if piece.kind == "missing" else Path(report.kept[-1])
+        save_bytes(target, [(0, piece.content[:])], fs)
+        if piece.kind == "missing":
+            fs.replace(target, run.directory / name)
+            fs.sync_directory(run.directory)
+    for each in {piece.file for piece in pieces} if writing else ():
+        with fs.opened(each, os.O_RDWR) as fd:
+            fs.shorten(fd, run.segment_bytes)
+            fs.fdatasync(fd)
+    return report

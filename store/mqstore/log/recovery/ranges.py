@@ -35,7 +35,7 @@ from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
 from mqstore.log.names import is_path_safe
-from mqstore.log.recovery.indextally import IndexTally
+from mqstore.log.recovery.indexrepair import IndexTally
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import (
     Bad,

@@ -42,20 +42,19 @@ from mqstore.layout.record import QUEUE_OFFSET_AT
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.generations import TopicGenerations
 from mqstore.log.recovery.indexrepair import IndexRepair
-from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments
+from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, surplus_pieces
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
 from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.slots import (
     Misnumbered,
     SlotAssigner,
+    TopicGenerations,
     first_slot_in_range,
     strays_in_front,
     unit_findings,
 )
-from mqstore.log.recovery.surplus import surplus_pieces
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef

@@ -15,7 +15,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.log import manifest as manifests
-from mqstore.log.own import check_own
+from mqstore.log.manifest import check_own
 from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known import load_known, save_known

@@ -34,7 +34,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.indextally import IndexTally, Wanted, tally_index
+from mqstore.log.recovery.indexrepair import IndexTally, Wanted, tally_index
 from mqstore.log.recovery.known import KNOWN_FILE, check_known
 from mqstore.log.recovery.ranges import (
     RANGE_BYTES,
