@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import FileSystem
+from mqstore.files.lock import AbortMark
 from tests.faults import Crash, FaultyFileSystem
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mqstore.errors import CorruptStoreError, StoreIOError
-from mqstore.files.abort import AbortMark
 from mqstore.files.jsonfile import load_json
+from mqstore.files.lock import AbortMark
 from mqstore.files.segment import segment_name
 from mqstore.files.tmp import remove_temporaries
 from mqstore.log import manifest as manifests

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import ClassVar, Literal
 
-from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.lock import writer_alive
+from mqstore.files.lock import AbortMark, writer_alive
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import would_undo
 from mqstore.log.bulk.txn import Intent

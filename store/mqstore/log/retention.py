@@ -19,18 +19,15 @@ from mqstore.errors import FlushFailedError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
-from mqstore.log.checkpointer import Checkpointer
+from mqstore.log.background import AHEAD_MS, Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.parts import StoreParts
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 
-__all__ = ["AHEAD_MS", "Retainer", "disk_ratio", "expired_before"]
+__all__ = ["Retainer", "disk_ratio", "expired_before"]
 
 _log = logging.getLogger("mqstore")
-
-AHEAD_MS = 300_000
-"""A store time that is later than now by less is of a clock that was set a little, and counts as it is."""
 
 
 class Retainer:

@@ -25,17 +25,14 @@ from typing import ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import StoreBusyError
-from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.lock import WriterLock
+from mqstore.files.lock import AbortMark, WriterLock
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
-from mqstore.log.background import BackgroundWork
-from mqstore.log.bulk.appender import BulkAppender
-from mqstore.log.bulk.inbox import CreateTopics
+from mqstore.log.background import BackgroundWork, Checkpointer
+from mqstore.log.bulk.inbox import BulkAppender, CreateTopics
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
-from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.manifest import check_own
 from mqstore.log.news import OwnNews

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +48,15 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.filesystem import FILE_MODE, FileSystem
+from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import decode_json, load_json, read_json
-from mqstore.log.bulk.txn import is_app
+from mqstore.log.bulk.splice import Splicer, SpliceResult
+from mqstore.log.bulk.txn import TxnFile, is_app
 from mqstore.log.names import check_topic, is_path_safe
+from mqstore.log.parts import StoreParts
+from mqstore.log.taskerrors import TaskErrors
 
-__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "free_path", "inbox_state", "queues_of", "topics_entered"]
+__all__ = ["BulkAppender", "CreateTopics", "Inbox", "free_path", "inbox_state", "queues_of", "topics_entered"]
 
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
@@ -378,3 +382,64 @@ class Inbox:
             if folder not in self._undeletable:  # logged once, not on every sweep
                 _log.warning("%s is done with and cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)
+
+
+class BulkAppender:
+    """Appends staged shards and the bundles of the inbox to an open store, one at a time (spark#commit)."""
+
+    def __init__(
+        self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
+    ) -> None:
+        """`appended` is called when new records are in the log."""
+        self.splicer = splicer
+        self.txn: TxnFile = splicer.txn
+        self.lock = splicer.lock
+        """Held during a bulk append. Closing the store waits for it."""
+        self.inbox = Inbox(
+            parts.root, parts.fs, parts.clock, splice=self._take_bundle, file_mode=parts.config.file_mode
+        )
+        self._root = parts.root
+        self._commit = commit
+        self._appended = appended
+
+    def show(self, result: SpliceResult) -> SpliceResult:
+        """Make the records of a bulk append visible to all readers. Return `result`."""
+        if not result.already:
+            try:
+                self._commit.sync_now()
+            except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
+                _log.error("%s: %s; what was spliced before is in", self._root, error)
+            self._appended()
+        return result
+
+    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
+        """Append a bundle of the inbox. Return the last version of `app` that is in the log by now."""
+        self.show(self.splicer.splice(shards, app=app, version=version, create=create))
+        return self.txn.state.version_of(app)  # also while the store is being closed
+
+    def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
+        """Append the bundles that wait in the inbox, unless a bulk append runs or the store is closed."""
+        if self.splicer.is_busy:
+            return  # the flusher must not wait
+        with self.lock:
+            if not is_closed():
+                self.inbox.run_once()
+
+    def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
+        """Create the topics of bundles with `create_topics` from now on.
+        Topics of bundles that were appended without a broker are created at once."""
+        with self.lock:
+            self.inbox.create_topics = create_topics
+            if self.txn.state.create:
+                errors.attempt("topics of bundles", self._enter_noted)
+
+    def _enter_noted(self) -> None:
+        """Create the noted topics one by one, so that a topic that fails does not keep the others out.
+        The messages of a topic that fails stay."""
+        assert self.inbox.create_topics is not None
+        for topic, queues in self.txn.state.create.items():
+            try:
+                self.inbox.create_topics({topic: queues})
+            except (InvalidMessageError, ConfigError, NotPermittedError) as error:
+                _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self._root, topic, error)
+        self.txn.save(replace(self.txn.state, create={}))
