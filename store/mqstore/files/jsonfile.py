@@ -68,7 +68,6 @@ __all__ = [
     "Check",
     "EncodedEntry",
     "FileState",
-    "LoadedJson",
     "check_backup",
     "decode_json",
     "encode_entry",
@@ -77,6 +76,7 @@ __all__ = [
     "read_json",
     "save_json",
     "set_aside_json",
+    "state_of",
     "sync_json",
 ]
 
@@ -252,7 +252,7 @@ def save_json(
     content = _encode_checked(value, main)
     state = _write_new(main + ".tmp", content, fs, file_mode, synced=synced)
     try:
-        is_last = last is not None and fs.exists(main) and _state_of(main, fs) == last
+        is_last = last is not None and fs.exists(main) and state_of(main, fs) == last
         if back_up and (is_last or _read(main, fs, check).value is not None):
             _back_up(main, fs, file_mode)
             if not synced:
@@ -363,7 +363,8 @@ def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
     return _Read(value, None)
 
 
-def _state_of(file: int | str, fs: FileSystem) -> FileState:
+def state_of(file: int | str | os.PathLike[str], fs: FileSystem) -> FileState:
+    """Return the state of a file by its descriptor or path."""
     found = fs.stat(file)
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -376,7 +377,7 @@ def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: 
             fs.pwrite(fd, content, 0)
             if synced:
                 fs.fdatasync(fd)
-            return _state_of(fd, fs)
+            return state_of(fd, fs)
     except OSError:
         _remove_quietly(path, fs)
         raise

@@ -159,10 +159,6 @@ def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
     """Return the position where following continues after the end of `queue` moved back (format#readers)."""
     _log.warning(
         "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
-        store.path,
-        queue.topic,
-        queue.queue_id,
-        queue.cut_to,
-        position,
+        *(store.path, queue.topic, queue.queue_id, queue.cut_to, position),
     )
     return queue.cut_to

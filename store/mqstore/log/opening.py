@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from mqstore.errors import CorruptStoreError, StoreIOError
+from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import AbortMark
 from mqstore.files.segment import segment_name
@@ -108,12 +108,8 @@ class Opening:
         parts.index_findings = parts.index.load()
         parts.clean = clean
         parts.has_checkpoint |= created
-        try:
+        with self._taking_mark_back(clean, MisnamedSegmentsError):
             outcome = recover(parts, options, progress)
-        except MisnamedSegmentsError:
-            if clean:
-                abort.clear()
-            raise
         parts.index_findings = ()
         report = outcome.report
         report_renamed(report, renamed, surplus)
@@ -131,11 +127,11 @@ class Opening:
         return Opened(outcome, went_down)
 
     @contextmanager
-    def _taking_mark_back(self, clean: bool) -> Iterator[None]:
+    def _taking_mark_back(self, clean: bool, refusal: type[MQStoreError] = StoreIOError) -> Iterator[None]:
         """Remove the abort mark again if opening fails on a file that must not be written."""
         try:
             yield
-        except StoreIOError:
+        except refusal:
             if clean:
                 self._abort.clear()
             raise

@@ -54,15 +54,8 @@ class RecordBatch:
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> RecordBatch:
         """Return the messages that a mask chooses."""
-        return RecordBatch(
-            self.queue,
-            self.buffer,
-            self.starts[chosen],
-            self.sizes[chosen],
-            self.tags_codes[chosen],
-            self.slots[chosen],
-            None,
-        )
+        starts, sizes, codes, slots = (each[chosen] for each in (self.starts, self.sizes, self.tags_codes, self.slots))
+        return RecordBatch(self.queue, self.buffer, starts, sizes, codes, slots, None)
 
     def tags_code(self, slot: int) -> int:
         """Return the tags code of the unit in `slot`."""

@@ -61,32 +61,29 @@ class Retainer:
 
     def drop_before(self, physical_offset: int) -> list[str]:
         """Delete segments as `MessageStore.drop_before` does."""
-        with self._lock:  # the flusher's turn may come while another thread calls
-            return self._drop_before(physical_offset)
-
-    def _drop_before(self, physical_offset: int) -> list[str]:
         parts, run = self._parts, self._parts.log_writer
-        bound = min(physical_offset, self._log.end, self._settled())
-        starts = run.starts
-        # Without the records, only the units show the offsets of a queue. If a power cut took them, the queue would
-        # count from 0 again.
-        if len(starts) > 1 and starts[1] <= bound:
-            if not self._checkpointer.sync_units():
-                advice = ": close the store and open it again" if self._checkpointer.is_doubtful else ""
-                error = self._errors.messages.get("units")
-                why = f"consume queues may not be on disk ({error}), so no segment is deleted"
-                raise FlushFailedError(f"{parts.root}: {why}{advice}")
-            ends = bound - run.segment_bytes
-            self._checkpointer.note_log_start(next((start for start in starts if start > ends), starts[-1]))
-        try:
-            return run.drop_before(bound)
-        finally:  # some segments may be deleted even if the next one could not be
-            first = self._log.min_offset
-            if first > self._dropped_before:
-                for queue in parts.queue_table:
-                    queue.drop_before(first)
-                parts.index.drop_before(first)
-                self._dropped_before = first
+        with self._lock:  # the flusher's turn may come while another thread calls
+            bound = min(physical_offset, self._log.end, self._settled())
+            starts = run.starts
+            # Without the records, only the units show the offsets of a queue. If a power cut took them, the queue would
+            # count from 0 again.
+            if len(starts) > 1 and starts[1] <= bound:
+                if not self._checkpointer.sync_units():
+                    advice = ": close the store and open it again" if self._checkpointer.is_doubtful else ""
+                    error = self._errors.messages.get("units")
+                    why = f"consume queues may not be on disk ({error}), so no segment is deleted"
+                    raise FlushFailedError(f"{parts.root}: {why}{advice}")
+                ends = bound - run.segment_bytes
+                self._checkpointer.note_log_start(next((start for start in starts if start > ends), starts[-1]))
+            try:
+                return run.drop_before(bound)
+            finally:  # some segments may be deleted even if the next one could not be
+                first = self._log.min_offset
+                if first > self._dropped_before:
+                    for queue in parts.queue_table:
+                        queue.drop_before(first)
+                    parts.index.drop_before(first)
+                    self._dropped_before = first
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
@@ -102,8 +99,10 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
     if policy.max_bytes is not None:
         excess = -(-max(0, len(segments) * size - policy.max_bytes) // size)
     if policy.disk_ratio is not None:
+        used, total = _disk_usage(run)
+        over = max(0, used - int(total * policy.disk_ratio))
         held = (len(listed) - len(segments)) * size
-        excess = max(excess, -(-(_bytes_over(run, policy.disk_ratio) - held) // size))
+        excess = max(excess, -(-(over - held) // size))
     for gone in known.keys() - set(run.starts):
         del known[gone]
     bound = 0
@@ -116,12 +115,6 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
                 continue  # without a readable record it has no age, and is deleted with the next old segment
         bound = segment.end
     return bound
-
-
-def _bytes_over(run: SegmentRun, ratio: float) -> int:
-    """Return the number of bytes on the file system beyond the allowed `ratio`."""
-    used, total = _disk_usage(run)
-    return max(0, used - int(total * ratio))
 
 
 def disk_ratio(run: SegmentRun) -> float:

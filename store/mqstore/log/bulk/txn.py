@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any
 from mqstore.clock import Clock
 from mqstore.errors import CorruptStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
-from mqstore.files.jsonfile import load_json, save_json
+from mqstore.files.jsonfile import FileState, load_json, save_json, state_of
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
 from mqstore.log.parts import CheckpointFile
@@ -225,7 +226,7 @@ class IntentWatch:
     def __init__(self, root: Path, fs: FileSystem) -> None:
         self._root = root
         self._fs = fs
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: FileState | None = None
         self._intent: Intent | None = None
 
     def pending(self) -> Intent | None:
@@ -235,7 +236,9 @@ class IntentWatch:
         writing reports them. Raises UnsupportedStoreError for a newer program's file, since then it is not known which
         records count.
         """
-        seen = self._signature()
+        seen = None
+        with suppress(OSError):  # before the file is read, so that a change meanwhile is read again
+            seen = state_of(self._root / TXN_FILE, self._fs)
         if seen is None or seen != self._seen:
             self._seen = None  # in case reading raises
             self._intent = self._found()
@@ -246,14 +249,6 @@ class IntentWatch:
         checkpoint.load()  # after the intent: one that was recorded in between is no longer pending
         flushed = checkpoint.current.flushed
         return None if flushed is not None and flushed > self._intent.start else self._intent
-
-    def _signature(self) -> tuple[int, int, int] | None:
-        """Return the identity of the file. Taken before it is read, so that a change meanwhile is read again."""
-        try:
-            found = self._fs.stat(self._root / TXN_FILE)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _found(self) -> Intent | None:
         try:

@@ -177,7 +177,10 @@ class _Recovery:
         for problem in parts.load_problems:
             if problem.kind != "missing_segment":
                 self._note_load_problem(problem)
-        self._lengthen_queue_files()
+        report.changed |= bool(parts.queue_table.short_files)
+        self.has_short_files = bool(parts.queue_table.short_files) and not parts.clean
+        if self.writing:
+            parts.queue_table.lengthen()  # units are built from the log
         if parts.log_files.starts:
             where = ScanStart(parts, whole=self.whole)
             known = where.clean_end(self.log_start)
@@ -227,14 +230,6 @@ class _Recovery:
             if not self.writing:
                 finding = replace(finding, detail=finding.detail + EXTENDED)
         report.findings.append(finding)
-
-    def _lengthen_queue_files(self) -> None:
-        """Give queue files their full length. Their units are built from the log."""
-        queues = self.parts.queue_table
-        self.report.changed |= bool(queues.short_files)
-        self.has_short_files = bool(queues.short_files) and not self.parts.clean
-        if self.writing:
-            queues.lengthen()
 
     def _refuse_misnamed(self, start: int) -> None:
         """Raise MisnamedSegmentsError if segments from physical offset `start` on are in wrong files."""
@@ -379,9 +374,6 @@ class _Recovery:
             run.write(position, run.mapping(segment)[at:stop])
             position = segment.start + stop
 
-    def _place(self, position: int) -> tuple[str, int]:
-        return place_in_file(position, self.parts.log_files.segment_bytes)
-
     def _take(self, good: Good) -> None:
         """Write the units of a record batch, and remember its index entries."""
         rows = self.parts.queue_table.rows_of(good.buffer, good.headers, good.base)
@@ -416,8 +408,12 @@ class _Recovery:
             self._repair(queue, first, units)
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
-        if self.start > self.first:
-            self._doubt_numbers(queue, least)
+        """Return what `first_slot_in_range` does.
+        Raises WholeLogNeededError if a slot from `least` on leads to a record before the range. Only all records
+        together show which record owns the slot, as they did when that unit was written."""
+        for _, units in queue.held(least, queue.max_offset) if self.start > self.first else ():
+            if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
+                raise WholeLogNeededError
         return first_slot_in_range(queue, self.start, least)
 
     def _renumber(self, position: int, slot: int) -> None:
@@ -434,13 +430,6 @@ class _Recovery:
             return  # such a unit may have its record before the range that is read
         for low, high in strays_in_front(queue, stop, self.first):
             self._void(queue, low, high)
-
-    def _doubt_numbers(self, queue: ConsumeQueue, least: int) -> None:
-        """Raise WholeLogNeededError if a slot from `least` on leads to a record before the range.
-        Only all records together show which record owns the slot, as they did when that unit was written."""
-        for _, units in queue.held(least, queue.max_offset):
-            if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
-                raise WholeLogNeededError
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """Raise WholeLogNeededError if a unit is missing where the queue enters the range.
@@ -482,7 +471,7 @@ class _Recovery:
             self._repair(queue, at, units)
 
     def _note_damage(self, bad: Bad) -> None:
-        name, at = self._place(bad.start)
+        name, at = place_in_file(bad.start, self.parts.log_files.segment_bytes)
         findings = self.report.findings
         # The listing of segments knows the start of such a range, but not its end.
         findings[:] = [each for each in findings if (each.kind, each.file, each.position) != (bad.kind, name, at)]

@@ -57,37 +57,36 @@ def recover_store(
         with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
             manifests.stored(root, store.config, fs)  # it must not be derived: a recovery would not do that
             report = store.plan_recovery(options, progress)
-            _report_json(report, bad_json(root, json_files(root, json_checks), fs))
-            report.findings += record_check(store)
-            _settle(store, report, dry_run=True)
-            return report
+            return _completed(report, store, json_checks, record_check, dry_run=True)
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
-        report = store.recovery
-        _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
-        report.findings += record_check(store)
-        _settle(store, report, dry_run=False)
-        return report
+        return _completed(store.recovery, store, json_checks, record_check, dry_run=False)
 
 
-def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> None:
-    """Note which damage was known, and save the damage that stays."""
-    size = store.manifest.commitlog_segment_bytes
-    known = load_known(store.path, size, store.fs)
+def _completed(
+    report: RecoveryReport,
+    store: StoreReader,
+    json_checks: Mapping[str, Check],
+    record_check: Callable[[StoreReader], Iterable[Finding]],
+    *,
+    dry_run: bool,
+) -> RecoveryReport:
+    """Add bad JSON files, unreadable records and the known damage to a report. Save the damage that stays."""
+    root, size, fs = store.path, store.manifest.commitlog_segment_bytes, store.fs
+    for finding, mended in bad_json(root, json_files(root, json_checks), fs, mend=not dry_run):
+        report.findings.append(finding)
+        report.changed |= mended
+    report.findings += record_check(store)
+    known = load_known(root, size, fs)
     report.known = {finding for finding in report.findings if finding in known}
     if not dry_run:
-        lasting = [each for each in report.findings if not _is_extended(store.path / each.file, each, size)]
-        save_known(store.path, known, lasting, report.log_end, size, store.fs)
+        lasting = [each for each in report.findings if not _is_extended(root / each.file, each, size)]
+        save_known(root, known, lasting, report.log_end, size, fs)
+    return report
 
 
 def _is_extended(path: Path, finding: Finding, size: int) -> bool:
     """Return True if a finding is about a short segment that has its full length by now."""
     return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
-
-
-def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:
-    for finding, mended in found:
-        report.findings.append(finding)
-        report.changed |= mended
 
 
 def rebuild_config(

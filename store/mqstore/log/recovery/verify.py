@@ -133,7 +133,8 @@ class Verifier:
         self._checkpoint, self._clean = parts.checkpoint, parts.clean
         run, checkpoint = parts.log_files, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
-        self._live = live
+        self.is_live = live
+        """True if a writer had the store when this began, or was noticed since."""
         self.until = until
         """Beside a writer, the end of the part of the log that is checked."""
         self._until = 1 << 62 if until is None else until
@@ -151,8 +152,9 @@ class Verifier:
         # Beside a writer the first segment may have come since the listing; an unfinished bulk append may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
-        self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
-        """Physical offset where the log begins. If all its segments are lost, recovery continues it there."""
+        self.front = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
+        """Physical offset where the log begins, as far as known. Beside a writer, retention moves it.
+        If all segments are lost, recovery continues the log there."""
         self._cut_from = 1 << 62
         """Physical offset where a torn tail begins. Units that lead to it go with it."""
         self._end: int | None = None
@@ -171,24 +173,19 @@ class Verifier:
         if self._run.starts:
             yield from self._log(results)
         elif self._is_empty:
-            yield from self.end(End(self._begin, ""), units=True)
+            yield from self.end(End(self.front, ""), units=True)
         self.done_bytes = self.total_bytes
         yield from self.tails()
         yield from self._parts.index_findings
-        yield from self.index.check(live=self._live) if index_findings is None else index_findings
+        yield from self.index.check(live=self.is_live) if index_findings is None else index_findings
         yield from self._entries.findings(self.index)
         yield from self.json_files()
-
-    @property
-    def is_live(self) -> bool:
-        """True if a writer had the store when this began, or was noticed since."""
-        return self._live
 
     def _has_writer(self) -> bool:
         """Return True if a writer has the store by now. Called only if something seems to be wrong.
         A writer may have come since this began, and its messages are not checked. Asking costs a look at the lock."""
-        self._live = self._live or writer_alive(self._root, self._fs)
-        return self._live
+        self.is_live = self.is_live or writer_alive(self._root, self._fs)
+        return self.is_live
 
     @cached_property
     def _dispatched_end(self) -> int:
@@ -205,14 +202,9 @@ class Verifier:
             self._watermark = self._parts.watermark()
         return self._watermark
 
-    @property
-    def front(self) -> int:
-        """Physical offset where the log begins, as far as known. Beside a writer, retention moves it."""
-        return self._begin
-
     def front_moved(self, front: int) -> None:
         """Continue at `front`, where the log begins by now. Of the queues only their units are known then."""
-        self._begin = max(self._begin, front)
+        self.front = max(self.front, front)
         self.slots.forget()
 
     def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -230,7 +222,7 @@ class Verifier:
 
     def folders(self) -> Iterator[Finding]:
         """Yield findings about the names and lengths of files, and about the checkpoint."""
-        if not self._live:
+        if not self.is_live:
             yield from self._unfinished
         yield from self.segments()
         for name in self._queues.unsafe_names:
@@ -241,7 +233,7 @@ class Verifier:
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
-        if not self._parts.has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
+        if not self._parts.has_checkpoint and self._run.starts and not self.is_live:  # a writer saves it every second
             detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
         elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
@@ -254,10 +246,10 @@ class Verifier:
             yield Finding("bad_json", MANIFEST, 0, 0, derived)
         for problem in self._problems:
             # The scan finds a gap, but not what lies in front of the log or behind its end.
-            if problem.kind != "missing_segment" or not self._begin <= problem.position < self._run.end:
+            if problem.kind != "missing_segment" or not self.front <= problem.position < self._run.end:
                 yield finding_of(problem, self._run.segment_bytes)
-        if self._is_empty and self._begin:
-            yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
+        if self._is_empty and self.front:
+            yield Finding("missing_segment", "commitlog", 0, self.front, "the commitlog folder is empty")
 
     def _place(self, position: int) -> tuple[str, int]:
         return place_in_file(position, self._run.segment_bytes)
@@ -367,7 +359,7 @@ class Verifier:
     def end(self, end: End, *, units: bool = False) -> Iterator[Finding]:
         """Yield findings about the end of the log. With `units`, for which all records must have been taken, those of
         units that lead behind it too."""
-        if self._live:
+        if self.is_live:
             return  # a record may be half-way in
         name, at = self._place(end.position)
         known = self._checkpoint.flushed is not None or end.detail  # else finding the watermark reads the log
@@ -375,7 +367,7 @@ class Verifier:
         behind = [segment for segment in self._run.segments() if segment.start > end.position]
         torn = bool(end.detail) and end.position >= once  # its units go with it
         queues = self._queues if units and not torn else ()
-        lost = self.slots.lost_tail(queues, self._begin, end.position, once, f"; {end.detail or 'zeros'}")
+        lost = self.slots.lost_tail(queues, self.front, end.position, once, f"; {end.detail or 'zeros'}")
         if (lost or end.detail or behind) and self._has_writer():
             return
         self._end = end.position
@@ -415,7 +407,7 @@ class Verifier:
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
         """Return the first slot as recovery does, or None beside a writer if retention may be taking files."""
-        found = first_slot_in_range(queue, self._begin, least)
+        found = first_slot_in_range(queue, self.front, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
 
     def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
@@ -428,7 +420,7 @@ class Verifier:
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Yield findings about units before slot `stop` whose records retention cannot have taken."""
         for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
-            wrong = (units["physical_offset"] >= self._begin) & ~is_void(units)
+            wrong = (units["physical_offset"] >= self.front) & ~is_void(units)
             yield from self._leading_nowhere(queue, at, units, wrong)
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
@@ -445,11 +437,11 @@ class Verifier:
     def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         if self._queues.in_rocksdb and not queue.max_offset:
             return
-        if self._live:
+        if self.is_live:
             wanted = wanted[: max(0, queue.max_offset - first)]  # the writer has not dispatched the others yet
         found = queue.units(first, len(wanted))
         wrong = differing(found, queue.as_kept(found, wanted))
-        if wrong.any() and not self._live and self._has_writer():
+        if wrong.any() and not self.is_live and self._has_writer():
             yield from self._compare(queue, first, wanted)  # without what it has put since
         elif wrong.any():
             wrong &= self._is_kept(wanted["physical_offset"])
@@ -483,16 +475,13 @@ class Verifier:
     def tails(self) -> Iterator[Finding]:
         """Yield findings about units behind the last record of each queue. All records must have been taken."""
         for queue in self._queues:
-            yield from self._queue_tail(queue)
-
-    def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
-        first = inside = stop = queue.max_offset
-        if self._end is not None:
-            first, inside, stop, _ = self.slots.behind(queue, self._begin, self._end)
-        if not self.slots.is_met(queue):
-            yield from self._front(queue, inside)  # no record of this queue is in the log
-            first = inside
-        yield from self._no_record(queue, chain(queue.held(first, inside), queue.held(stop, queue.max_offset)))
+            first = inside = stop = queue.max_offset
+            if self._end is not None:
+                first, inside, stop, _ = self.slots.behind(queue, self.front, self._end)
+            if not self.slots.is_met(queue):
+                yield from self._front(queue, inside)  # no record of this queue is in the log
+                first = inside
+            yield from self._no_record(queue, chain(queue.held(first, inside), queue.held(stop, queue.max_offset)))
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 
@@ -509,11 +498,11 @@ class Verifier:
 
     def _indexed_end(self) -> int:
         """Return the physical offset below which every key has its entry, even if index files are missing."""
-        if self._clean and not self._live:
+        if self._clean and not self.is_live:
             return self._until
         if self._checkpoint.dispatched is not None:
             return self._checkpoint.dispatched
-        return 0 if self._live else self.watermark
+        return 0 if self.is_live else self.watermark
 
     def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
         """Return how the index differs from these entries, all of `wanted_of`."""

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import FormatError, StoreBusyError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
+from mqstore.files.jsonfile import JSON_BYTES_MAX, FileState, decode_json, encode_json, state_of
 from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
@@ -249,11 +249,10 @@ class Original:
         """Return the lock file, which a new writer changes first, and the files that show an earlier writer."""
         return self.identity_of("lock"), self._read("lock"), self._read("abort"), self._read("checkpoint")
 
-    def identity_of(self, name: str) -> tuple[int, int, int] | None:
+    def identity_of(self, name: str) -> FileState | None:
         """Return the identity of the file `name`, or None if it is gone."""
         with suppress(FileNotFoundError):
-            found = self._fs.stat(self.root / name)
-            return found.st_ino, found.st_mtime_ns, found.st_size
+            return state_of(self.root / name, self._fs)
         return None
 
     def _written_end(self, checkpoint: bytes) -> int:

@@ -210,7 +210,8 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
         place = Path(resolved(text))
     root = Path(os.path.realpath(original.root))
     real = Path(os.path.realpath(place))
-    if _lies_in(real, original):
+    folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
+    if any(_identity(each) in folders for each in (real, *real.parents)):  # by a mount or by a link of the store too
         raise ConfigError(f"{text} lies in the store itself: name a folder outside of {original.root}")
     if real in root.parents:
         raise ConfigError(f"{text} is above the store: name a folder that does not exist yet")
@@ -234,12 +235,6 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
             if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
                 raise ConfigError(f"link: {text} lies on another file system than {original.root}: leave it out")
     return place
-
-
-def _lies_in(place: Path, original: Original) -> bool:
-    """Return True if `place` lies in the store, by a mount or by a link of the store too."""
-    folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
-    return any(_identity(each) in folders for each in (place, *place.parents))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -403,7 +398,7 @@ class _Making:
                 self._file(copy, each.name)
         copy.folder("commitlog")
         for segment in moment.segments:
-            name, length = _name_of(segment), moment.length_of(segment)
+            name, length = f"commitlog/{os.path.basename(segment.path)}", moment.length_of(segment)
             if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
                 fd = moment.held.get(segment.start)
                 if fd is not None:
@@ -449,10 +444,6 @@ class _Making:
         before, after = os.fspath(self._store), os.fspath(self._place)
         findings = [replace(each, detail=each.detail.replace(before, after)) for each in recovered.findings]
         return SnapshotReport(plan, recovered.log_end, recovered.messages, findings, recovered.truncated)
-
-
-def _name_of(segment: Segment) -> str:
-    return f"commitlog/{os.path.basename(segment.path)}"
 
 
 class _Meter:
