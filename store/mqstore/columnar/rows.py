@@ -315,7 +315,10 @@ class QueueScan:
                     count = int(np.argmax(~live & ~gone)) or count
                 else:
                     count = int(np.argmax(live)) or count
-                    yield from self._holes(queue, whole.slots[:count])
+                    nowhere = np.full(1, -1, np.int64)
+                    for slot in whole.slots[:count].tolist():  # units are missing, and later ones are there
+                        hole = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
+                        yield from hole.damaged([queue.missing_units(slot, slot)], policy)
                 policy.removed += int(gone[:count].sum())
                 units, whole, live = units[:count], whole.take(slice(count)), live[:count]
             live &= ~is_void(units)
@@ -327,13 +330,6 @@ class QueueScan:
             else:
                 yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
             start += count
-
-    def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[Piece]:
-        """Report missing units that have later ones behind them."""
-        for slot in slots.tolist():
-            nowhere = np.full(1, -1, np.int64)
-            piece = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
-            yield from piece.damaged([queue.missing_units(slot, slot)], self.policy)
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
         """Check the records of `whole` by segments, or copied together if they lie `apart`."""

@@ -71,12 +71,7 @@ class SegmentRun:
     """True if a link in place of a file is an error, and not followed."""
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        segment_bytes: int,
-        *,
-        fs: FileSystem = REAL,
-        max_mappings: int = 64,
+        self, directory: str | os.PathLike[str], segment_bytes: int, *, fs: FileSystem = REAL, max_mappings: int = 64
     ) -> None:
         if segment_bytes <= 0 or max_mappings <= 0:
             raise ValueError(f"segment_bytes and max_mappings must be positive: {segment_bytes}, {max_mappings}")

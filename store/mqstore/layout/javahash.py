@@ -63,9 +63,7 @@ def index_hash(key: str) -> int:
 
 
 def java_hash_many(
-    data: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.integer[Any]],
-    sizes: npt.NDArray[np.integer[Any]],
+    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.int32]:
     """The hashes of many UTF-8 strings, int32, in the order given.
 
@@ -101,9 +99,7 @@ def java_hash_many(
 
 
 def _hash_block(
-    data: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
+    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
     """Hashes of rows sorted by falling size, as if all were ASCII, and which of them are not.
 

@@ -53,17 +53,7 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = [
-    "Headers",
-    "check_place",
-    "content_end",
-    "find_next",
-    "gather",
-    "read_run",
-    "topic_is",
-    "verify",
-    "walk",
-]
+__all__ = ["Headers", "check_place", "content_end", "find_next", "gather", "read_run", "topic_is", "verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]

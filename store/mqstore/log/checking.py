@@ -187,10 +187,7 @@ def _ordinary(
 
 
 def _sound(
-    queue: ConsumeQueue,
-    buffer: mmap.mmap | bytes,
-    units: Units,
-    checksum: Checksum | None,
+    queue: ConsumeQueue, buffer: mmap.mmap | bytes, units: Units, checksum: Checksum | None
 ) -> tuple[npt.NDArray[np.intp], Headers]:
     """Check records by arrays. Return the indices of the good ones, and their headers."""
     starts, physical, sizes, slots = units

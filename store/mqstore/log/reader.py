@@ -565,11 +565,7 @@ class StoreReader(Closing):
         )
 
     def verifier(
-        self,
-        json_checks: Mapping[str, Check] = NO_CHECKS,
-        *,
-        until: int | None = None,
-        max_errors: int | None = None,
+        self, json_checks: Mapping[str, Check] = NO_CHECKS, *, until: int | None = None, max_errors: int | None = None
     ) -> Verifier:
         """Return a `Verifier` of this store: `findings()` checks everything, attributes show progress.
 

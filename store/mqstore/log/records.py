@@ -154,7 +154,11 @@ class RecordReader:
                         if asked.tell and not writer_alive(self._root, self._fs):
                             loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
                             self.tell_lost(loss, "Reading the queue ends there")
-                self._note_bad(queue, slots[here][bad], physical[here][bad], asked.tell)
+                for slot, position in zip(slots[here][bad].tolist(), physical[here][bad].tolist(), strict=True):
+                    if len(self.bad) < 100_000:
+                        self.bad.add(position)
+                    if asked.tell:
+                        self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
             if buffer is None:
                 continue
             starts = physical[here] - physical[low] // size * size
@@ -211,15 +215,6 @@ class RecordReader:
                     return True
             slot += count
         return False
-
-    def _note_bad(
-        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], physical: npt.NDArray[np.int64], tell: bool
-    ) -> None:
-        for slot, position in zip(slots.tolist(), physical.tolist(), strict=True):
-            if len(self.bad) < 100_000:
-                self.bad.add(position)
-            if tell:
-                self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
 
     def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
         """Return the finding for a unit whose record cannot be read: `missing_segment` or `bad_record`."""

@@ -44,16 +44,7 @@ from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 from mqstore.options import Profile
 
-__all__ = [
-    "MAX_QUEUE_ID",
-    "WINDOW_BYTES",
-    "Groups",
-    "Limits",
-    "Shard",
-    "Window",
-    "by_queue",
-    "shard_json",
-]
+__all__ = ["MAX_QUEUE_ID", "WINDOW_BYTES", "Groups", "Limits", "Shard", "Window", "by_queue", "shard_json"]
 
 WINDOW_BYTES = 8 << 20
 MAX_QUEUE_ID = 16_383

@@ -149,34 +149,22 @@ class Splicer:
                 raise StoreBusyError("splice within a splice of the same thread; do it later")
             try:
                 self.is_busy = True
-                return self._splice(shards, app, version, progress, create or {}, remembered, accepted)
+                self._stop()
+                if version <= self.txn.state.version_of(app):
+                    return SpliceResult(True, self._log.end, self._log.end, 0, {})
+                limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
+                found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
+                if not remembered and not any(shard.records for shard in found):
+                    return SpliceResult(False, self._log.end, self._log.end, 0, {})
+                work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
+                checked = []
+                left = _REMEMBERED
+                for shard in found:
+                    checked.append((shard, shard.check(work.add, left)))
+                    left -= shard.records
+                return self._run_all(checked, app, version, work, create or {}, remembered)
             finally:
                 self.is_busy = False
-
-    def _splice(
-        self,
-        shards: Sequence[Path],
-        app: str,
-        version: int,
-        progress: Progress | None,
-        create: Mapping[str, int],
-        remembered: bool,
-        accepted: bool,
-    ) -> SpliceResult:
-        self._stop()
-        if version <= self.txn.state.version_of(app):
-            return SpliceResult(True, self._log.end, self._log.end, 0, {})
-        limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
-        found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
-        if not remembered and not any(shard.records for shard in found):
-            return SpliceResult(False, self._log.end, self._log.end, 0, {})
-        work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
-        checked = []
-        left = _REMEMBERED
-        for shard in found:
-            checked.append((shard, shard.check(work.add, left)))
-            left -= shard.records
-        return self._run_all(checked, app, version, work, create, remembered)
 
     def _stop(self) -> None:
         if self._stopping():

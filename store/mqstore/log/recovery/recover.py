@@ -59,12 +59,7 @@ from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef
 
-__all__ = [
-    "Progress",
-    "RecoverOptions",
-    "recover",
-    "unlisted_queue",
-]
+__all__ = ["Progress", "RecoverOptions", "recover", "unlisted_queue"]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
@@ -136,14 +131,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
 
 
 class _Recovery:
-    def __init__(
-        self,
-        parts: StoreParts,
-        options: RecoverOptions,
-        progress: Progress | None,
-        *,
-        whole: bool,
-    ) -> None:
+    def __init__(self, parts: StoreParts, options: RecoverOptions, progress: Progress | None, *, whole: bool) -> None:
         self.parts = parts
         self.options = options
         self.progress = progress
