@@ -18,12 +18,4 @@ from mqstore.broker.topics import TopicConfig
 from mqstore.client.consumerstats import ConsumerStats
 from mqstore.client.simpleconsumer import PendingInfo
 
-__all__ = [
-    "Broker",
-    "ConsumerStats",
-    "DeadLetters",
-    "GroupConfig",
-    "PendingInfo",
-    "Suspended",
-    "TopicConfig",
-]
+__all__ = ["Broker", "ConsumerStats", "DeadLetters", "GroupConfig", "PendingInfo", "Suspended", "TopicConfig"]

@@ -446,11 +446,7 @@ class Store(Closing, Sending):
         return chain(self.log.verifier(CONFIG_CHECKS).findings(), unreadable_records(self.log))
 
     def snapshot(
-        self,
-        target: str | PathLike[str],
-        *,
-        link: bool = False,
-        progress: Callable[[int, int], None] | None = None,
+        self, target: str | PathLike[str], *, link: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> SnapshotReport:
         """Copy the store as it is now to the folder `target`, while it is in use.
         The folder must be empty or not exist. All progress is saved first. The copy is a cleanly closed store, and was

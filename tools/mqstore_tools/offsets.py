@@ -124,14 +124,7 @@ Examples:
 @yes_option
 @json_option
 def reset(
-    directory: Path,
-    group: str,
-    topic: str,
-    queue_id: int | None,
-    to: To,
-    dry_run: bool,
-    yes: bool,
-    json_output: bool,
+    directory: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
 ) -> None:
     """Let a group go on at another place of a topic in the store in DIR.
 

@@ -482,14 +482,7 @@ class Broker(Closing, Sending):
             self._check_open()
         return found
 
-    def ack(
-        self,
-        group: str,
-        topic: str,
-        receipts: Sequence[str],
-        *,
-        durability: Durability | None = None,
-    ) -> None:
+    def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Acknowledge deliveries. Settling one again is harmless.
         Raises ReceiptExpiredError for a message that was redelivered, InvalidReceiptError for a receipt that is not one
         of this group and topic."""

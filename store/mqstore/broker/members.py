@@ -79,9 +79,7 @@ class Members:
     """
 
     def __init__(
-        self,
-        may_join: Callable[[str, Mode], object] = lambda group, mode: None,
-        settings: GroupTable | None = None,
+        self, may_join: Callable[[str, Mode], object] = lambda group, mode: None, settings: GroupTable | None = None
     ) -> None:
         """Start without members.
         `may_join` raises if a member may not consume in a group in that mode, whatever its other members are.

@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mqstore.broker.filters import Filter
 from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
-from mqstore.errors import (
-    ConfigError,
-    GroupNotFoundError,
-    NotPermittedError,
-    OffsetOutOfRangeError,
-    TopicNotFoundError,
-)
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.reader import Bound

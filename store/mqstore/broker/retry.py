@@ -26,14 +26,7 @@ import random
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-from mqstore.broker.names import (
-    QueueKey,
-    dlq_topic,
-    is_retry_topic,
-    is_system_topic,
-    popped_topic,
-    retry_topic,
-)
+from mqstore.broker.names import QueueKey, dlq_topic, is_retry_topic, is_system_topic, popped_topic, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (

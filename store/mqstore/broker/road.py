@@ -27,13 +27,7 @@ from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.broker.uniquekey import PROCESS_KEYS
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import (
-    NAME_END,
-    ORIGIN_MESSAGE_ID,
-    PAIR_END,
-    TIMER_OUT_MS,
-    UNIQ_KEY,
-)
+from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.layout.record import (
     COMPRESSED,
     COMPRESSION_ZLIB,

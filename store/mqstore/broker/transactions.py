@@ -42,13 +42,7 @@ from mqstore.broker.parts import Parts, messages_of
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactionops import OP_EVERY_MS, OpLog
 from mqstore.broker.uniquekey import new_unique_key
-from mqstore.errors import (
-    ConfigError,
-    FlushTimeoutError,
-    InvalidMessageError,
-    MQStoreError,
-    TransactionStateError,
-)
+from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError, MQStoreError, TransactionStateError
 from mqstore.layout.properties import (
     CHECK_IMMUNITY_TIME_IN_SECONDS,
     CRC_TAIL_BYTES,

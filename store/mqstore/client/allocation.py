@@ -17,15 +17,7 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.tip import as_queue
 
-__all__ = [
-    "STRATEGIES",
-    "Strategy",
-    "avg",
-    "circle",
-    "fixed_queues",
-    "name_of",
-    "strategy_named",
-]
+__all__ = ["STRATEGIES", "Strategy", "avg", "circle", "fixed_queues", "name_of", "strategy_named"]
 
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """Function `(my client id, the queues of one topic, the members) -> my queues`.

@@ -186,12 +186,7 @@ class Handling:
         return None, took_ms
 
     def _rest(
-        self,
-        worker: Worker,
-        subscription: Subscription,
-        messages: Sequence[Message],
-        begin: float,
-        awaited: Awaited,
+        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, awaited: Awaited
     ) -> Flow[Ended]:
         raised: Exception | None = None
         try:
@@ -203,13 +198,7 @@ class Handling:
             self._consumed(worker, messages, took_ms, raised)
         return None if raised is None else self._failure(raised, subscription, messages), took_ms
 
-    def _consumed(
-        self,
-        worker: Worker,
-        messages: Sequence[Message],
-        took_ms: float,
-        error: Exception | None,
-    ) -> None:
+    def _consumed(self, worker: Worker, messages: Sequence[Message], took_ms: float, error: Exception | None) -> None:
         """Report the end of a call to `after_consume`.
         A call that timed out has been reported already, and counts only in order."""
         if worker.lapsed == worker.calls and not self._ordered:

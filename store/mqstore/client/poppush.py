@@ -97,13 +97,7 @@ class PopEngine:
         )
         self._clock = broker.store.clock
         self._source = PopSource(
-            broker,
-            group,
-            client_id,
-            ordered=ordered,
-            start=start,
-            retry=retry,
-            on_loss=handling.hooks.loss_teller(),
+            broker, group, client_id, ordered=ordered, start=start, retry=retry, on_loss=handling.hooks.loss_teller()
         )
         self.closing = False
         self.dropped = False

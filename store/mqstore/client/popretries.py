@@ -37,13 +37,7 @@ def pop_retries(
     Return them, and True if there may be more. In order the messages behind one that failed here are released. Raises
     what `Broker.pop` raises."""
     found = broker.pop(
-        group,
-        retry_topic(group),
-        count,
-        invisible=visibility_s,
-        order=order,
-        start="earliest",
-        skip_acked=skip_acked,
+        group, retry_topic(group), count, invisible=visibility_s, order=order, start="earliest", skip_acked=skip_acked
     )
     wanted: list[Delivery] = []
     blocked: set[int] = set()

@@ -46,10 +46,7 @@ from mqstore.errors import (
 )
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.outgoing import (
-    Body,
-    OutgoingMessage,
-)
+from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate
 
@@ -316,9 +313,7 @@ class Producer(Closing):
         def put() -> None:
             rest = messages[len(done) - start :]
             try:
-                done.extend(
-                    self._broker.put_many(run[0].topic, rest, queue_id=run[0].queue_id, durability="append"),
-                )
+                done.extend(self._broker.put_many(run[0].topic, rest, queue_id=run[0].queue_id, durability="append"))
             except MQStoreError as error:
                 done.extend(cast(Sequence[SendReceipt], error.receipts))
                 raise

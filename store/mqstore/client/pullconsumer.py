@@ -35,12 +35,7 @@ from mqstore.client.pullpositions import Positions, named
 from mqstore.client.sendrules import one_of
 from mqstore.client.waits import Ready
 from mqstore.client.wanted import Wanted, wanted
-from mqstore.errors import (
-    ConfigError,
-    MQStoreError,
-    NotPermittedError,
-    StoreClosedError,
-)
+from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue

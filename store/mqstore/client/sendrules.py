@@ -14,14 +14,7 @@ from mqstore.broker.delay.routing import routed_properties
 from mqstore.broker.road import SendOptions
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
-from mqstore.log.outgoing import (
-    OutgoingMessage,
-    check_integer,
-    checked_pairs,
-    flat_body,
-    key_words,
-    no_such_option,
-)
+from mqstore.log.outgoing import OutgoingMessage, check_integer, checked_pairs, flat_body, key_words, no_such_option
 from mqstore.options import Duration, seconds
 
 __all__ = ["check_limits", "check_options", "check_size", "one_of", "options_of"]

@@ -113,10 +113,7 @@ class _Job:
 
 
 def dlq_report(
-    stores: Stores | Selection,
-    *,
-    groups: Iterable[str] | None = None,
-    **where: Unpack[Where],
+    stores: Stores | Selection, *, groups: Iterable[str] | None = None, **where: Unpack[Where]
 ) -> DeadLetterReport:
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 

@@ -20,15 +20,7 @@ from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
 from mqstore.layout.jsontext import BODY, decode
 
-__all__ = [
-    "Bound",
-    "Selection",
-    "Shaped",
-    "Stores",
-    "check_followed",
-    "check_known",
-    "select",
-]
+__all__ = ["Bound", "Selection", "Shaped", "Stores", "check_followed", "check_known", "select"]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 """One store, store set or glob of stores, several of them, or paths by the ids that rows and reports show."""

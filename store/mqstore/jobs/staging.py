@@ -102,12 +102,7 @@ class ShardWriter:
         """Make the shard durable, records before the file that says they are whole."""
         self._close(sync=True)
         content = shard_json(
-            profile,
-            records=self.records,
-            size=self._size,
-            crc=self._crc,
-            largest=self._largest,
-            queues=self._queues,
+            profile, records=self.records, size=self._size, crc=self._crc, largest=self._largest, queues=self._queues
         )
         self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
         self._fs.pwrite(self._fds[0], content, 0)

@@ -91,11 +91,7 @@ class VerifyReport(Shaped):
 
 
 def verify(
-    stores: Stores | Selection,
-    *,
-    range_bytes: int = RANGE_BYTES,
-    max_errors: int = MAX_ERRORS,
-    **where: Unpack[Where],
+    stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES, max_errors: int = MAX_ERRORS, **where: Unpack[Where]
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included.
     Changes nothing. A store that cannot be opened is named in its row, and the others are checked. With a single store

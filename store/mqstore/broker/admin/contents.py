@@ -190,12 +190,7 @@ def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
 
 
 def _walk_log(
-    store: StoreReader,
-    dispatched: int,
-    problems: list[str],
-    progress: Callable[[int, int], None] | None,
-    *,
-    live: bool,
+    store: StoreReader, dispatched: int, problems: list[str], progress: Callable[[int, int], None] | None, *, live: bool
 ) -> tuple[dict[str, Any], int, str]:
     """Return the `commitlog` part, the undispatched bytes, and the reason why the log ends, or "".
     Undispatched bytes are those of whole records at or beyond `dispatched` that a queue should list. The reason

@@ -35,14 +35,7 @@ from typing import Final, NamedTuple
 from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
 from mqstore.clock import Clock
 
-__all__ = [
-    "Rate",
-    "Samples",
-    "Statistics",
-    "StatisticsSnapshot",
-    "Total",
-    "labels_of",
-]
+__all__ = ["Rate", "Samples", "Statistics", "StatisticsSnapshot", "Total", "labels_of"]
 
 
 CounterKey = tuple[str, str]

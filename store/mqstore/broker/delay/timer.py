@@ -87,12 +87,7 @@ from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
-from mqstore.layout.properties import (
-    REAL_QID,
-    REAL_TOPIC,
-    TIMER_DEL_UNIQKEY,
-    TIMER_OUT_MS,
-)
+from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
 from mqstore.log.message import Message
 
 __all__ = ["TimerService"]

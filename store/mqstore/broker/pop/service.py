@@ -326,13 +326,7 @@ class PopService(Mechanism):
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    def ack(
-        self,
-        group: str,
-        topic: str,
-        receipts: Sequence[str] | str,
-        durability: Durability | None = None,
-    ) -> None:
+    def ack(self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None) -> None:
         """Acknowledge deliveries. Settling one again is harmless.
         The pop log has it when this returns. With durability "flush" it is also on disk. Raises InvalidReceiptError,
         and settles nothing, if a receipt is not one of this group and topic. Raises ReceiptExpiredError for messages
