@@ -34,8 +34,8 @@ from mqstore.broker.road import SendOptions
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
+from mqstore.client.handlers import BatchFailure, Reject, Retry
 from mqstore.client.interceptors import Consumed, Interceptor
-from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.producer import Producer, Selector
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.client.pushconsumer import PushConsumer

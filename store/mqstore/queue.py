@@ -35,7 +35,7 @@ from mqstore.client.delivery import Lease, LeaseContext, release, visibility_sec
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.popretries import pop_retries
+from mqstore.client.popsource import pop_retries
 from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
     ConfigError,

@@ -77,7 +77,7 @@
 /* mqstore.log.outgoing */
 #define MAX_MESSAGE_GROUP 63
 
-/* mqstore.broker.pop.time */
+/* mqstore.broker.pop.ask */
 #define SAME_MOMENT_MS 1000
 
 /* mqstore.broker.pop.state */

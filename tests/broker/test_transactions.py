@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS
+from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
-from mqstore.broker.transactionops import OP_EVERY_MS
 from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,

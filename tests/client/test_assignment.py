@@ -11,9 +11,9 @@ import pytest
 
 from mqstore.broker.names import QueueKey
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
+from mqstore.client.handlers import Retry
 from mqstore.client.handling import Handling
 from mqstore.client.interceptors import Interceptor
-from mqstore.client.outcome import Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
 from mqstore.log.commitlog import QueueRef

@@ -13,9 +13,9 @@ import pytest
 
 from mqstore.broker.groups import RetryPolicy
 from mqstore.client import chunks
+from mqstore.client.chunks import TICK_MS
 from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
-from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.overdue import TICK_MS
+from mqstore.client.handlers import BatchFailure, Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from mqstore.errors import NotPermittedError, StoreFullError

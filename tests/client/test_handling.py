@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mqstore.broker.begun import Suspects
+from mqstore.client.groupsettings import Wanted
+from mqstore.client.handlers import BatchFailure, Reject, Retry
 from mqstore.client.handling import (
     Failure,
     Handling,
     Subscription,
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
-from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench

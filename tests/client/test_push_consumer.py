@@ -23,7 +23,7 @@ import pytest
 import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.client.consumerstats import QueueStats
-from mqstore.client.outcome import Reject, Retry
+from mqstore.client.handlers import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mqstore.broker.groups import RetryPolicy
-from mqstore.client.outcome import Reject, Retry
+from mqstore.client.handlers import Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message

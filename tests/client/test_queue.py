@@ -18,7 +18,7 @@ import pytest
 import mqstore
 from mqstore import Queue, RetryPolicy
 from mqstore.admin import Broker
-from mqstore.broker.housekeeper import Housekeeper
+from mqstore.broker.mechanism import Housekeeper
 from mqstore.signalsafe import Bell
 from tests.broker.support import full
 from tests.children import in_child

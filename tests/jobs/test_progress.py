@@ -17,9 +17,8 @@ from mqstore.broker.parts import open_tables
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs.options import Key, SourceOptions
-from mqstore.jobs.pacing import Limit
 from mqstore.jobs.plan import Bounds
-from mqstore.jobs.progress import Snapshot, StreamProgress, advance, decode_offset, encode_offset
+from mqstore.jobs.progress import Limit, Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.jobs.tasks import read_slices
 from tests.columnar.support import exported, many, write_store
 from tests.conftest import Golden

@@ -20,8 +20,8 @@ import mqstore.spark
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
+from mqstore.jobs.runner import pack
 from mqstore.jobs.selection import Shaped, select
-from mqstore.jobs.shipping import pack
 from mqstore.spark.queries import columns_of
 from tests.columnar.support import many, write_store
 

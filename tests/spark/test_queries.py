@@ -17,7 +17,7 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.jobs import select
-from mqstore.jobs.shipping import pack, ship
+from mqstore.jobs.runner import pack, ship
 from mqstore.jobs.views import VIEWS
 from mqstore.spark import create_views, session, sql
 from tests.tools.brokers import broker

@@ -30,7 +30,7 @@ import sys
 sys.path[:0] = {paths!r}
 from mqstore.jobs import traffic_report
 from mqstore.spark import session
-from mqstore.jobs.shipping import ship
+from mqstore.jobs.runner import ship
 conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
 spark = session("mine", conf)
 assert spark.conf.get("spark.sql.session.timeZone") == "UTC"

@@ -30,9 +30,8 @@ from mqstore.broker.reading import Reads
 from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
-from mqstore_tools.render import VERSION, as_json, console, note, print_json, progress, table
+from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
-from mqstore_tools.shown import body_bytes_option
 from mqstore_tools.taken import Asked, Run, Source, Start, quiet, supervise
 
 __all__ = ["consume"]

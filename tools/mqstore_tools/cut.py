@@ -18,9 +18,8 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
-from mqstore_tools.render import VERSION, Told, as_json, note, print_json, progress, safe, when
+from mqstore_tools.render import VERSION, Told, as_json, export_row, note, print_json, progress, safe, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
-from mqstore_tools.shown import export_row
 
 __all__ = ["cut"]
 

@@ -15,9 +15,8 @@ from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
-from mqstore_tools.render import note, print_json, progress, safe, show_tables, when
+from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
-from mqstore_tools.shown import body_bytes_option, print_message
 
 __all__ = ["dlq"]
 

@@ -78,12 +78,12 @@ def with_tables(text: str) -> str:
 
 def native_table() -> str:
     """Return table.h: each integer of these modules, without the underscore of a private name."""
-    from mqstore.broker.pop import state, time
+    from mqstore.broker.pop import ask, state
     from mqstore.layout import consumequeue, hosts, indexfile, properties, record
     from mqstore.log import outgoing
 
     lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
-    for module in (hosts, properties, record, consumequeue, indexfile, outgoing, time, state):
+    for module in (hosts, properties, record, consumequeue, indexfile, outgoing, ask, state):
         lines.append(f"\n/* {module.__name__} */")
         found = [f"#define {name.strip('_')} {value}" for name, value in vars(module).items() if type(value) is int]
         lines += [line for line in found if line not in lines]  # a name may have been imported from a module before

@@ -29,9 +29,19 @@ from mqstore.log.recordbatch import RecordBatch
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
 from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
-from mqstore_tools.render import Told, as_json, console, note, print_json, progress, show_bytes, table
+from mqstore_tools.render import (
+    Told,
+    as_json,
+    console,
+    export_row,
+    note,
+    print_json,
+    progress,
+    raw_bodies_option,
+    show_bytes,
+    table,
+)
 from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, refuse_given, within
-from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export", "lines"]
 

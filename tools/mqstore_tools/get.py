@@ -19,7 +19,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.messageid import decode_message_id
 from mqstore.log.tagfilter import parse_tags
 from mqstore.log.walk import damage_at, walk_queue
-from mqstore_tools.render import note, print_finding
+from mqstore_tools.render import body_bytes_option, note, print_finding, print_message, raw_bodies_option
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
@@ -29,7 +29,6 @@ from mqstore_tools.shared import (
     refuse_given,
     was_given,
 )
-from mqstore_tools.shown import body_bytes_option, print_message, raw_bodies_option
 
 __all__ = ["get"]
 

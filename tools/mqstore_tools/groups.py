@@ -14,6 +14,7 @@ from mqstore.broker.parts import Tables
 from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore.options import delay_table_ms
+from mqstore_tools.lag import suspended_of, suspended_tables
 from mqstore_tools.opened import (
     DefaultGroup,
     ask,
@@ -28,7 +29,6 @@ from mqstore_tools.opened import (
 )
 from mqstore_tools.render import safe, show_tables, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
-from mqstore_tools.suspended import suspended_of, suspended_tables
 
 __all__ = ["groups"]
 

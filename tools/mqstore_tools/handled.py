@@ -23,8 +23,7 @@ from typing import IO, Final, Protocol
 from mqstore import Message, Reject, Retry
 from mqstore.errors import FormatError
 from mqstore.layout.compression import MissingPackageError
-from mqstore_tools.render import note, safe
-from mqstore_tools.shown import print_message
+from mqstore_tools.render import note, print_message, safe
 
 __all__ = ["Commands", "Enough", "Failed", "Printer", "Work"]
 

@@ -1,7 +1,9 @@
-"""`mqstore lag`: the lag of consumer groups."""
+"""`mqstore lag`: the lag of consumer groups, and their suspended queues, which `mqstore groups` shows, too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,13 @@ from typing import Any
 import click
 
 from mqstore import QueueRef
+from mqstore.broker.admin.inspect import PopView
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import Cells, note, pick, progress, show_tables
+from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
-from mqstore_tools.suspended import suspended_tables
 
-__all__ = ["lag"]
+__all__ = ["lag", "suspended_of", "suspended_tables"]
 
 
 @click.command(
@@ -110,3 +112,27 @@ _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return *pick(row, "messages in_flight lost"), show_ms(row["oldest_age_ms"])
+
+
+def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the failed message that holds up each (topic, queue id), as JSON has it."""
+    return {
+        (key.topic, key.queue_id): asdict(each) for key, each in sorted(pops.suspended.items()) if key.group == group
+    }
+
+
+def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:
+    """Return a table of suspended queues (group, topic, queue id, failed message), if there are any."""
+    rows = [
+        (
+            *queue,
+            row["offset"],
+            row["attempt"],
+            when(row["since_ms"]),
+            show_ms(max(0, now_ms - row["since_ms"])),
+            row["error"],
+        )
+        for *queue, row in queues
+    ]
+    columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
+    return [("suspended by a message that failed", columns, rows)] if rows else []

@@ -28,8 +28,8 @@ import click
 import mqstore
 from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.broker.names import check_user_topic
+from mqstore.client.preparing import check_size
 from mqstore.client.producer import Producer
-from mqstore.client.sendrules import check_size
 from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
 from mqstore.layout.jsontext import BODY, decode
 from mqstore.log.writer import MAX_QUEUE_ID

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import click
 
 from mqstore import MQStoreError, OutgoingMessage, StoreConfig
-from mqstore.client.sendrules import check_options, check_size, options_of
+from mqstore.client.preparing import check_options, check_size, options_of
 from mqstore.layout.properties import SHARDINGKEY, is_reserved
 from mqstore.options import DEFAULT_MESSAGE_BYTES
 

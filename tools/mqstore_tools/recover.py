@@ -14,7 +14,7 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.engine import RecoveryReport
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
-from mqstore.jobs.recovering import recover as run
+from mqstore.jobs.verifying import recover as run
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config
 from mqstore.log.recovery.report import Rebuilt

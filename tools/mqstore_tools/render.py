@@ -7,6 +7,7 @@ its own escapes do the same.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import sys
@@ -16,12 +17,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+import click
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from mqstore import Message
 from mqstore.engine import Finding
+from mqstore.errors import FormatError
+from mqstore.layout.compression import MissingPackageError
+from mqstore.log.message import row_of
 
 __all__ = [
     "VERSION",
@@ -29,13 +35,17 @@ __all__ = [
     "EscapingHandler",
     "Told",
     "as_json",
+    "body_bytes_option",
     "body_text",
     "console",
+    "export_row",
     "note",
     "pick",
     "print_finding",
     "print_json",
+    "print_message",
     "progress",
+    "raw_bodies_option",
     "safe",
     "show_bytes",
     "show_tables",
@@ -283,3 +293,51 @@ class EscapingHandler(logging.Handler):
             note(f"{record.levelname.lower()}: {record.getMessage()}")
         except Exception:
             self.handleError(record)
+
+
+body_bytes_option = click.option(
+    "--body-bytes",
+    type=click.IntRange(0),
+    default=1024,
+    show_default=True,
+    help="How much of each body people are shown.",
+)
+raw_bodies_option = click.option(
+    "--raw-bodies", is_flag=True, help="Leave compressed bodies as they are stored; sys_flag says how."
+)
+
+
+def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
+    """Return the message as `export` writes it: stored names and units, `body` in base64.
+
+    Raises FormatError or MissingPackageError when a compressed body cannot be inflated, unless `raw_body` leaves it as
+    it is stored.
+    """
+    row = row_of(message, stored=raw_body)
+    row["body"] = base64.b64encode(row["body"]).decode("ascii")
+    return row
+
+
+def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_body: bool = False) -> bool:
+    """Print one message. Return False if its body could not be inflated, as told on stderr."""
+    try:
+        if json_output:
+            print(as_json(export_row(message, raw_body=raw_body)))
+            return True
+        body = body_text(message.body_view if raw_body else message.body, body_bytes)
+        fine = True
+    except (FormatError, MissingPackageError) as error:
+        note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")
+        if json_output:
+            return False
+        body, fine = body_text(message.body_view, body_bytes), False
+    facts = [f"{message.topic}/{message.queue_id}@{message.offset}", when(message.store_timestamp_ms)]
+    if message.tag is not None:
+        facts.append(f"tag={message.tag}")
+    if message.keys:
+        facts.append(f"keys={' '.join(message.keys)}")
+    facts += [f"{name}={value}" for name, value in message.properties.items()]
+    facts.append(f"id={message.message_id}")
+    print(safe("  ".join(facts)))
+    print(f"    {body}")
+    return fine

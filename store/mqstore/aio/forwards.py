@@ -19,8 +19,8 @@ from mqstore.broker.deadletters import Replay
 from mqstore.broker.road import SendOptions
 from mqstore.client import delivery, producer, pullconsumer, pushconsumer, simpleconsumer
 from mqstore.client.consumerstats import ConsumerStats
+from mqstore.client.groupsettings import Start
 from mqstore.client.preparing import Selector
-from mqstore.client.progress import Start
 from mqstore.client.pullconsumer import Told
 from mqstore.client.simpleconsumer import PendingInfo
 from mqstore.log.commitlog import QueueRef, SendReceipt

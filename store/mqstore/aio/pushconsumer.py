@@ -33,7 +33,7 @@ from mqstore.aio.forwards import PushConsumerForwards
 from mqstore.aio.twin import Closable
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
-from mqstore.client.signals import at_signals
+from mqstore.client.workers import at_signals
 from mqstore.options import Duration, seconds
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]

@@ -25,16 +25,14 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
 from mqstore.broker.admin.statistics import StatisticsSnapshot
-from mqstore.broker.asyncput import AsyncPuts
 from mqstore.broker.begun import Begun
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
-from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
-from mqstore.broker.mechanism import Mechanism, Pin
+from mqstore.broker.mechanism import Housekeeper, Mechanism, Pin
 from mqstore.broker.members import Members, Mode
 from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.offsets import OffsetTable
@@ -44,7 +42,7 @@ from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
-from mqstore.broker.road import SendOptions
+from mqstore.broker.road import AsyncPuts, SendOptions
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters

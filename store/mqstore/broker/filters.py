@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker import sql92
-from mqstore.broker.javanumbers import JAVA_BLANKS
+from mqstore.broker.sqltokens import JAVA_BLANKS
 from mqstore.errors import FilterError
 from mqstore.layout.properties import TAGS
 from mqstore.log.tagfilter import TagFilter, UnitFilter, refuse_single_bar

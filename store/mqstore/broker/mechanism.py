@@ -1,4 +1,4 @@
-"""Mechanism: what a broker's background services have in common (ARCHITECTURE.md).
+"""What a broker's background services have in common, and the thread that runs them (ARCHITECTURE.md).
 
     mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
                 persist()                           writes its state to disk
@@ -12,13 +12,23 @@ Each mechanism gets a function `wake` for "something may be due before my next r
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Mechanism", "Pin", "Roller", "Wake"]
+from mqstore.clock import Clock
+from mqstore.signalsafe import Bell
+from mqstore.threads import start_thread
+
+__all__ = ["Housekeeper", "Mechanism", "Pin", "Roller", "Wake"]
+
+_log = logging.getLogger("mqstore")
 
 Wake = Callable[[], None]
 
@@ -68,3 +78,147 @@ class Roller(Mechanism):
         be on disk when it returns: `pins` changes when they are. Raises what a put raises, after which relocated
         messages stay so."""
         raise NotImplementedError
+
+
+_RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
+_LOOK_MS = 500
+"""Longest sleep in ms while something is due later. Nobody reports a jump of the wall clock."""
+
+
+class _Job:
+    __slots__ = ("due_ms", "failures", "mechanism", "name", "woken")
+
+    def __init__(self, name: str, mechanism: Mechanism) -> None:
+        self.name = name
+        self.mechanism = mechanism
+        self.due_ms: int | None = None
+        self.woken = True
+        self.failures = 0
+
+    def is_due(self, now_ms: int) -> bool:
+        # A failed job is not woken, but waits. Otherwise frequent puts would make a full disk a busy loop.
+        return (self.woken and not self.failures) or (self.due_ms is not None and self.due_ms <= now_ms)
+
+
+class Housekeeper:
+    """Runner of due mechanisms. `start` gives it a thread. Without one, a test calls `run_once`.
+
+        next    name      work                      due = min over all; a wake-up makes one due at once
+        12:00   delay     run_once(now) -> 12:00:07
+        12:03   pop       run_once(now) -> None     only when woken
+
+    A mechanism that fails is logged once, is shown in `errors`, and is tried again after growing pauses, because the
+    disk may be full. The others continue.
+    """
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self.errors: dict[str, str] = {}
+        """Error of each mechanism that failed in its last run. A successful run removes it."""
+        self._name = name
+        self._clock = clock
+        self.turn = threading.RLock()
+        """Held while a mechanism runs or is saved. Reentrant: a mechanism calls the application, which may save."""
+        self._jobs: list[_Job] = []
+        self._bell = Bell()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._last_ms = 0
+
+    def waker(self, name: str) -> Callable[[], None]:
+        """Return a function that makes the named mechanism due at once. It may be called before `add`."""
+
+        def wake() -> None:
+            for job in self._jobs:
+                if job.name == name:
+                    job.woken = True  # before the bell: the woken thread looks here
+            self._bell.ring()
+
+        return wake
+
+    def add(self, name: str, mechanism: Mechanism) -> None:
+        """Add a mechanism. It is due at once, then at the times that its `run_once` returns."""
+        self._jobs.append(_Job(name, mechanism))
+
+    def run(self, name: str) -> None:
+        """Run the mechanism of that name now, before `start`."""
+        for job in self._jobs:
+            if job.name == name:
+                self._run(job, self._clock.now_ms())
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Run what is due. Return the next due time. One caller at a time."""
+        if now_ms < self._last_ms:  # the clock was set back: times of the old clock mean nothing now
+            for job in self._jobs:
+                job.due_ms = now_ms
+        self._last_ms = now_ms
+        for job in self._jobs:
+            if self._stopping:
+                return None
+            if job.is_due(now_ms):
+                job.woken = False
+                self._run(job, now_ms)
+        return self.next_due_ms(now_ms)
+
+    def next_due_ms(self, now_ms: int) -> int | None:
+        """Return the next due time, or None if only a wake-up can make something due."""
+        if any(job.is_due(now_ms) for job in self._jobs):
+            return now_ms
+        return min((job.due_ms for job in self._jobs if job.due_ms is not None), default=None)
+
+    def _run(self, job: _Job, now_ms: int) -> None:
+        try:
+            with self.turn:
+                job.due_ms = job.mechanism.run_once(now_ms)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self.errors.get(job.name) != text:
+                _log.error("%s: %s: %s", self._name, job.name, text, exc_info=True)
+            self.errors[job.name] = text
+            job.due_ms = now_ms + min(_RETRY_MAX_MS, _RETRY_MIN_MS << min(job.failures, 10))
+            job.failures += 1
+        else:
+            job.failures = 0
+            self.errors.pop(job.name, None)
+
+    def start(self) -> None:
+        """Run due mechanisms in a thread until `stop`."""
+        self._thread = start_thread(self, self._bell, "housekeeper")
+
+    def step(self) -> float | None:
+        """Do the work of the thread (`mqstore.threads`) that is due. Return None after `stop`."""
+        if self._stopping:
+            return None
+        due_ms = self.run_once(self._clock.now_ms())
+        return math.inf if due_ms is None else max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000
+
+    def stop(self, timeout_s: float) -> bool:
+        """Wait for the running job and start no other. Return True if it has ended."""
+        self._stopping = True
+        self._bell.ring()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def persist(self, first: Iterable[Callable[[], object]] = ()) -> list[Exception]:
+        """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
+        return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs))])
+
+    def close(self, timeout_s: float, *, persist: bool = True) -> bool:
+        """Stop, then save (`persist`) and close every mechanism. Return False if one still runs after the timeout."""
+        stopped = self.stop(timeout_s)
+        with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
+            if persist:
+                self.persist()
+            self._do(job.mechanism.close for job in reversed(self._jobs))
+        return stopped
+
+    def _do(self, steps: Iterable[Callable[[], object]]) -> list[Exception]:
+        errors = []
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # the others are saved and closed, even if one fails
+                _log.exception("%s: not persisted", self._name)
+                errors.append(error)
+        return errors

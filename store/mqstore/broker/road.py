@@ -13,20 +13,21 @@ first, or it would be diverted again.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Unpack, cast
 
-from mqstore.broker.delay.route import PRECISION_MS, delay_route
-from mqstore.broker.delay.routing import routed_properties
+from mqstore.broker.delay.route import PRECISION_MS, delay_route, routed_properties
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.broker.uniquekey import PROCESS_KEYS
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import InvalidMessageError, StoreClosedError
 from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.layout.record import (
     COMPRESSED,
@@ -51,8 +52,10 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID, PutOptions, RecordOptions, Sending, compiled_put, fields_of
 from mqstore.native import kernel
 from mqstore.options import Durability, Duration, milliseconds
+from mqstore.signalsafe import Bell, Future
+from mqstore.threads import start_thread
 
-__all__ = ["DelayedReceipt", "Road", "SendOptions"]
+__all__ = ["AsyncPuts", "DelayedReceipt", "Road", "SendOptions"]
 
 
 class SendOptions(PutOptions, total=False):
@@ -266,3 +269,65 @@ def _identified(copies: Sequence[Copy]) -> list[Copy]:
             copy = message, topic, queue_id, identity
         known.append(copy)
     return known
+
+
+class AsyncPuts:
+    """Futures of receipts whose records are stored and not yet synced.
+    An event loop must not wait for a sync. It passes its records on and gets futures. One thread, started with the
+    first of them, syncs all records that have been collected meanwhile."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+        self._lock = threading.RLock()  # a signal handler may put in the middle of a put
+        self._bell = Bell()
+        self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, put: Callable[[], SendReceipt], *, synced: bool) -> Future[SendReceipt]:
+        """Call `put`, which must not wait for the disk itself. Return its future receipt.
+        The future is done when `put` returns or, with `synced`, once its record is on disk. It has the error that `put`
+        raises."""
+        future: Future[SendReceipt] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            receipt = put()
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        if not synced:
+            future.set_result(receipt)
+            return future
+        with self._lock:
+            if self._closed:
+                future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
+                return future
+            if self._thread is None:
+                self._thread = start_thread(self, self._bell, "async-put")
+            self._bell.ring()  # first: a signal handler may raise behind it. The thread waits for the lock
+            self._waiting.append((future, receipt))
+        return future
+
+    def step(self) -> float | None:
+        """Sync the records that wait, in the thread (`mqstore.threads`) or while closing."""
+        with self._lock:
+            batch, self._waiting = self._waiting, []
+        if batch:
+            try:
+                self._store.flush()
+            except Exception as error:
+                for future, _ in batch:
+                    future.set_exception(error)
+            else:
+                for future, receipt in batch:
+                    future.set_result(receipt)
+        return None if self._closed else math.inf
+
+    def close(self) -> None:
+        """Sync the waiting records, and refuse further ones."""
+        with self._lock:
+            self._closed = True
+        self._bell.ring()
+        if self._thread is not None and self._thread is not threading.current_thread():  # a callback calls this
+            self._thread.join()
+            self.step()  # what the thread has not taken

@@ -14,7 +14,7 @@ string or NULL, a literal has its own type, a comparison is a truth value or NUL
 chosen once, when the expression is compiled (the table is `_KEYS`), and not in each evaluation.
 
 If one operand is a string and the other a number, the string is parsed as exactly that type by Java's rules. Doubles
-have Java's order (`javanumbers`).
+have Java's order (`double_order`).
 
 Hostile text costs little: length and nesting are limited, every token is read once, and a chain of one operator
 (`a AND b AND c`) becomes one node, not a deep tree.
@@ -30,8 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from mqstore.broker.javanumbers import double_order, parse_double, parse_int, parse_long
-from mqstore.broker.sqltokens import HINTS, Lexer, Token, error_at
+from mqstore.broker.sqltokens import HINTS, Lexer, Token, double_order, error_at, parse_double, parse_int, parse_long
 from mqstore.errors import EvaluationError, FilterError
 
 __all__ = ["MAX_DEPTH", "MAX_LENGTH", "Expression", "compile"]

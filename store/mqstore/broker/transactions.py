@@ -5,7 +5,7 @@ The clients' side is in clients#transaction.
                                                                           __transactionId__ = UNIQ_KEY
     commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
     rollback   an op
-    op         notes that a half is done (`transactionops`)
+    op         notes that a half is done (`OpLog`)
 
     open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
       |  ^
@@ -35,12 +35,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Final, Literal, cast
 
-from mqstore.broker.halves import CHECK_EVERY_MS, Ended, Half, Halves, TransactionHandle, number_of
+from mqstore.broker.halves import CHECK_EVERY_MS, OP_EVERY_MS, Ended, Half, Halves, OpLog, TransactionHandle, number_of
 from mqstore.broker.mechanism import Mechanism, Pin, Wake
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.parts import Parts, messages_of
 from mqstore.broker.selection import RoundRobin
-from mqstore.broker.transactionops import OP_EVERY_MS, OpLog
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError, MQStoreError, TransactionStateError
 from mqstore.layout.properties import (
@@ -94,8 +93,8 @@ CheckCallback = Callable[[Message], bool | NotAsked | None]
 class Transactions(Mechanism):
     """Half messages of a store: begin, end, check.
 
-    The class is long because all three change one table of open halves. `halves` has the table, `transactionops` the
-    notes in the log.
+    The class is long because all three change one table of open halves. `halves` has the table, and the notes
+    in the log.
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts

@@ -26,10 +26,10 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
+from mqstore.client.groupsettings import Progress, Start, place
 from mqstore.client.handling import Handling, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
-from mqstore.client.progress import Progress, Start, place
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import (
     ConfigError,

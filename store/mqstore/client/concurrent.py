@@ -19,10 +19,10 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
+from mqstore.client.delivery import as_sent, shown
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.message import Message

@@ -26,18 +26,68 @@ from typing import Any, Literal
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop import service as pop
+from mqstore.broker.retry import origin_topic
+from mqstore.client.handlers import Reject, Retry, retry_delay, shortened
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.outcome import Reject, Retry, retry_delay, shortened
-from mqstore.client.shown import shown
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = ["Delivery", "Lease", "LeaseContext", "as_delivered", "fail", "release", "visibility_seconds"]
+__all__ = [
+    "Delivery",
+    "Lease",
+    "LeaseContext",
+    "as_delivered",
+    "as_sent",
+    "fail",
+    "release",
+    "shown",
+    "visibility_seconds",
+]
 
 _log = logging.getLogger("mqstore")
+
+
+class _Shown(Message):
+    """Message as a handler sees it, with its original topic and all its attempts.
+    `queue` and `offset` are where it is stored.
+
+    source                             its record has                    it is shown with
+    a copy from a retry topic          that topic; the right attempt      the topic it was sent to
+    redelivered in order               its topic; attempt 1               the attempts that were counted elsewhere
+    """
+
+    __slots__ = ("_redeliveries", "_topic")
+
+    def __init__(self, message: Message, topic: str, redeliveries: int) -> None:
+        super().__init__(message._batch, message._start, message.offset, message._body_end)
+        self._topic = topic
+        self._redeliveries = redeliveries
+
+    @property
+    def topic(self) -> str:
+        """Topic it was sent to."""
+        return self._topic
+
+    @property
+    def reconsume_times(self) -> int:
+        """Number of earlier deliveries to the group."""
+        return self._redeliveries
+
+
+def shown(message: Message, topic: str, redeliveries: int | None = None) -> Message:
+    """Return `message` with this topic and number of earlier deliveries. None means its record's number."""
+    if message.topic == topic and (redeliveries is None or message.reconsume_times == redeliveries):
+        return message
+    return _Shown(message, topic, message.reconsume_times if redeliveries is None else redeliveries)
+
+
+def as_sent(message: Message, group: str) -> Message:
+    """Return `message`, from a retry topic of the group with the topic that it was sent to."""
+    return shown(message, origin_topic(message, group))
+
 
 _LONGEST_S = 12 * 3600
 """Longest lease, and longest delay before a failed message is redelivered."""

@@ -1,4 +1,4 @@
-"""Settings that a consumer shares with its group: order, start, retry policy (clients#group).
+"""Settings that a consumer shares with its group, and committed offsets (clients#group, clients#positions).
 
 given to the consumer     the group is not there yet    the group is there
 ordered    None           False                         as the group has it
@@ -15,15 +15,137 @@ A `Queue` is no member of its group; its `retry` follows the same rule when the 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.filters import Filter, as_filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy
-from mqstore.client.progress import Start
-from mqstore.errors import ConfigError
+from mqstore.broker.localoffsets import LocalOffsets
+from mqstore.broker.members import Expression
+from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
+from mqstore.errors import ConfigError, FilterError, OffsetOutOfRangeError
+from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms
 
-__all__ = ["check_order", "enter_group", "order_of"]
+__all__ = [
+    "GroupProgress",
+    "LocalProgress",
+    "Progress",
+    "Start",
+    "Wanted",
+    "check_order",
+    "check_start",
+    "enter_group",
+    "order_of",
+    "place",
+    "wanted",
+]
+
+Start = Literal["earliest", "latest"] | datetime
+
+
+class GroupProgress:
+    """Offsets of a group, of which this client is a member (delivery#group-start).
+    The broker keeps one for each queue, written 100 ms later, and on disk every `commit_interval` of the store.
+
+    A commit goes to the broker's memory at once. In one process that is as cheap as storing it here, and lags are
+    always exact. A kill loses only what the broker had not written yet.
+    """
+
+    def __init__(self, broker: Broker, group: str, client_id: str, start: Start | None) -> None:
+        """`start` is where the group begins in a new topic. None means the group's own start."""
+        self._broker = broker
+        self._group = group
+        self._client_id = client_id
+        self._start = start
+
+    def reload(self) -> None:
+        """Forget what was known before, when this consumer takes over."""
+
+    def begin(self, queue: QueueRef) -> int:
+        """Return the offset at which to continue or begin in a queue."""
+        self._broker.end_pops(self._group, *queue)
+        return self._broker.start_of(self._group, *queue, self._start)
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        """Note that everything below `offset` is settled."""
+        self._broker.commit(self._group, *queue, offset, owner=self._client_id)
+
+    def committed(self, queue: QueueRef) -> int | None:
+        return self._broker.committed(self._group, *queue)
+
+    def save(self) -> None:
+        self._broker.offsets.save()
+
+
+class LocalProgress:
+    """Offsets of a broadcasting client, with the methods of `GroupProgress`. Retention ignores them."""
+
+    def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
+        """`start` is where the client begins in a new topic. None means its group's start."""
+        self._broker = broker
+        self._group = group
+        self._offsets = offsets
+        self._start = start
+
+    def reload(self) -> None:
+        self._offsets.reload()
+
+    def begin(self, queue: QueueRef) -> int:
+        known = self._offsets.get(queue)
+        if known is not None:
+            return known
+        queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
+        if any(self._offsets.get(each) is not None for each in queues):  # a later queue has only new messages
+            begins = {queue: self._broker.min_offset(*queue)}
+        else:
+            begins = {each: self._first(each) for each in queues}
+        for each, begin in begins.items():
+            self._offsets.update(each, begin)
+        return begins[queue]
+
+    def _first(self, queue: QueueRef) -> int:
+        start = self._start or self._broker.groups.need(self._group).start
+        if type(start) is int:
+            return self._broker.offset_for_time(*queue, start)
+        return place(self._broker, queue, start)
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        self._offsets.update(queue, offset)
+
+    def committed(self, queue: QueueRef) -> int | None:
+        return self._offsets.get(queue)
+
+    def save(self) -> None:
+        self._offsets.persist()
+
+
+Progress = GroupProgress | LocalProgress
+"""Offsets of one consumer."""
+
+
+def check_start(start: object) -> None:
+    """Raise ConfigError unless a group can begin there. None stands for the group's own start."""
+    if start not in (None, "earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+        raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
+
+
+def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
+    """Return the offset that a number, a word or a time names in a queue.
+    Raises OffsetOutOfRangeError for a number that the queue does not have, ConfigError for anything else."""
+    if type(to) is int:
+        low, high = broker.min_offset(*queue), broker.max_offset(*queue)
+        if not low <= to <= high:
+            where = f"queue {queue.queue_id} of {queue.topic!r}"
+            raise OffsetOutOfRangeError(f"{where} has offsets {low}..{high}, not {to}", low, high)
+        return to
+    if to == "earliest":
+        return broker.min_offset(*queue)
+    if to == "latest":
+        return broker.max_offset(*queue)
+    if isinstance(to, datetime):
+        return broker.offset_for_time(*queue, to_ms(to))
+    raise ConfigError(f"a place in a queue is an offset, 'earliest', 'latest' or an aware datetime, not {to!r}")
 
 
 def order_of(broker: Broker, group: str, ordered: bool | None) -> bool:
@@ -55,3 +177,35 @@ def enter_group(
     if start is not None:
         settings["start"] = max(0, to_ms(start)) if isinstance(start, datetime) else start
     return broker.groups.get(group) or broker.groups.create(group, **settings)
+
+
+class Wanted(NamedTuple):
+    """Choice of messages of a topic."""
+
+    expression: Expression
+    """Kind and text, as members register it."""
+    filter: Filter | None
+
+
+def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
+    """Return the choice of messages of `topic` by tags or by an SQL92 expression.
+    Raises InvalidMessageError or NotPermittedError for a name that no user topic has, FilterError, and ConfigError for
+    both.
+
+    A blank choice of tags is refused. The engine takes it for no tag at all, which no message has, so the group would
+    skip everything (delivery#tags).
+    """
+    # Existing topics may have other names: dead letters, or topics of a Java broker.
+    if (
+        type(topic) is not str
+        or is_system_topic(topic)
+        or not (is_dlq_topic(topic) or broker.topics.get(topic) is not None)
+    ):
+        check_user_topic(topic)
+    if sql is not None:
+        if tags != "*":
+            raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
+        return Wanted(("SQL92", sql), broker.filter(sql, "SQL92"))
+    if tags and not tags.strip():
+        raise FilterError(f"topic {topic!r}: tags is blank, and would let nothing through; '*' is everything", 0)
+    return Wanted(("TAG", tags), as_filter(tags))

@@ -21,11 +21,10 @@ from typing import Any, Final, Literal
 
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.begun import Address, Suspects, note, note_run
-from mqstore.client.handlers import check_has_run
+from mqstore.client.groupsettings import Wanted
+from mqstore.client.handlers import BatchFailure, Reject, Retry, check_has_run, retry_delay
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
-from mqstore.client.outcome import BatchFailure, Reject, Retry, retry_delay
-from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
@@ -177,7 +176,7 @@ class Handling:
             took_ms = (worker.ended_at - begin) * 1000
             if self._after:
                 self._consumed(worker, messages, took_ms, error)
-            return self._failure(error, subscription, messages), took_ms
+            return self._failure(error, messages), took_ms
         worker.end()
         worker.ended_at = ended_at = time.perf_counter()
         took_ms = (ended_at - begin) * 1000
@@ -196,7 +195,7 @@ class Handling:
         took_ms = (worker.ended_at - begin) * 1000
         if self._after:
             self._consumed(worker, messages, took_ms, raised)
-        return None if raised is None else self._failure(raised, subscription, messages), took_ms
+        return None if raised is None else self._failure(raised, messages), took_ms
 
     def _consumed(self, worker: Worker, messages: Sequence[Message], took_ms: float, error: Exception | None) -> None:
         """Report the end of a call to `after_consume`.
@@ -223,7 +222,7 @@ class Handling:
             self.hooks.tell(self._after, consumed)
         self.hooks.tell(self.hooks.on_timeout, message, stack)
 
-    def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
+    def _failure(self, error: Exception, messages: Sequence[Message]) -> Failure:
         # The exception may be of a user's class and lack attributes. Its messages have failed in any case.
         if isinstance(error, Retry):
             return Failure("retry", text_of(error), retry_delay(error))

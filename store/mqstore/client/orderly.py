@@ -25,10 +25,10 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
+from mqstore.client.delivery import as_sent, shown
+from mqstore.client.handlers import shortened
 from mqstore.client.handling import Failure, Handling
-from mqstore.client.outcome import shortened
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.message import Message

@@ -22,7 +22,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -31,22 +32,60 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop import service as pop
-from mqstore.client.chunks import WORTH_MS, ChunkRunner
+from mqstore.broker.pop.service import Delivery
+from mqstore.client.chunks import WORTH_MS, Chunk, ChunkRunner, Home
 from mqstore.client.delivery import as_delivered, fail
+from mqstore.client.groupsettings import Wanted
+from mqstore.client.handlers import shortened
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
-from mqstore.client.outcome import shortened
-from mqstore.client.popitems import SETTLE_AGAIN_MAX_MS, Settling, Unit
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Held, Renewer
-from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 
-__all__ = ["PopEngine"]
+__all__ = ["SETTLE_AGAIN_MAX_MS", "PopEngine", "Settling", "Unit"]
+
+SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
+_receipt = attrgetter("receipt")
+
+
+class Unit(Chunk):
+    """Messages that are settled in one topic.
+    In order they are of one queue, but may have been sent to several topics. Without order they were sent to one."""
+
+    __slots__ = ("held",)
+
+    def __init__(
+        self, home: Home, topic: str, held: Held, messages: Sequence[Message] | None = None, *, ordered: bool
+    ) -> None:
+        """`messages` are some of `held`. None means all."""
+        super().__init__(home, topic, held.messages() if messages is None else messages, apart=ordered)
+        self.held = held
+
+    def delivery(self, message: Message) -> Delivery:
+        """Return the delivery of a message that is not settled."""
+        return self.held.deliveries[id(message)]
+
+    def receipts(self, messages: Sequence[Message]) -> list[str]:
+        """Return the receipts of messages that are not settled."""
+        return list(map(_receipt, map(self.held.deliveries.__getitem__, map(id, messages))))
+
+
+class Settling:
+    """Settlement steps that run in order, each until it succeeds."""
+
+    __slots__ = ("delay_ms", "steps", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.steps: deque[tuple[Callable[[], Settled], Sequence[Message], float]] = deque()
+        """Tuples (function, messages, milliseconds that their handlers took)."""
+        self.delay_ms = SETTLE_AGAIN_MS
+
 
 VISIBILITY_MS = 60_000
 HOLD_MS = 20_000

@@ -4,7 +4,7 @@
 
     look: one pop of each topic, beginning with the next topic each time, or with the one whose turn it is; again of
           topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists: what the group
-          failed at while it read by offset (popretries.py)
+          failed at while it read by offset, see `pop_retries`
 
 Queues have no owner, so there is nothing to share out. The holder of a delivery decides what becomes of it.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
@@ -22,15 +22,15 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop.service import MAX_BATCH, Delivery
-from mqstore.client.popretries import pop_retries
-from mqstore.client.progress import check_start
+from mqstore.broker.retry import origin_topic
+from mqstore.client.delivery import fail
+from mqstore.client.groupsettings import Wanted, check_start
 from mqstore.client.waits import Waits
-from mqstore.client.wanted import Wanted
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import milliseconds
 
-__all__ = ["PopSource"]
+__all__ = ["PopSource", "pop_retries"]
 
 _log = logging.getLogger("mqstore")
 
@@ -41,7 +41,7 @@ class PopSource:
     """Messages of `group` for one member. Thread-safe.
 
     >>> import mqstore, tempfile
-    >>> from mqstore.client.wanted import wanted
+    >>> from mqstore.client.groupsettings import wanted
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     _ = store.put("mail", b"hello")
     ...     source = PopSource(store.broker, "mailer", "c1")
@@ -236,3 +236,43 @@ class PopSource:
 
 def _subscriptions(wanted: Mapping[str, Wanted]) -> Subscriptions:
     return {topic: each.expression for topic, each in wanted.items()}
+
+
+def pop_retries(
+    broker: Broker,
+    group: str,
+    topics: Container[str],
+    count: int,
+    visibility_s: float,
+    *,
+    order: bool,
+    skip_acked: bool = False,
+) -> tuple[list[Delivery], bool]:
+    """Pop up to `count` messages of the group's retry topic that were sent to one of `topics`.
+    Return them, and True if there may be more. In order the messages behind one that failed here are released. Raises
+    what `Broker.pop` raises.
+
+    its topic is        the message is
+    subscribed to       delivered, under that topic; it is settled in the retry topic
+    nobody's any more   failed, as in a push consumer that reads: it is redelivered by the retry policy, in case
+                        somebody subscribes again, and becomes a dead letter in the end
+    """
+    found = broker.pop(
+        group, retry_topic(group), count, invisible=visibility_s, order=order, start="earliest", skip_acked=skip_acked
+    )
+    wanted: list[Delivery] = []
+    blocked: set[int] = set()
+    for each in found:
+        origin = origin_topic(each.message, group)
+        try:
+            if each.queue_id in blocked:
+                broker.release(group, each.topic, [each.receipt])
+            elif origin in topics:
+                wanted.append(each)
+            else:
+                if order:
+                    blocked.add(each.queue_id)
+                fail(broker, group, each, f"nobody subscribes to its topic {origin} any more")
+        except MQStoreError as error:  # it is redelivered when its lease is over
+            _log.warning("group %s: %s/%d could not be released: %s", group, each.topic, each.queue_id, error)
+    return wanted, len(found) == count

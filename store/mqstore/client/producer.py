@@ -22,14 +22,23 @@ from concurrent.futures import CancelledError
 from typing import Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.delay.routing import routed_properties
+from mqstore.broker.delay.route import routed_properties
 from mqstore.broker.names import check_group
 from mqstore.broker.road import SendOptions
 from mqstore.broker.transactions import TransactionHandle
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.preparing import Batch, Preparer, Ready, Selector, go_together, is_routed, plain
-from mqstore.client.sendrules import check_limits, one_of
+from mqstore.client.preparing import (
+    Batch,
+    Preparer,
+    Ready,
+    Selector,
+    check_limits,
+    go_together,
+    is_routed,
+    one_of,
+    plain,
+)
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
 from mqstore.closing import Closing

@@ -26,15 +26,13 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.members import Mode
 from mqstore.client.allocation import Strategy, strategy_named
-from mqstore.client.groupsettings import enter_group
+from mqstore.client.groupsettings import Start, Wanted, check_start, enter_group, place, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
-from mqstore.client.progress import Start, check_start, place
+from mqstore.client.preparing import one_of
 from mqstore.client.pullpositions import Positions, named
-from mqstore.client.sendrules import one_of
 from mqstore.client.waits import Ready
-from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message

@@ -40,7 +40,17 @@ from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
 from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
-from mqstore.client.groupsettings import check_order, enter_group, order_of
+from mqstore.client.groupsettings import (
+    GroupProgress,
+    LocalProgress,
+    Progress,
+    Start,
+    check_order,
+    check_start,
+    enter_group,
+    order_of,
+    wanted,
+)
 from mqstore.client.handlers import check_handler, check_plain
 from mqstore.client.handling import Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
@@ -48,12 +58,9 @@ from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.orderly import OrderlyService
 from mqstore.client.poppush import PopEngine
+from mqstore.client.preparing import one_of
 from mqstore.client.processqueue import Limits
-from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
-from mqstore.client.sendrules import one_of
-from mqstore.client.signals import at_signals
-from mqstore.client.wanted import wanted
-from mqstore.client.workers import Workers
+from mqstore.client.workers import Workers, at_signals
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message

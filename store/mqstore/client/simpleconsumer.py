@@ -26,13 +26,12 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
 from mqstore.client.delivery import Delivery, LeaseContext, visibility_seconds
-from mqstore.client.groupsettings import check_order, enter_group, order_of
+from mqstore.client.groupsettings import check_order, enter_group, order_of, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import client_id_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
-from mqstore.client.wanted import wanted
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef

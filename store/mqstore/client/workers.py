@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import heapq
 import logging
+import signal
 import sys
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import TypeVar
 
 from mqstore.broker.begun import NONE, UNREAD
@@ -35,7 +37,7 @@ from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
 
-__all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "cancelled", "current"]
+__all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "at_signals", "cancelled", "current"]
 
 _log = logging.getLogger("mqstore")
 
@@ -442,3 +444,26 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
     rest = job(worker)
     if isinstance(rest, GeneratorType):
         yield from rest
+
+
+@contextmanager
+def at_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """On the main thread, call `stop` at SIGINT and SIGTERM. A second signal has its former effect."""
+    restore: list[Callable[[], object]] = []
+
+    def restore_all() -> None:
+        for each in restore:
+            each()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        restore_all()
+        stop()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, handle)
+            restore.append(partial(signal.signal, number, before))
+    try:
+        yield
+    finally:
+        restore_all()

@@ -17,9 +17,9 @@ the stores it needs, and returns little; the results are the same wherever it ru
 The data source of Spark (`mqstore.spark`) stands on the same modules:
 
     reading   options, selection (which stores, which messages) -> plan (which ranges) -> tasks; keyindex, views
-    streams   progress, pacing
+    streams   progress
     writing   options, staging -> publish; sets
-    workers   telling, shipping
+    workers   telling, runner
 
 Nothing is imported here: pyarrow is needed only by the jobs that read messages, pyspark by none.
 """
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from mqstore.jobs.dlq import dlq_resend as dlq_resend
     from mqstore.jobs.export import export_parquet as export_parquet
     from mqstore.jobs.lag import lag_report as lag_report
-    from mqstore.jobs.recovering import recover as recover
     from mqstore.jobs.selection import select as select
     from mqstore.jobs.tracing import trace as trace
     from mqstore.jobs.traffic import traffic_report as traffic_report
+    from mqstore.jobs.verifying import recover as recover
     from mqstore.jobs.verifying import verify as verify
 
 _LAZY: Final = {
@@ -46,7 +46,7 @@ _LAZY: Final = {
     "dlq_resend": ".dlq",
     "export_parquet": ".export",
     "lag_report": ".lag",
-    "recover": ".recovering",
+    "recover": ".verifying",
     "select": ".selection",
     "trace": ".tracing",
     "traffic_report": ".traffic",

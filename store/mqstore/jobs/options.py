@@ -183,10 +183,7 @@ class OptionTable:
             said[option.field] = name
             try:
                 values[option.field] = option.parse(value)
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # of re, with a traceback as long as the text
+            except (ValueError, RecursionError) as error:  # of re, with a traceback as long as the text
                 what = error if isinstance(error, ValueError) else "it is nested too deeply"
                 raise ConfigError(f"option {option.name}={value!r:.200}: {what}; {option.accepts}") from None
         return values

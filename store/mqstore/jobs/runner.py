@@ -12,24 +12,29 @@ A session is used, never made (`mqstore.spark.sessions`).
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import shutil
 import signal
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import lru_cache, partial
 from logging.handlers import QueueHandler
 from multiprocessing import get_context
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.plan import StoreName
-from mqstore.jobs.shipping import ship
 from mqstore.jobs.telling import settle
 from mqstore.log.ahead import stay_alone
 
-__all__ = ["Progress", "Runner", "Where"]
+__all__ = ["Progress", "Runner", "Where", "pack", "ship"]
 
 Progress = Callable[[int, int], None]
 """Called with the number of tasks done and of all, after each task. With Spark it is called at the beginning and the
@@ -191,3 +196,35 @@ def _context_of(spark: Any) -> Any:
         raise ConfigError(
             "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
         ) from error
+
+
+@lru_cache(maxsize=1)
+def ship(context: Any) -> bool:
+    """Make `mqstore` importable for workers of this SparkContext. Returns True if it had to be sent.
+
+    In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it is sent as a zip.
+    Its requirements (numpy, pyarrow, crc32c, portalocker) are not: they are built for a machine.
+
+    The first call costs a job of one task. Register data sources later: Spark notes then what workers may import.
+    """
+
+    def is_there(_: int) -> bool:  # made here, so it is sent by value: by name it would need what it looks for
+        import importlib.util
+
+        return importlib.util.find_spec("mqstore") is not None
+
+    there = bool(context.parallelize([0], 1).map(is_there).collect()[0])
+    if not there:
+        folder = tempfile.mkdtemp(prefix="mqstore-")  # executors fetch it when they start, so it stays
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        context.addPyFile(pack(os.path.join(folder, "mqstore.zip")))
+    return not there
+
+
+def pack(archive: str) -> str:
+    """Write the modules of the library, without the command, into a zip for imports. Return its path."""
+    root = Path(__file__).parents[2]
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted([*(root / "mqstore").rglob("*.py"), root / "pyspark_mqstore.py"]):
+            file.write(path, path.relative_to(root).as_posix())
+    return archive

@@ -21,15 +21,19 @@ from typing import Unpack
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.pop.log import unreadable_records
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
+from mqstore.files.quiet import QUIET
 from mqstore.jobs.plan import StoreName, open_store
-from mqstore.jobs.runner import Runner, Where
+from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.log.recovery.known import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
-from mqstore.log.recovery.report import Finding, Kind
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import Finding, Kind, RecoveryReport
 
-__all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
+__all__ = ["Recovered", "VerifiedStore", "VerifyFinding", "VerifyReport", "recover", "verify"]
 
 MAX_ERRORS = 100
 """Limit of findings of a range that are listed."""
@@ -221,3 +225,47 @@ def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFin
         except (MQStoreError, OSError) as failed:
             whole.error = str(failed)
     return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, (), (0, 0), whole.error), []
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Result of recovering one store, or of a dry run."""
+
+    store: str
+    path: str
+    report: RecoveryReport | None
+    error: str | None
+    """Reason why the store could not be recovered, or None if it could."""
+
+
+def recover(
+    stores: Stores | Selection, *, options: RecoverOptions | None = None, **where: Unpack[Where]
+) -> tuple[Recovered, ...]:
+    """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
+
+    A store that cannot be recovered is named with its error, and the others are recovered. With a single store the
+    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. With a single
+    store in this process, progress is in bytes of its log. Raises ConfigError.
+    """
+    chosen = select(stores)
+    check_followed(chosen)
+    names = chosen.stores()
+    work = partial(_recover, options or RecoverOptions())
+    with Runner(**where) as runner:
+        if len(names) == 1 and where.get("spark") is None:
+            report = work(names[0], where.get("progress"))
+            return (Recovered(names[0].id, names[0].path, report, None),)
+        return tuple(runner.run(names, partial(_attempt, work), "mqstore recover"))
+
+
+def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
+    try:
+        return Recovered(name.id, name.path, work(name), None)
+    except (MQStoreError, OSError) as error:
+        return Recovered(name.id, name.path, None, str(error))
+
+
+def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> RecoveryReport:
+    fs = QUIET if options.dry_run else REAL
+    work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=unreadable_records)
+    return work(name.path, options, progress=progress, fs=fs)

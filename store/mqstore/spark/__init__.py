@@ -44,7 +44,7 @@ def register(spark: SparkSession) -> None:
     are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed.
     ImportError says what to install.
     """
-    from mqstore.jobs.shipping import ship
+    from mqstore.jobs.runner import ship
     from mqstore.spark.source import register_source
 
     context = getattr(spark, "sparkContext", None)  # a Connect client has none: there the server brings the package

@@ -31,8 +31,7 @@ except ImportError:  # pyspark 4.1
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.pacing import Limit
-from mqstore.jobs.progress import StreamProgress
+from mqstore.jobs.progress import Limit, StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.telling import plain_errors, settle
 

@@ -6,10 +6,9 @@ import code
 
 import click
 
-from mqstore_tools.many import Messages, message_options, usable
+from mqstore_tools.many import Messages, message_options, session, session_options, spark_errors, usable
 from mqstore_tools.render import note
 from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import session, session_options, spark_errors
 
 __all__ = ["shell"]
 

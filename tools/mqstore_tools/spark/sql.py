@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import Messages, message_options, usable
+from mqstore_tools.many import Messages, message_options, session, session_options, spark_errors, usable
 from mqstore_tools.render import as_json, body_text, console, note, progress, table
 from mqstore_tools.shared import StoreCommand, json_option
-from mqstore_tools.spark.common import session, session_options, spark_errors
 
 __all__ = ["sql"]
 

@@ -21,11 +21,10 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mqstore.broker.admin.lag import Lag, measure
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
 from mqstore.broker.mechanism import Mechanism
 from mqstore.broker.names import (
@@ -37,21 +36,69 @@ from mqstore.broker.names import (
     is_retry_topic,
     is_system_topic,
 )
+from mqstore.broker.pop.state import Standing
 from mqstore.broker.retention import physical_of
 from mqstore.layout.consumequeue import is_message
 
 if TYPE_CHECKING:
     from mqstore.broker.delay.levels import DelayService
     from mqstore.broker.delay.timer import TimerService
+    from mqstore.broker.offsets import OffsetTable
     from mqstore.broker.parts import Parts
     from mqstore.broker.pop.service import PopService
     from mqstore.broker.reading import Reads
     from mqstore.broker.transactions import Transactions
+    from mqstore.log.reader import StoreReader
     from mqstore.log.stats import StoreStats
 
-__all__ = ["Metrics"]
+__all__ = ["Lag", "Metrics", "measure"]
 
 _log = logging.getLogger("mqstore")
+
+
+class Lag(NamedTuple):
+    """Standing of a group in a queue, and the end of the queue by which its lag is measured.
+    Brokers and file views use one rule (delivery#statistics).
+
+        lag       = ready + in flight
+        popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled
+        read      ready: behind the last read                                 in flight: read and not committed
+
+    Messages that were acknowledged behind a message in flight are no lag, although the committed offset is lower.
+    Without a committed offset the lag is 0. Files do not show how far a group has read: from outside, its messages in
+    flight count as ready, and the sum is the same.
+    """
+
+    standing: Standing
+    end: int
+
+    @property
+    def ready(self) -> int:
+        return self.end - self.standing.next + self.standing.again
+
+    @property
+    def messages(self) -> int:
+        return self.ready + self.standing.in_flight
+
+
+def measure(
+    store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None
+) -> Lag | None:
+    """Return the lag of a group whose next offset is `committed`, or None if the queue does not exist.
+    `popped` is its standing by the pop log, if it has popped."""
+    bounds = store.offsets_or_none(key.topic, key.queue_id)
+    if bounds is None:
+        return None
+    low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
+    # A group without popped messages that is committed elsewhere than its pops ended reads by offset now.
+    if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
+        first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
+        return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high))
+    # For a group that reads, the messages in flight are those that were read and not committed.
+    first = min(high, max(low, committed))
+    pulled = min(high, max(first, offsets.query_pull(key) or 0))
+    return Lag(Standing(first, pulled, pulled, pulled - first, 0), high)
+
 
 _PAGE_UNITS = 65_536
 _NS_A_MS = 1_000_000

@@ -9,7 +9,7 @@ One step (`run_once`) does, in this order, a bounded amount of
     place    each new message of the timer topic gets a place in the slot in which it is due, or is rolled: a unit in
              the timer log, chained to the others of its slot (`timerunits.py`)
     read     each slot that has begun, oldest first, after all new messages are placed. Its chain is read, and then its
-             units are handled at their due times (`timerslot.py`). Cancelled messages are left out, due ones are put
+             units are handled at their due times (`SlotReading`). Cancelled messages are left out, due ones are put
              to their real queues, and others are rolled: put to the timer topic again (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint. Also at the end of each step until the timer has caught up
              after opening, and after messages were relocated
@@ -78,8 +78,7 @@ from mqstore.broker.delay.timerfiles import (
     TimerWheel,
 )
 from mqstore.broker.delay.timermessages import TimerMessages
-from mqstore.broker.delay.timerslot import SlotReading
-from mqstore.broker.delay.timerunits import REACH_MS, TimerUnits, unit_times, within
+from mqstore.broker.delay.timerunits import REACH_MS, SlotReading, TimerUnits, unit_times, within
 from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts

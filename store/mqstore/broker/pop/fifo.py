@@ -20,13 +20,12 @@ import logging
 from collections.abc import Iterable
 
 from mqstore.broker.begun import PROCESS_ENDED
-from mqstore.broker.pop.ask import Ask, Delivery
+from mqstore.broker.pop.ask import Ask, Delivery, pop_time
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import QueueState, Standing
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.pop.time import pop_time
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message, stored_bytes
 

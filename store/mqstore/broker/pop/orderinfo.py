@@ -37,8 +37,8 @@ from itertools import pairwise
 from typing import Any, Final, NoReturn
 
 from mqstore.broker.names import QueueKey
+from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.quick import BatchFields
-from mqstore.broker.pop.time import is_visible
 
 __all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
 

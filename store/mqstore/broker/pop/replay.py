@@ -27,13 +27,13 @@ from typing import Any
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.names import POP_LOG_KEY, QueueKey
+from mqstore.broker.pop.ask import SAME_MOMENT_MS
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
 from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.pop.time import SAME_MOMENT_MS
 
 __all__ = ["Replay", "count_begun"]
 

@@ -6,16 +6,15 @@
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
     module      knows
-    ask         arguments, deliveries as values             receipts   receipts as text
+    ask         arguments, deliveries as values, their times, by a clock that may be set back
+    receipts    receipts as text
     routes      which queues a group pops a topic from
     state       what is in flight in one queue, in memory
     quick       its fields, for compiled pops and acknowledgements
     log         form of the records
-    tables      all states, locks, agenda of due queues
-    time        pop times and visible times, by a clock that may be set back
+    tables      all states, locks, agenda of due queues, measurements
     standard    redelivery by copies              fifo    redelivery by reading again
     replay      start-up                          keep    a short log, consumerOrderInfo.json
-    figures     measurements
 
 Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. Under it the tables' own locks
 are taken, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
@@ -39,9 +38,8 @@ from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
 from mqstore.broker.mechanism import Mechanism, Pin, Wake
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.ask import Ask, Delivery, Pending, Start
+from mqstore.broker.pop.ask import SAME_MOMENT_MS, Ask, Delivery, Pending, Start
 from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.figures import PopFigures
 from mqstore.broker.pop.keep import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.orderinfo import Suspended, check_order_info
@@ -50,8 +48,7 @@ from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
-from mqstore.broker.pop.tables import DeadLetter, PopTables
-from mqstore.broker.pop.time import SAME_MOMENT_MS
+from mqstore.broker.pop.tables import DeadLetter, PopFigures, PopTables
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 

@@ -17,12 +17,11 @@ from operator import attrgetter
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
-from mqstore.broker.pop.ask import Ask, Delivery
+from mqstore.broker.pop.ask import Ask, Delivery, pop_time
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
-from mqstore.broker.pop.time import pop_time
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import DELAY, FIRST_POP_TIME
 from mqstore.log.message import Message, stored_bytes

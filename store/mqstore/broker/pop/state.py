@@ -24,9 +24,9 @@ from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
 from mqstore.broker.names import QueueKey
+from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.log import queue_head
 from mqstore.broker.pop.quick import BatchFields, QueueFields, TimelineFields
-from mqstore.broker.pop.time import is_visible
 from mqstore.log.message import Message
 
 __all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]

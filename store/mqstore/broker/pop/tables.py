@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
-from mqstore.broker.mechanism import Wake
+from mqstore.broker.mechanism import Pin, Wake
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.quick import PopFields
-from mqstore.broker.pop.state import Batch, Counts, QueueState
+from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
+from mqstore.broker.retention import physical_of
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
@@ -32,10 +34,11 @@ from mqstore.log.message import Message
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts
+    from mqstore.broker.pop.fifo import FifoQueues
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Waiters
 
-__all__ = ["DeadLetter", "PopTables"]
+__all__ = ["DeadLetter", "PopFigures", "PopTables"]
 
 _log = logging.getLogger("mqstore")
 
@@ -340,3 +343,61 @@ class PopTables(PopFields):
                 times.append(at_most_ms)
             self._promised_ms = min(times, default=None)
             return self._promised_ms
+
+
+class PopFigures:
+    """Measurements of all queue states, each read under its lock."""
+
+    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+        self._tables = tables
+        self._fifo = fifo
+
+    def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
+        """Yield the counts of each queue since the last call. Queues without a change are left out."""
+        while self._tables.last_counts:
+            yield self._tables.last_counts.pop()
+        for key, state in list(self._tables.states.items()):
+            if state.pops or state.acked:  # read without the lock: a later change is for the next call
+                with state.lock:
+                    found = state.counts()
+                if found is not None:
+                    yield key, found
+
+    def standing(self, key: QueueKey) -> Standing | None:
+        """Return the standing of the group in a queue.
+        Returns None if the group has not popped from the queue since the store was opened and nothing is in flight."""
+        state = self._tables.states.get(key)
+        if state is None or state.cursor < 0:
+            return None
+        with state.lock:
+            record = self._tables.order(state)
+            if record is not None:
+                return self._fifo.standing(state, record, self._tables.clock.now_ms())
+            return state.standing()
+
+    def backlog(self, now_ms: int) -> tuple[int, int, int]:
+        """Return (overdue deliveries, ms that the first of them has waited, open batches).
+        Overdue deliveries wait to be redelivered. An open batch has a message that is not settled."""
+        overdue, first_ms, batches = 0, now_ms, 0
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                batches += state.open_batches
+                for at_ms in state.overdue(now_ms):
+                    overdue += 1
+                    first_ms = min(first_ms, at_ms)
+        return overdue, now_ms - first_ms, batches
+
+    def held(self) -> Iterable[Pin]:
+        """Yield the oldest message in flight of each queue.
+        Retention that keeps nothing else for a group uses this. Messages that wait for a receiver are not included:
+        released ones, and FIFO ones that are visible again."""
+        store, now_ms = self._tables.store, self._tables.clock.now_ms()
+        for key, state in list(self._tables.states.items()):
+            with state.lock:
+                record = self._tables.order(state)
+                held = [] if record is None else record.held(state.cursor, now_ms)
+                offset = min(chain(state.in_flight, held), default=None)
+            if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
+                physical = physical_of(store, key.topic, key.queue_id, offset)
+                if physical is not None:
+                    yield Pin(physical, key.topic, key.queue_id, key.group, "in flight")
