@@ -14,6 +14,7 @@ import click
 
 import mqstore
 from mqstore.engine import StoreReader
+from mqstore.options import Durability
 from mqstore_tools.render import progress, show_bytes, show_tables
 from mqstore_tools.shared import StoreCommand
 
@@ -52,7 +53,7 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
     tests: list[tuple[str, int, Callable[[Path], Callable[[], int]]]] = [
         ("put, append", messages, lambda path: lambda: _put(path, body, messages)),
         ("put_many of 1000, append", messages, lambda path: lambda: _put_many(path, body, messages)),
-        ("put, flush", syncs, lambda path: lambda: _put_flush(path, body, syncs)),
+        ("put, flush", syncs, lambda path: lambda: _put(path, body, syncs, "flush")),
         ("read as messages", messages, lambda path: _reader(path, body, messages, _read_messages)),
         ("verify", messages, lambda path: _reader(path, body, messages, _verify)),
     ]
@@ -91,8 +92,8 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
     show_tables({"body_bytes": body_bytes, "results": results}, cells, json_output=json_output)
 
 
-def _put(path: Path, body: bytes, count: int) -> int:
-    with mqstore.engine.MessageStore(path) as store:
+def _put(path: Path, body: bytes, count: int, durability: Durability = "append") -> int:
+    with mqstore.engine.MessageStore(path, durability=durability) as store:
         put = store.put
         for _ in range(count):
             put(_TOPIC, body)
@@ -107,24 +108,17 @@ def _put_many(path: Path, body: bytes, count: int) -> int:
     return done
 
 
-def _put_flush(path: Path, body: bytes, count: int) -> int:
-    with mqstore.engine.MessageStore(path, durability="flush") as store:
-        for _ in range(count):
-            store.put(_TOPIC, body)
-    return count
-
-
-def _reader(path: Path, body: bytes, count: int, read: Callable[[StoreReader, int], int]) -> Callable[[], int]:
+def _reader(path: Path, body: bytes, count: int, read: Callable[[StoreReader], int]) -> Callable[[], int]:
     _put_many(path, body, count)
 
     def run() -> int:
         with mqstore.engine.ReadOnlyMessageStore(path) as store:
-            return read(store, count)
+            return read(store)
 
     return run
 
 
-def _read_messages(store: StoreReader, count: int) -> int:
+def _read_messages(store: StoreReader) -> int:
     offset = 0
     while messages := store.read(_TOPIC, 0, offset, _MANY):
         for message in messages:
@@ -133,6 +127,6 @@ def _read_messages(store: StoreReader, count: int) -> int:
     return offset
 
 
-def _verify(store: StoreReader, count: int) -> int:
+def _verify(store: StoreReader) -> int:
     verifier = store.verifier()
     return verifier.messages if not list(verifier.findings()) else -1

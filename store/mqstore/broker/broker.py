@@ -125,8 +125,11 @@ class Broker(Closing, Sending):
         self.groups: GroupTable = parts.groups
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
-        self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(self._may_join, parts.groups)
+        self.locks = QueueLocks(parts.clock, self._check_open)
+        """Leases on queues for orderly consumers: `try_lock_batch`, `unlock_batch`."""
+        self.members = Members(self._may_join, parts.groups)
+        """Registry of members: `register`, `unregister`, `members`, `on_change`.
+        A member may unregister after the store was closed."""
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -135,21 +138,23 @@ class Broker(Closing, Sending):
         self._waiters = Waiters(parts, wake("waiters"))
         self._delay = DelayService(parts, wake("delay"), self._retries.dead_letter)
         self._timer = TimerService(parts, wake("timer"))
-        self._begun = Begun(parts)
+        self.begun = Begun(parts)
+        """Notes of the messages that handlers have begun, in this process and the one before."""
         self._pop = PopService(
-            parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self._begun
+            parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self.begun
         )
         # Not methods: a call between costs as much as some of the work.
         self.pop_at_once = self._pop.pop_at_once
         self.ack_at_once = self._pop.ack_at_once
-        self._transactions = Transactions(parts, wake("transactions"))
+        self.transactions = Transactions(parts, wake("transactions"))
+        """Half messages: `begin`, `end`, `on_check`."""
         keepers: dict[str, Mechanism] = {
             "offsets": parts.offsets,
             "waiters": self._waiters,
             "delay": self._delay,
             "timer": self._timer,
             "pop": self._pop,
-            "transactions": self._transactions,
+            "transactions": self.transactions,
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
         self._retention = RetentionService(
@@ -161,7 +166,7 @@ class Broker(Closing, Sending):
             pop=self._pop,
             delay=self._delay,
             timer=self._timer,
-            transactions=self._transactions,
+            transactions=self.transactions,
         )
         # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
         for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():
@@ -348,7 +353,7 @@ class Broker(Closing, Sending):
         end = (self.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         if not 0 <= queue_id < max(config.read_queues, config.write_queues) or not 0 <= offset <= end:
             raise OffsetOutOfRangeError(f"offset {offset} of {topic}/{queue_id} does not lie in 0..{end}", 0, end)
-        if owner is not None and self._locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
+        if owner is not None and self.locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         key = QueueKey(group, topic, queue_id)
         self.offsets.commit(key, offset, durability=durability)
@@ -390,7 +395,7 @@ class Broker(Closing, Sending):
         """Forget a group: its settings, committed offsets and deliveries in flight. Dead letters stay.
         Raises GroupInUseError while it has members, GroupNotFoundError for an unknown group."""
         self._check_open()
-        if members := self._members.members(group):
+        if members := self.members.members(group):
             raise GroupInUseError(f"group {group!r} has members: {', '.join(members[:10])}; let them leave first")
         delete_group(self._parts, group)
 
@@ -398,11 +403,6 @@ class Broker(Closing, Sending):
         """Return the failed attempts of an orderly group, by offset."""
         self._check_open()
         return self._pop.attempts(QueueKey(group, topic, queue_id))
-
-    @property
-    def begun(self) -> Begun:
-        """Notes of the messages that handlers have begun, in this process and the one before."""
-        return self._begun
 
     def note_attempt(
         self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
@@ -418,19 +418,6 @@ class Broker(Closing, Sending):
         attempt runs. The group may pop with `order=True` or have ordered push consumers."""
         self._check_open()
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
-
-    # -- members and locks ------------------------------------------------------------------------------------------
-
-    @property
-    def members(self) -> Members:
-        """Registry of members: `register`, `unregister`, `members`, `on_change`.
-        A member may unregister after the store was closed."""
-        return self._members
-
-    @property
-    def locks(self) -> QueueLocks:
-        """Leases on queues for orderly consumers: `try_lock_batch`, `unlock_batch`."""
-        return self._locks
 
     # -- out, by receipt --------------------------------------------------------------------------------------------
 
@@ -581,13 +568,6 @@ class Broker(Closing, Sending):
         self._check_open()
         return DeadLetters(self._parts, group)
 
-    # -- transactions -----------------------------------------------------------------------------------------------
-
-    @property
-    def transactions(self) -> Transactions:
-        """Half messages: `begin`, `end`, `on_check`."""
-        return self._transactions
-
     # -- statistics -------------------------------------------------------------------------------------------------
 
     def stats(self) -> BrokerStats:
@@ -602,7 +582,7 @@ class Broker(Closing, Sending):
             delay_levels=self._delay.progress(),
             timer_waiting=self._timer.waiting(),
             in_flight=self._pop.in_flight(),
-            open_transactions=self._transactions.open_count(),
+            open_transactions=self.transactions.open_count(),
             oldest_pin=self._retention.oldest_pin(),
             errors=errors,
         )
@@ -645,7 +625,7 @@ class Broker(Closing, Sending):
         """Save as `save` does, and return `work()`. No mechanism runs in between, so snapshots have what was saved."""
         self._check_open()
         with self._housekeeper.turn:
-            if errors := self._housekeeper.persist([*self._members.on_save, self.store.flush]):
+            if errors := self._housekeeper.persist([*self.members.on_save, self.store.flush]):
                 raise errors[0]
             return work()
 

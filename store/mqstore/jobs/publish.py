@@ -127,7 +127,7 @@ def check_lock(options: SinkOptions) -> None:
     Raises StoreLockedError, as `commit` would. Only for target=store.
     """
     until = time.monotonic() + options.lock_timeout_s
-    with _advised(Path(options.path), options):
+    with _advised(options):
         while options.target == "store" and writer_alive(options.path):
             if time.monotonic() >= until:
                 refuse_beside_writer(options.path)
@@ -186,7 +186,7 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
     Committing again is right in any case.
     """
     root = Path(options.path)
-    with _advised(root, options):
+    with _advised(options):
         written = _COMMITS[options.target](root, options, wanted, fs, clock)
     with _left_to_clean(root):  # the batch is in, whatever comes of this
         fs.remove_tree(transaction_folder(root, wanted.app, wanted.version))
@@ -226,7 +226,7 @@ def _left_to_clean(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _advised(root: Path, options: SinkOptions) -> Iterator[None]:
+def _advised(options: SinkOptions) -> Iterator[None]:
     """Let lock errors name the option that waits longer, and sync errors what to look for."""
     try:
         yield
