@@ -72,6 +72,8 @@ class BackgroundWork:
 
     def run_once(self, now_ms: int) -> int:
         """Do the work that is due at `now_ms` (monotonic). Return when to call again."""
+        if self._wakeups.log.end >= self._wakeups.room_mark:
+            self._due_ms["room"] = 0
         for name, interval_ms, task in self._tasks:
             if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
                 continue

@@ -87,6 +87,8 @@ class Room:
         """True if `tmp/room` exists."""
         self._wanted = 0
         """Size of the largest put that waits for room."""
+        self._is_scarce = False
+        """True if less is to spare than a quarter of the last segment: it is freed before a put goes into it."""
         self._cleaned_ms = 0
         self._cleaned = Gate()
         """Opened when the next run has cleaned."""
@@ -104,8 +106,7 @@ class Room:
             over = log.end - log.min_offset - policy.max_bytes - 2 * segment_bytes
             if over > 0 and not 0 <= self._parts.clock.monotonic_ms() - self._cleaned_ms < _CLEAN_MS:
                 self._wait_for_run()
-        # On a full disk segments are freed before the first put: it may be in one that could be deleted.
-        if log.free_until and (log.end + size <= log.free_until or self._has_room(size)):
+        if log.end + size <= log.free_until or (self._has_room(size) and not self._is_scarce):
             return
         self._wanted = max(self._wanted, size)
         self._wait_for_run()
@@ -121,7 +122,7 @@ class Room:
             policy = self._policy()
             if policy is not None:
                 self._clean(policy)
-                if not self._log.free_until or not self._has_room(wanted):
+                if not self._has_room(wanted) or self._is_scarce:
                     self._free(policy, wanted)
                     self._has_room(wanted)
         finally:
@@ -150,6 +151,8 @@ class Room:
         free = self._free_bytes()
         spare = free - self._kept_bytes(free - self._kept - size) - size
         fits = spare >= 0 and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
+        last = self._log.run.last
+        self._is_scarce = last is not None and 4 * spare < self._log.end - last.start
         self._log.free_until = self._log.end + size + spare // _SHARE if fits else 0
         self._hold(fits)
         return fits
@@ -187,8 +190,12 @@ class Room:
         count = -(-missing // run.segment_bytes)
         self._drop_before(min(unneeded, log.min_offset + count * run.segment_bytes))
         last = run.last
-        if last is not None and 2 * (unneeded - last.start) > log.end - last.start > 0:
-            # The last segment is never deleted. It ends early if most of it is not needed any more.
+        if last is None or last.start == log.end:
+            return
+        is_dead = 2 * (unneeded - last.start) > log.end - last.start and not self._has_room(wanted)
+        if is_dead or unneeded >= log.end:
+            # The last segment is never deleted. It ends early if most of it is not needed any more, although the blocks
+            # that it has ahead are lost until then, and if nothing of it is.
             log.end_segment()
             self._dispatcher.catch_up()
             self._drop_before(self.bound(policy))

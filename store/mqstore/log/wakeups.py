@@ -17,6 +17,8 @@ __all__ = ["NEVER", "PagesAhead", "Wakeups"]
 
 NEVER = 1 << 62
 """Physical offset that no log reaches."""
+_ROOM_BYTES = 1 << 16
+"""Bytes that the engine may store on a full disk until room is looked for again."""
 _POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
 _POPULATE_MS = 30
 """Pages are prepared for what a writer stores in this time, at its recent pace.
@@ -111,6 +113,8 @@ class Wakeups:
         """If true, both threads end as soon as they see it."""
         self.dispatcher_mark = NEVER
         """Physical offset at which a put wakes the dispatcher: 0 while it rests, `NEVER` while it works."""
+        self.room_mark = NEVER
+        """Physical offset at which the flusher looks for room: the engine's own records may have used what was found."""
         self._background = background
         self._after_sync = after_sync
         self._lock = threading.RLock()
@@ -133,7 +137,11 @@ class Wakeups:
             if log.end >= self.dispatcher_mark:
                 self.dispatcher_mark = NEVER
                 self.dispatcher.ring()
-            if self._background and not self._is_flusher_called and log.end >= self._mark(log.end):
+            if (
+                self._background
+                and not self._is_flusher_called
+                and (log.end >= self._mark(log.end) or log.end >= self.room_mark)
+            ):
                 self._is_flusher_called = True
                 self.flusher.ring()
             self.set()
@@ -159,6 +167,7 @@ class Wakeups:
         finally:
             with self._lock:
                 self._is_flusher_called = False
+                self.room_mark = max(self.log.free_until, end + _ROOM_BYTES)
                 self.set()
 
     def set(self) -> None:
@@ -168,7 +177,7 @@ class Wakeups:
         alarm = NEVER if self._after_sync else self.dispatcher_mark  # there is nothing to see before the sync
         if self._background and not self._is_flusher_called:
             # After a write by a call each put is checked: the mark is different if the next put is stored.
-            alarm = 0 if end == log.called_end else min(alarm, self._mark(end))
+            alarm = 0 if end == log.called_end else min(alarm, self._mark(end), self.room_mark)
         log.alarm = alarm
 
     def _mark(self, end: int) -> int:
