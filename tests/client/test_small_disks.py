@@ -99,6 +99,12 @@ def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(tmp_path: Path,
             assert queue.qsize() == len(bodies)
 
 
+def test_batch_needs_no_more_room_than_its_bytes(tmp_path: Path) -> None:
+    bodies = [bytes(100_000), *[b"x"] * 1000]
+    with small_disk(tmp_path / "disk", 32 * MIB) as disk, mqstore.open(disk / "mq") as store:
+        assert len(store.put_many("t", bodies)) == len(bodies)
+
+
 def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:
     """Other programs may take what is kept back. Then reads, pops and sizes say so, and the next put is refused."""
     fs = FaultyFileSystem()

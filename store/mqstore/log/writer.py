@@ -224,8 +224,8 @@ class LogWriter:
         """
         queue = self.queue_to_put(topic, queue_id)
         body = self._checked_body(body)
-        self.check_room(len(body))
         if not options:
+            self.check_room(len(body))
             return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self.syncs.by_default)
         waits = self.waits(options.pop("durability", None))
         unknown = options.keys() - MessageOptions.__annotations__.keys()
@@ -234,6 +234,7 @@ class LogWriter:
         flag = options.pop("flag", 0)
         check_integer(flag, 32, "flag")
         tail = tail_of(queue.plain_tail, user_properties(**options))  # type: ignore[misc]  # `flag` is taken out
+        self.check_room(len(body))
         return self._put_record(queue, body, tail, Fields(flag), options.get("unique_key"), waits)
 
     def check_room(self, body_bytes: int) -> None:
@@ -472,7 +473,7 @@ class LogWriter:
             cuts = self._cuts(bodies, tails)
         try:
             for start, stop in pairwise(cuts):
-                self.check_room((longest + overhead) * (stop - start))
+                self.check_room(min((longest + overhead) * (stop - start), self._max_chunk))
                 receipts.add(
                     *self.log.append_many(
                         queue,
