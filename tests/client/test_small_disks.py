@@ -14,6 +14,7 @@ import pytest
 
 import mqstore
 from mqstore import Retention, SimulatedClock, StoreConfig
+from mqstore.broker import broker
 from mqstore.broker.broker import Broker
 from mqstore.errors import StoreFullError
 from tests.faults import FaultyFileSystem
@@ -103,6 +104,26 @@ def test_batch_needs_no_more_room_than_its_bytes(tmp_path: Path) -> None:
     bodies = [bytes(100_000), *[b"x"] * 1000]
     with small_disk(tmp_path / "disk", 32 * MIB) as disk, mqstore.open(disk / "mq") as store:
         assert len(store.put_many("t", bodies)) == len(bodies)
+
+
+def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is cleaned at opening. The flusher begins before the broker is open and ends after it is closed."""
+    config = StoreConfig(segment_bytes=SEGMENT, retention=Retention(age=None, max_bytes=SEGMENT))
+    with small_disk(tmp_path / "disk", 16 * MIB) as disk:
+        store = mqstore.open(disk / "mq", config=config)
+        for _ in range(50):
+            store.queue("jobs").put(bytes(10_000))
+        log = store.broker.store
+        close = log.close
+        monkeypatch.setattr(log, "close", lambda timeout: (log.room.run_once(), close(timeout)))
+        store.close()
+        Path(disk, "others").write_bytes(bytes(14 * MIB + MIB // 2))
+        parts = broker.open_parts
+        monkeypatch.setattr(broker, "open_parts", lambda log: (log.room.run_once(), parts(log))[1])
+        with mqstore.open(disk / "mq", config=config) as store:
+            assert store.queue("jobs").qsize() == 50
 
 
 def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:

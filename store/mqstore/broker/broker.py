@@ -108,6 +108,7 @@ class Broker(Closing, Sending):
             raise ReadOnlyStoreError(refusal_to_reader(store.path, store.fs))
         if store.room.bound is not None:
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
+        store.room.bound = lambda policy: 0  # nothing is deleted before it is known what consumers need
         self.store = store
         self._closed = False
         self._housekeeper = Housekeeper(str(store.path), store.clock)

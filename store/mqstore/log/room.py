@@ -94,8 +94,8 @@ class Room:
         """Opened when the next run has cleaned."""
 
     def start(self) -> None:
-        """Free room if an earlier process has left the disk full."""
-        if not self._has_room(0):
+        """Free room if an earlier process has left the disk full, once a broker knows what is needed."""
+        if not self._has_room(0) and self.bound is not None:
             self._wait_for_run()
 
     def check(self, size: int) -> None:
