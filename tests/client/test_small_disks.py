@@ -126,6 +126,23 @@ def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(
             assert store.queue("jobs").qsize() == 50
 
 
+def test_mechanism_that_calls_a_putting_application_does_not_keep_the_disk_full(tmp_path: Path) -> None:
+    """The flusher saves the mechanisms before it frees room, and may not wait for one that waits for the room."""
+    item = bytes(100_000)
+    config = StoreConfig(segment_bytes=MIB)
+    with small_disk(tmp_path / "disk", 16 * MIB) as disk, mqstore.open(disk / "mq", config=config) as store:
+        queue = store.queue("jobs")
+        with suppress(StoreFullError):
+            while True:
+                queue.put(item)
+        while queue.qsize():
+            queue.get(timeout=15).ack()
+        with store.broker._housekeeper.turn:
+            for _ in range(20):
+                queue.put(item)
+        assert queue.qsize() == 20
+
+
 def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:
     """Other programs may take what is kept back. Then reads, pops and sizes say so, and the next put is refused."""
     fs = FaultyFileSystem()

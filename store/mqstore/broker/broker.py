@@ -180,7 +180,7 @@ class Broker(Closing, Sending):
         if store.config.clock is None:
             self._housekeeper.run("pop")  # first: messages held by receivers of the process before are visible
             self._housekeeper.start()
-        store.room.settle = self.save
+        store.room.settle = lambda: self._housekeeper.soon(self.save)
         store.room.start()
 
     def _topic_changed(self, topic: str) -> None:

@@ -200,6 +200,14 @@ class Housekeeper:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def soon(self, work: Callable[[], object]) -> None:
+        """Call `work`, or not if a mechanism runs for long: it may have called a put that waits for this thread."""
+        if self.turn.acquire(timeout=0.5):
+            try:
+                work()
+            finally:
+                self.turn.release()
+
     def persist(self, first: Iterable[Callable[[], object]] = ()) -> list[Exception]:
         """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
         return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs))])
