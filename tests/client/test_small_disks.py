@@ -143,6 +143,25 @@ def test_mechanism_that_calls_a_putting_application_does_not_keep_the_disk_full(
         assert queue.qsize() == 20
 
 
+def test_full_disk_is_looked_at_only_once_something_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for what nobody needs takes seconds in a store of 100,000 queues."""
+    looks: list[Retention] = []
+    config = StoreConfig(segment_bytes=MIB, clock=SimulatedClock())
+    with small_disk(tmp_path / "disk", 16 * MIB) as disk, mqstore.open(disk / "mq", config=config) as store:
+        with suppress(StoreFullError):
+            while True:
+                store.put("t", bytes(100_000))
+        room = store.broker.store.room
+        bound = room.bound
+        assert bound is not None
+        monkeypatch.setattr(room, "bound", lambda policy: looks.append(policy) or bound(policy))
+        Path(disk, "others").write_bytes(bytes(MIB // 2))
+        assert store.broker.pop("g", "t")
+        for _ in range(3):
+            room.look()
+        assert len(looks) == 1
+
+
 def test_message_without_room_for_its_unit_is_not_called_absent(tmp_path: Path) -> None:
     """Other programs may take what is kept back. Then reads, pops and sizes say so, and the next put is refused."""
     fs = FaultyFileSystem()

@@ -87,8 +87,6 @@ class Room:
         """True if `tmp/room` exists."""
         self._wanted = 0
         """Size of the largest put that waits for room."""
-        self._is_scarce = False
-        """True if less is to spare than a quarter of the last segment: it is freed before a put goes into it."""
         self._cleaned_ms = 0
         self._cleaned = Gate()
         """Opened when the next run has cleaned."""
@@ -106,7 +104,7 @@ class Room:
             over = log.end - log.min_offset - policy.max_bytes - 2 * segment_bytes
             if over > 0 and not 0 <= self._parts.clock.monotonic_ms() - self._cleaned_ms < _CLEAN_MS:
                 self._wait_for_run()
-        if log.end + size <= log.free_until or (self._has_room(size) and not self._is_scarce):
+        if log.end + size <= log.free_until or self._has_room(size, amply=True):
             return
         self._wanted = max(self._wanted, size)
         self._wait_for_run()
@@ -122,7 +120,7 @@ class Room:
             policy = self._policy()
             if policy is not None:
                 self._clean(policy)
-                if not self._has_room(wanted) or self._is_scarce:
+                if self._log.end + wanted > self._log.free_until and not self._has_room(wanted, amply=True):
                     self._free(policy, wanted)
                     self._has_room(wanted)
         finally:
@@ -135,7 +133,7 @@ class Room:
 
     def look(self) -> None:
         """Do what `run_once` does if the engine's own records have used the room that was found. For the flusher."""
-        if self._log.end >= self._log.free_until:
+        if self._log.end > self._log.free_until:
             self.run_once()
 
     def _wait_for_run(self) -> None:
@@ -146,14 +144,14 @@ class Room:
         self._call_flusher()
         cleaned.wait(_PATIENCE_S)
 
-    def _has_room(self, size: int) -> bool:
-        """Return True if a put of `size` bytes leaves free what is kept back. Note the result for later puts."""
-        free = self._free_bytes()
+    def _has_room(self, size: int, *, amply: bool = False) -> bool:
+        """Return True if a put of `size` bytes leaves free what is kept back. Note the result for later puts.
+        `amply` asks for a part of the last segment more. It may end early now, but not once new messages are in it."""
+        free, last = self._free_bytes(), self._log.run.last
+        more = max(0, self._log.end - last.start) // _SHARE if amply and last is not None else 0
         spare = free - self._kept_bytes(free - self._kept - size) - size
-        fits = spare >= 0 and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
-        last = self._log.run.last
-        self._is_scarce = last is not None and 4 * spare < self._log.end - last.start
-        self._log.free_until = self._log.end + size + spare // _SHARE if fits else 0
+        fits = spare >= more and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
+        self._log.free_until = self._log.end + (size + spare // _SHARE if fits else 0)
         self._hold(fits)
         return fits
 
@@ -190,12 +188,9 @@ class Room:
         count = -(-missing // run.segment_bytes)
         self._drop_before(min(unneeded, log.min_offset + count * run.segment_bytes))
         last = run.last
-        if last is None or last.start == log.end:
-            return
-        is_dead = 2 * (unneeded - last.start) > log.end - last.start and not self._has_room(wanted)
-        if is_dead or unneeded >= log.end:
-            # The last segment is never deleted. It ends early if most of it is not needed any more, although the blocks
-            # that it has ahead are lost until then, and if nothing of it is.
+        is_unneeded = last is not None and 2 * (unneeded - last.start) > log.end - last.start > 0
+        if is_unneeded and not self._has_room(wanted, amply=True):
+            # The last segment is never deleted. It ends early if most of it is not needed any more.
             log.end_segment()
             self._dispatcher.catch_up()
             self._drop_before(self.bound(policy))
