@@ -100,6 +100,25 @@ def test_full_disk_refuses_puts_and_is_consumed_to_the_last_item(tmp_path: Path,
             assert queue.qsize() == len(bodies)
 
 
+def test_each_of_many_groups_has_room_to_consume_short_messages(tmp_path: Path) -> None:
+    groups = "abcd"
+    with small_disk(tmp_path / "disk", 6 * MIB) as disk:
+        with mqstore.open(disk / "mq") as store:
+            receipt = store.put("t", b"x", queue_id=0)
+            for group in groups:
+                store.commit_offset(group, receipt.queue, 1)
+        with mqstore.open(disk / "mq") as store:
+            with suppress(StoreFullError):
+                while True:
+                    store.put("t", b"x", queue_id=0)
+            count = store.broker.lag("a")["t", 0]
+            for group in groups:
+                for _ in range(count):
+                    [delivery] = store.broker.pop(group, "t")
+                    store.broker.ack(group, "t", [delivery.receipt])
+                assert store.broker.lag(group)["t", 0] == 0
+
+
 def test_batch_needs_no_more_room_than_its_bytes(tmp_path: Path) -> None:
     bodies = [bytes(100_000), *[b"x"] * 1000]
     with small_disk(tmp_path / "disk", 32 * MIB) as disk, mqstore.open(disk / "mq") as store:

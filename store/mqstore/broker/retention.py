@@ -158,6 +158,7 @@ class RetentionService(Mechanism):
         self._told: Pin | None = None
         room = parts.store.room
         room.bound, room.needed = self.bound, self.room_needed
+        room.groups = self._group_count
         parts.store.default_retention = Retention()
 
     def oldest_pin(self) -> Pin | None:
@@ -188,6 +189,9 @@ class RetentionService(Mechanism):
         self._told = pin
         return pin.physical_offset
 
+    def _group_count(self) -> int:
+        return max(1, len(self._parts.offsets.groups()))
+
     def room_needed(self, free: int) -> int:
         """Return the bytes that consumers will store to settle what waits, until segments of it can be deleted.
 
@@ -196,7 +200,7 @@ class RetentionService(Mechanism):
         `free` bytes are enough in any case: there may be 100,000."""
         store = self._parts.store
         held = max(1, store.max_offset - store.min_offset)
-        most = held // MIN_RECORD_BYTES * _SETTLING_BYTES * max(1, len(self._parts.offsets.groups()))
+        most = held // MIN_RECORD_BYTES * _SETTLING_BYTES * self._group_count()
         if most <= free:
             return most
         settling = sum(each.deliveries for each in _waiting(self._parts)) * _SETTLING_BYTES

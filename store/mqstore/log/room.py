@@ -41,8 +41,8 @@ _CLEAN_MS = 100
 _PATIENCE_S = 10.0
 """Maximum time that a put waits for the flusher to free room."""
 _SHARE = 8
-"""A put checks again when the log has grown by this part of the bytes that were to spare.
-Waiting messages need at most six times their bytes to be acknowledged, one by one, and the log needs the bytes once."""
+"""A put checks again when the log has grown by this part of the bytes that were to spare, divided by the groups.
+Each group needs at most six times the bytes of messages to acknowledge them one by one, and the log needs them once."""
 
 
 def give_up_room(root: Path, fs: FileSystem) -> None:
@@ -70,6 +70,8 @@ class Room:
         self.needed: Callable[[int], int] = lambda free: 0
         """Returns the bytes that consumers will store to settle what waits. It may return more, up to `free`.
         Set by a broker."""
+        self.groups: Callable[[], int] = lambda: 1
+        """Returns how many groups may consume each message, at least 1. Set by a broker."""
         self.bound: Callable[[Retention], int] | None = None
         """Returns the physical offset below which no message is needed. Set by a broker."""
         self.settle: Callable[[], None] = lambda: None
@@ -151,7 +153,7 @@ class Room:
         more = max(0, self._log.end - last.start) // _SHARE if amply and last is not None else 0
         spare = free - self._kept_bytes(free - self._kept - size) - size
         fits = spare >= more and (not isinstance(self._dispatcher.error, StoreFullError) or self._dispatcher.catch_up())
-        self._log.free_until = self._log.end + (size + spare // _SHARE if fits else 0)
+        self._log.free_until = self._log.end + (size + spare // (_SHARE * self.groups()) if fits else 0)
         self._hold(fits)
         return fits
 
