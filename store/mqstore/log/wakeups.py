@@ -114,7 +114,7 @@ class Wakeups:
         self.dispatcher_mark = NEVER
         """Physical offset at which a put wakes the dispatcher: 0 while it rests, `NEVER` while it works."""
         self.room_mark = NEVER
-        """Physical offset at which the flusher looks for room: the engine's own records may have used what was found."""
+        """Physical offset at which the flusher looks for room again, which the engine may have used."""
         self._background = background
         self._after_sync = after_sync
         self._lock = threading.RLock()
