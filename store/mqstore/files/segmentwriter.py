@@ -55,7 +55,7 @@ _POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a 
 _LARGE_FOLIOS_BYTES = 8 << 20  # a writer that syncs each record is too slow to be given so many
 _STEP_BYTES = 1 << 20
 _SHARE = 8
-"""A step of allocation takes at most this part of the free bytes. A step that fails may take all that is left."""
+"""A step of allocation takes at most this part of the free bytes. One that fails may keep what it has taken."""
 
 
 class SegmentWriter(SegmentRun):
