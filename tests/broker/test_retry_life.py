@@ -49,9 +49,8 @@ class Life(ServiceBench[DelayService]):
 
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Life]:
-    life = Life(tmp_path / "store")
-    yield life
-    life.close()
+    with Life(tmp_path / "store") as life:
+        yield life
 
 
 def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life: Life) -> None:
@@ -90,34 +89,33 @@ def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A model of one message: (attempt, due) follows from the outcomes alone, whatever the store does in between."""
-    life = Life(tmp_path_factory.mktemp("life") / "store")
-    limit = data.draw(st.integers(1, 8), label="max_attempts")
-    life.parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit))
-    life.parts.road.put("orders", b"x", queue_id=0, unique_key="U")
-    attempt, due_ms, dead = 1, START_MS, False
-    while not dead:
-        ahead_ms = due_ms - life.parts.clock.now_ms()
-        if ahead_ms > 1 and data.draw(st.booleans(), label="restart while it waits"):
-            life.pass_ms(ahead_ms // 2)
-            life.reopen()
-            ahead_ms -= ahead_ms // 2
-        if ahead_ms:
-            life.pass_ms(ahead_ms - 1)
-            assert life.arrived() == []
-            life.pass_ms(1)
-        [message] = life.arrived()
-        assert (message.attempt, message.unique_key, message.body) == (attempt, "U", b"x")
-        outcome = data.draw(st.sampled_from(["policy", "policy", "policy", "level", "success", "reject"]))
-        if outcome == "success":
-            break
-        level = {"policy": 0, "level": data.draw(st.integers(1, 25)), "reject": -1}[outcome]
-        life.retries.send_back("g", message.physical_offset, delay_level=level)
-        dead = attempt >= limit or outcome == "reject"
-        levels_s = [1, 5, *DELAYS_S]
-        due_ms = life.parts.clock.now_ms() + 1000 * levels_s[min(level or 2 + attempt, 18) - 1]
-        attempt += 1
-    life.pass_ms(3 * 7_200_000)
-    assert life.arrived() == []
-    letters = [letter.reconsume_times for letter in DeadLetters(life.parts, "g")]
-    assert letters == ([attempt - 1] if dead else [])
-    life.close()
+    with Life(tmp_path_factory.mktemp("life") / "store") as life:
+        limit = data.draw(st.integers(1, 8), label="max_attempts")
+        life.parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit))
+        life.parts.road.put("orders", b"x", queue_id=0, unique_key="U")
+        attempt, due_ms, dead = 1, START_MS, False
+        while not dead:
+            ahead_ms = due_ms - life.parts.clock.now_ms()
+            if ahead_ms > 1 and data.draw(st.booleans(), label="restart while it waits"):
+                life.pass_ms(ahead_ms // 2)
+                life.reopen()
+                ahead_ms -= ahead_ms // 2
+            if ahead_ms:
+                life.pass_ms(ahead_ms - 1)
+                assert life.arrived() == []
+                life.pass_ms(1)
+            [message] = life.arrived()
+            assert (message.attempt, message.unique_key, message.body) == (attempt, "U", b"x")
+            outcome = data.draw(st.sampled_from(["policy", "policy", "policy", "level", "success", "reject"]))
+            if outcome == "success":
+                break
+            level = {"policy": 0, "level": data.draw(st.integers(1, 25)), "reject": -1}[outcome]
+            life.retries.send_back("g", message.physical_offset, delay_level=level)
+            dead = attempt >= limit or outcome == "reject"
+            levels_s = [1, 5, *DELAYS_S]
+            due_ms = life.parts.clock.now_ms() + 1000 * levels_s[min(level or 2 + attempt, 18) - 1]
+            attempt += 1
+        life.pass_ms(3 * 7_200_000)
+        assert life.arrived() == []
+        letters = [letter.reconsume_times for letter in DeadLetters(life.parts, "g")]
+        assert letters == ([attempt - 1] if dead else [])
