@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -16,10 +18,15 @@ import mqstore
 from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.broker import broker
 from mqstore.broker.broker import Broker
-from mqstore.errors import StoreFullError
+from mqstore.broker.parts import open_parts
+from mqstore.errors import MissingFileError, StoreFullError
+from mqstore.log import room as rooms
+from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
+from tests.log.splicesupport import Halfway, Row, bundle, stage
 from tests.log.support import open_store
 from tests.smalldisk import blocks, small_disk
+from tests.waiting import until
 
 MIB = 1 << 20
 SEGMENT = 65_536
@@ -123,6 +130,118 @@ def test_batch_needs_no_more_room_than_its_bytes(tmp_path: Path) -> None:
     bodies = [bytes(100_000), *[b"x"] * 1000]
     with small_disk(tmp_path / "disk", 32 * MIB) as disk, mqstore.open(disk / "mq") as store:
         assert len(store.put_many("t", bodies)) == len(bodies)
+
+
+DOORS = ["splice", "splice of a job", "inbox", "inbox at opening"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_bulk_append_takes_nothing_that_is_kept_back(tmp_path: Path, door: str) -> None:
+    """It is refused before anything is written, what waits can be consumed to the last item, and then it fits."""
+    rows = [Row(b"x" * 100)] * 20_000
+    config = StoreConfig(segment_bytes=MIB)
+    with small_disk(tmp_path / "disk", 32 * MIB) as disk:
+        shard = stage(tmp_path / "shard", rows)
+        hidden = bundle(disk / "mq", "job", 0, [rows], name=".job-0") if "inbox" in door else None
+        with mqstore.open(disk / "mq", config=config) as store:
+            queue = store.queue("jobs")
+            with suppress(StoreFullError):
+                while True:
+                    queue.put(bytes(100))
+            end = store.broker.store.max_offset
+            if hidden is not None and door == "inbox":
+                hidden.rename(hidden.with_name("job-0"))
+                with pytest.raises(StoreFullError, match="bytes are free"):
+                    store.broker.store.take_inbox()
+            elif door == "splice":
+                with pytest.raises(StoreFullError, match="bytes are free"):
+                    store.broker.store.splice([shard], app="job", version=0)
+            assert store.broker.store.max_offset == end
+        if door == "splice of a job":
+            with MessageStore(disk / "mq") as log:
+                open_parts(log)
+                with pytest.raises(StoreFullError, match="bytes are free"):
+                    log.splice([shard], app="job", version=0)
+        elif hidden is not None and door == "inbox at opening":
+            hidden.rename(hidden.with_name("job-0"))
+        with mqstore.open(disk / "mq", config=config) as store:
+            log = store.broker.store
+            assert log.max_offset < end + MIB
+            queue = store.queue("jobs")
+            while queue.qsize():
+                queue.get(timeout=15).ack()
+            if hidden is None:
+                log.splice([shard], app="job", version=0)
+            else:
+                until(lambda: log.stats().inbox_spliced == 1)
+            assert sum(1 for _ in store.iter("orders")) == len(rows)
+
+
+def test_flusher_does_not_wait_for_itself_when_it_takes_the_inbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "_PATIENCE_S", threading.TIMEOUT_MAX)
+    config = StoreConfig(segment_bytes=SEGMENT)
+    with small_disk(tmp_path / "disk", 8 * MIB) as disk:
+        hidden = bundle(disk / "mq", "job", 0, [[Row(bytes(60_000))] * 20], name=".job-0")
+        with mqstore.open(disk / "mq", config=config) as store:
+            queue = store.queue("jobs")
+            with suppress(StoreFullError):
+                while True:
+                    queue.put(bytes(10_000))
+            hidden.rename(hidden.with_name("job-0"))
+            log = store.broker.store
+            log.background.call("inbox")
+            until(lambda: "bytes are free" in log.stats().errors.get("inbox", ""))
+
+
+def test_check_for_room_counts_the_groups_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes 8 ms in a store of 20,000 topics."""
+    calls: list[None] = []
+    with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=SimulatedClock())) as store:
+        log, groups = store.broker.store, store.broker.offsets.groups
+        monkeypatch.setattr(store.broker.offsets, "groups", lambda: calls.append(None) or groups())
+        log._log.free_until = 0
+        log.room.check(MIB, {})
+    assert len(calls) == 1
+
+
+def test_full_disk_ends_no_segment_while_a_bulk_append_holds_the_log(tmp_path: Path) -> None:
+    """The flusher would wait for the end of the bulk append, which may take minutes."""
+    with open_store(tmp_path / "s", segment_bytes=MIB) as store:
+        store.put("t", b"x")
+        shard = stage(tmp_path / "shard", [Row(b"y")])
+        store.splice([shard], app="a", version=0, progress=Halfway(store._log.end_segment))
+        store.put("t", b"z")
+        assert store.max_offset < MIB
+
+
+def test_put_that_waits_for_room_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a later one, which the ended flusher would never serve."""
+    monkeypatch.setattr(rooms, "_PATIENCE_S", threading.TIMEOUT_MAX)
+    config = StoreConfig(segment_bytes=SEGMENT)
+    with (
+        small_disk(tmp_path / "disk", 8 * MIB) as disk,
+        suppress(MissingFileError),
+        mqstore.open(disk / "mq", config=config) as store,
+    ):
+        with suppress(StoreFullError):
+            while True:
+                store.put("t", bytes(10_000))
+        log = store.broker.store
+        monkeypatch.setattr(log.background, "call", lambda name: (shutil.rmtree(disk / "mq"), log.is_lost()))
+        for _ in range(2):
+            with pytest.raises((MissingFileError, StoreFullError)):
+                store.put("t", bytes(10_000))
+
+
+def test_batch_of_short_messages_leaves_room_to_consume_them(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 9 * MIB) as disk, mqstore.open(disk / "mq") as store:
+        queue = store.queue("jobs")
+        with suppress(StoreFullError):
+            queue.put_many([b"x"] * 30_000)
+        while queue.qsize():
+            queue.get(timeout=15).ack()
 
 
 def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(

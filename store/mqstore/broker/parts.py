@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.localoffsets import lower_all
+from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.orderinfo import OrderInfoTable, check_order_info
 from mqstore.broker.road import Road
@@ -16,13 +18,14 @@ from mqstore.broker.topics import TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import GroupNotFoundError
 from mqstore.files.filesystem import FileSystem
+from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.message import Message
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Parts", "Tables", "delete_group", "messages_of", "open_parts", "open_tables"]
+__all__ = ["Parts", "Tables", "delete_group", "kept_for_consumers", "messages_of", "open_parts", "open_tables"]
 
 _PAGE = 256
 
@@ -60,6 +63,44 @@ class Parts(Tables):
     road: Road
 
 
+class Kept(NamedTuple):
+    """Messages of a queue that are kept for consumers."""
+
+    topic: str
+    queue_id: int
+    first: int
+    deliveries: int
+    """Number of deliveries to come: each group gets each of its messages."""
+    group: str
+    why: str
+
+
+def kept_for_consumers(parts: Tables) -> Iterator[Kept]:
+    """Yield the unconsumed messages of each queue of applications that has any."""
+    store, offsets = parts.store, parts.offsets
+    for topic in store.topics():
+        if is_system_topic(topic):
+            continue
+        groups = offsets.groups_of(topic)
+        if topic.startswith(LIGHT_PREFIX) and not groups:
+            continue  # readers of such queues keep their own offsets, and their messages are kept for their topic
+        for ref in store.queues(topic):
+            start, end = offsets.bounds(topic, ref.queue_id)
+            if is_dlq_topic(topic):
+                needed, deliveries, group, why = start, 0, START_GROUP, "dead letters, not replayed, purged or expired"
+            elif not groups:
+                needed, deliveries, group, why = start, end - start, "", "no group has consumed it"
+            else:
+                committed = {
+                    each: start if at is None else max(at, start)
+                    for each, at in offsets.of_queue(topic, ref.queue_id).items()
+                }
+                needed, group = min((at, each) for each, at in committed.items())
+                deliveries, why = sum(max(0, end - at) for at in committed.values()), "not consumed"
+            if needed < end:
+                yield Kept(topic, ref.queue_id, needed, deliveries, group, why)
+
+
 def open_tables(store: StoreReader) -> Tables:
     """Read the tables of a store."""
     offsets = OffsetTable(store)
@@ -84,7 +125,9 @@ def open_parts(store: MessageStore) -> Parts:
     _cut_with_queues(store)
     tables = open_tables(store)
     forget_ends(store.path, store.fs)
-    road = Road(store, tables.topics, tables.offsets)
+    offsets, road = tables.offsets, Road(store, tables.topics, tables.offsets)
+    store.room.deliveries = lambda: sum(each.deliveries for each in kept_for_consumers(tables))
+    store.room.groups = lambda topic: max(1, len(offsets.groups() if topic is None else offsets.groups_of(topic)))
     return Parts(**{each.name: getattr(tables, each.name) for each in fields(Tables)}, road=road)
 
 

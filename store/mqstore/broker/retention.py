@@ -24,17 +24,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.mechanism import Mechanism, Pin, Roller
-from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
-from mqstore.broker.parts import Parts, Tables
+from mqstore.broker.parts import Parts, Tables, kept_for_consumers
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.dispatch import LIGHT_PREFIX
-from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.reader import StoreReader
 from mqstore.options import Retention
 
@@ -43,8 +39,6 @@ __all__ = ["RetentionService", "all_pins", "oldest_of", "physical_of"]
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096
-_SETTLING_BYTES = 448
-"""Bytes of the records and units by which a message is popped and acknowledged alone: about 400 (`python -m bench`)."""
 _ROLL_STEP = 500
 """Number of messages relocated in one `run_once`: some milliseconds, then others have their turn."""
 
@@ -66,45 +60,8 @@ def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
         yield from mechanism.pins()
 
 
-class _Waiting(NamedTuple):
-    """Messages of a queue that are kept for consumers."""
-
-    topic: str
-    queue_id: int
-    first: int
-    deliveries: int
-    """Number of deliveries to come: each group gets each of its messages."""
-    group: str
-    why: str
-
-
-def _waiting(parts: Tables) -> Iterator[_Waiting]:
-    store, offsets = parts.store, parts.offsets
-    for topic in store.topics():
-        if is_system_topic(topic):
-            continue
-        groups = offsets.groups_of(topic)
-        if topic.startswith(LIGHT_PREFIX) and not groups:
-            continue  # readers of such queues keep their own offsets, and their messages are kept for their topic
-        for ref in store.queues(topic):
-            start, end = offsets.bounds(topic, ref.queue_id)
-            if is_dlq_topic(topic):
-                needed, deliveries, group, why = start, 0, START_GROUP, "dead letters, not replayed, purged or expired"
-            elif not groups:
-                needed, deliveries, group, why = start, end - start, "", "no group has consumed it"
-            else:
-                committed = {
-                    each: start if at is None else max(at, start)
-                    for each, at in offsets.of_queue(topic, ref.queue_id).items()
-                }
-                needed, group = min((at, each) for each, at in committed.items())
-                deliveries, why = sum(max(0, end - at) for at in committed.values()), "not consumed"
-            if needed < end:
-                yield _Waiting(topic, ref.queue_id, needed, deliveries, group, why)
-
-
 def _unconsumed(parts: Tables) -> Iterator[Pin]:
-    for topic, queue_id, first, _, group, why in _waiting(parts):
+    for topic, queue_id, first, _, group, why in kept_for_consumers(parts):
         physical = physical_of(parts.store, topic, queue_id, first)
         if physical is not None:
             yield Pin(physical, topic, queue_id, group, why)
@@ -136,7 +93,7 @@ def worth_rolling(
 
 
 class RetentionService(Mechanism):
-    """Retention of a broker: the bound of deletion, the room that consumers need, and relocation.
+    """Retention of a broker: the bound of deletion, and relocation.
     A store that was given no policy gets the default one."""
 
     def __init__(
@@ -156,9 +113,7 @@ class RetentionService(Mechanism):
         """End offset of the running pass of relocation, or None."""
         self._rolled = 0
         self._told: Pin | None = None
-        room = parts.store.room
-        room.bound, room.needed = self.bound, self.room_needed
-        room.groups = self._group_count
+        parts.store.room.bound = self.bound
         parts.store.default_retention = Retention()
 
     def oldest_pin(self) -> Pin | None:
@@ -188,24 +143,6 @@ class RetentionService(Mechanism):
             _log.info("the log is kept from %d on for %s/%d %s: %s", *pin[:5])
         self._told = pin
         return pin.physical_offset
-
-    def _group_count(self) -> int:
-        return max(1, len(self._parts.offsets.groups()))
-
-    def room_needed(self, free: int) -> int:
-        """Return the bytes that consumers will store to settle what waits, until segments of it can be deleted.
-
-        Each delivery by receipt takes `_SETTLING_BYTES`. A settled segment is deleted, then the next one. More than one
-        segment's worth is needed only if settling takes more bytes than the messages have. No queue is looked at if
-        `free` bytes are enough in any case: there may be 100,000."""
-        store = self._parts.store
-        held = max(1, store.max_offset - store.min_offset)
-        most = held // MIN_RECORD_BYTES * _SETTLING_BYTES * self._group_count()
-        if most <= free:
-            return most
-        settling = sum(each.deliveries for each in _waiting(self._parts)) * _SETTLING_BYTES
-        segment_bytes = store.manifest.commitlog_segment_bytes
-        return settling * min(segment_bytes, held) // held + max(0, settling - held)
 
     def run_once(self, now_ms: int) -> int | None:
         """Look for records to relocate every ten seconds, and relocate some of them. The store cleans by itself.

@@ -244,9 +244,10 @@ class SegmentWriter(SegmentRun):
             self._step = min(2 * self._step, max(self.segment_bytes, _STEP_BYTES))
 
     def allocated_beyond(self, offset: int) -> int:
-        """Return how many bytes of disk blocks the last segment has behind `offset`."""
+        """Return how many bytes of disk blocks the segment has ahead whose end is the end of the log, `offset`.
+        A last segment behind it is being filled by a bulk append."""
         last = self.last
-        return 0 if last is None else max(0, last.start + last.allocated - max(offset, last.start))
+        return 0 if last is None or last.start > offset else max(0, last.start + last.allocated - offset)
 
     def _make_folder(self) -> None:
         # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a

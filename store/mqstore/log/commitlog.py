@@ -374,9 +374,11 @@ class CommitLog(Tip):
             self._limit = -1  # the next put enters its segment again
 
     def end_segment(self) -> None:
-        """End the last segment at the present end of the log, so that retention can delete it."""
+        """End the last segment at the present end of the log, so that retention can delete it.
+        Does nothing while a bulk append holds the log: that may take minutes."""
         with self._lock:
-            self._roll(0, early=True)
+            if self._holder is None:
+                self._roll(0, early=True)
 
     def _create(self, start: int) -> Segment:
         # A signal handler's put that needs a segment too is refused. It would wait for this one, or create the same.

@@ -194,7 +194,7 @@ class MessageStore(StoreReader, Sending):
             flush_soon=self.background.flush_soon,
             check_open=self.check_open,
             dispatch=self._dispatcher.catch_up,
-            make_room=lambda size: self.room.check(size),
+            make_room=lambda size, messages: self.room.check(size, messages),
         )
         self._sender = self.writer.sender()
         self._retainer = Retainer(
@@ -209,6 +209,7 @@ class MessageStore(StoreReader, Sending):
             txn,
             self._log,
             queue_of=self.writer.queue_to_splice,
+            check_room=self.writer.check_room,
             sync=self._syncs.sync_beyond,
             poison=self._syncs.poison,
             stopping=lambda: self.wakeups.stopping,
@@ -222,7 +223,7 @@ class MessageStore(StoreReader, Sending):
             policy=lambda: config.retention or self.default_retention,
             clean=self.clean,
             drop_before=self._retainer.drop_before,
-            call_flusher=partial(self.background.call, "retention") if self._background else None,
+            call_flusher=self._call_flusher,
         )
         self.background.add_task("retention", _RETENTION_MS, self.room.run_once)
         self.background.add_task("room", _ROOM_MS, self.room.look)
@@ -304,6 +305,13 @@ class MessageStore(StoreReader, Sending):
         self._dispatching = DispatchThread(self._dispatcher, self.wakeups, self._errors)
         self._threads = (start_thread(self._dispatching, self.wakeups.dispatcher, "dispatcher"),)
         self._threads = (*self._threads, start_thread(self.background, self.wakeups.flusher, "flusher"))
+
+    def _call_flusher(self) -> bool:
+        """Make the flusher free room. Return False if it is this thread, or was not started."""
+        if not self._threads[1:] or self._threads[1] is threading.current_thread():
+            return False
+        self.background.call("retention")
+        return True
 
     def run_once(self, now_ms: int) -> int:
         """Do the background work that is due at `now_ms` (monotonic). Return when to call again.
@@ -458,6 +466,7 @@ class MessageStore(StoreReader, Sending):
         self._errors.note("directory", self._refusal())
         self._syncs.poison(self._refusal())
         self.wakeups.stop()
+        self.room.close()
         super()._lose()
         self._dispatcher.wake_all()
         for call in self.on_lost:

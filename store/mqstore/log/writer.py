@@ -61,6 +61,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Put = TypeVar("_Put", bound=Callable[..., SendReceipt])
 _INNER = b"INNER_"
+_UNCOUNTED: Mapping[str, int] = {}
+_ENTRY_BYTES = 64
+"""Bytes that the unit of a message and its entries in the index may take."""
 _FIELD_BITS = {"flag": 32, "sys_flag": 32, "reconsume_times": 32, "prepared_transaction_offset": 64}
 
 
@@ -190,7 +193,7 @@ class LogWriter:
         flush_soon: Callable[[], None],
         check_open: Callable[[], None],
         dispatch: Callable[[], object],
-        make_room: Callable[[int], None],
+        make_room: Callable[[int, Mapping[str, int]], None],
     ) -> None:
         self.failed_puts = 0
         self.latency = Histogram()
@@ -237,12 +240,13 @@ class LogWriter:
         self.check_room(len(body))
         return self._put_record(queue, body, tail, Fields(flag), options.get("unique_key"), waits)
 
-    def check_room(self, body_bytes: int) -> None:
-        """Ask for room before an application's put, unless its blocks are allocated. Raises StoreFullError.
-        The engine's own records do not ask: what is kept back is for them."""
-        size = body_bytes + ALLOWANCE
+    def check_room(self, size: int, messages: Mapping[str, int] = _UNCOUNTED) -> None:
+        """Ask for room before an application's bytes are appended, unless there is room. Raises StoreFullError.
+        `messages` is the number of messages by topic. A few need not be counted. The engine's own records do not ask:
+        what is kept back is for them."""
+        size += ALLOWANCE + sum(messages.values()) * _ENTRY_BYTES
         if not self.log.has_room(size):
-            self._make_room(size)
+            self._make_room(size, messages)
 
     def _checked_body(self, body: Body) -> bytes:
         flat = flat_body(body)
@@ -473,7 +477,8 @@ class LogWriter:
             cuts = self._cuts(bodies, tails)
         try:
             for start, stop in pairwise(cuts):
-                self.check_room(min((longest + overhead) * (stop - start), self._max_chunk))
+                count = stop - start
+                self.check_room(min((longest + overhead) * count, self._max_chunk), {queue.topic: count})
                 receipts.add(
                     *self.log.append_many(
                         queue,

@@ -419,11 +419,12 @@ class BulkAppender:
 
     def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
         """Append the bundles that wait in the inbox, unless a bulk append runs or the store is closed."""
-        if self.splicer.is_busy:
-            return  # the flusher must not wait
-        with self.lock:
-            if not is_closed():
-                self.inbox.run_once()
+        if self.lock.acquire(blocking=False):  # the flusher must not wait: a bulk append may wait for it
+            try:
+                if not self.splicer.is_busy and not is_closed():
+                    self.inbox.run_once()
+            finally:
+                self.lock.release()
 
     def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
         """Create the topics of bundles with `create_topics` from now on.

@@ -29,6 +29,7 @@ import logging
 import queue
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -95,8 +96,9 @@ class SpliceResult:
 class Splicer:
     """Bulk appends of a `MessageStore`, one at a time.
 
-    `queue_of(topic, queue id)` returns the queue to put to. `sync(end)` makes the log durable up to `end`, which lies
-    beyond the end that puts see. `poison(error)` stops all later puts. `stopping()` is true while the store closes.
+    `queue_of(topic, queue id)` returns the queue to put to. `check_room` is that of `LogWriter`. `sync(end)` makes the
+    log durable up to `end`, which lies beyond the end that puts see. `poison(error)` stops all later puts. `stopping()`
+    is true while the store closes.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Splicer:
         log: CommitLog,
         *,
         queue_of: Callable[[str, int], ConsumeQueue],
+        check_room: Callable[[int, Mapping[str, int]], None],
         sync: Callable[[int], None],
         poison: Callable[[MQStoreError], None],
         stopping: Callable[[], bool],
@@ -119,6 +122,7 @@ class Splicer:
         self._limits = Limits(manifest.profile, manifest.commitlog_segment_bytes, manifest.max_message_size)
         self._checksum, self._clock, self._fs = parts.checksum, parts.clock, parts.fs
         self._queue_of = queue_of
+        self._check_room = check_room
         self._sync = sync
         self._poison = poison
         self._stopping = stopping
@@ -170,6 +174,18 @@ class Splicer:
         if self._stopping():
             raise StoreClosedError("the store is being closed: splice again once it is open")
 
+    def _ask_for_room(self, shards: Sequence[Shard]) -> None:
+        """Ask for the bytes of the shards, and of the end of each segment that a record did not fit."""
+        size = sum(shard.bytes for shard in shards)
+        largest = max((shard.largest for shard in shards), default=0)
+        rolls = size // (self._limits.segment_bytes - largest) + 1
+        messages = Counter[str]()
+        for shard in shards:
+            for (topic, _), count in shard.queues.items():
+                messages[topic] += count
+        if messages:
+            self._check_room(size + min(size, rolls * largest), messages)
+
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def _run_all(
@@ -181,6 +197,7 @@ class Splicer:
         create: Mapping[str, int],
         remembered: bool,
     ) -> SpliceResult:
+        self._ask_for_room([shard for shard, _ in shards])  # before puts have to wait: room may take them to free
         before = self.txn.state
         queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
         end: int | None = None
