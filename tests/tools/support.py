@@ -54,9 +54,10 @@ def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
 
 def environment() -> dict[str, str]:
     """Return the variables of a process that imports the library and the command. Its output is buffered, as it is for
-    everybody."""
+    everybody, also where the tests' own is not."""
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
-    return {**os.environ, "PYTHONPATH": path}
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**ours, "PYTHONPATH": path}
 
 
 def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from heapq import merge
@@ -286,6 +287,7 @@ def _coming(
             seen = True
             yield message
         pause = _PAUSE_MIN_S if seen else min(2 * pause, _PAUSE_MAX_S)
+        sys.stdout.flush()  # a program at the other end of a pipe waits for the messages that were printed
         time.sleep(pause)
 
 
