@@ -62,16 +62,18 @@ _FORWARDS = {
     "DeadLetters": ("mqstore.broker.deadletters", {"paged": "select", "called": "replay purge"}),
 }
 
+_THREAD = """
+Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 _NOTES = {
-    "called": "Runs on the store's thread. If cancelled, it has not begun, or runs to its end.",
+    "called": "",  # said once, by the class
     "in_order": "Stores messages in the order of the calls. If cancelled, it has not begun, or runs to its end.",
     "apart": "Runs on a thread of its own, and calls back there. If cancelled, it runs to its end.",
     "paged": "For `async for`. Other calls of this store wait while a page is read.",
 }
 _BODIES = {
-    "called": ("return await self._call({work})",),
+    "called": ("return await self._call({function}{given})",),
     "in_order": ("self._check()", "return await self._puts.in_order({work})"),
-    "apart": ("self._check()", "return await asyncio.to_thread({work})"),
+    "apart": ("self._check()", "return await asyncio.to_thread({function}{given})"),
     "paged": ("return Pages(self._bridge, {work})",),
 }
 _MUTABLE = ("Iterable", "Sequence", "Mapping", "Body", "Any", "object", "QueueRef")
@@ -123,7 +125,7 @@ def _function(source: str, owner: str, name: str) -> ast.FunctionDef:
 
 def _class(name: str, source: str, kinds: dict[str, str]) -> Iterator[str]:
     yield f"class {name}Forwards(Twin[{name}T]):"
-    yield f'    """Methods and properties that `{name}` only forwards."""'
+    yield from _doc(f"Methods and properties that `{name}` only forwards." + (_THREAD if "called" in kinds else ""))
     yield "    __slots__ = ()"
     if "in_order" in kinds:
         yield "    _puts: Puts"
@@ -148,10 +150,11 @@ def _method(kind: str, found: ast.FunctionDef) -> Iterator[str]:
     if kind == "paged":
         word, returns = "def", returns.replace("Iterator[", "AsyncIterator[")
     yield f"{word} {found.name}({ast.unparse(found.args)}) -> {returns}:"
-    yield from _doc((ast.get_docstring(found) or "").partition(">>>")[0].rstrip() + "\n\n" + _NOTES[kind])
-    given = ", ".join(_arguments(found.args))
-    work = f"partial(self.sync.{found.name}, {given})" if given else f"self.sync.{found.name}"
-    yield from (f"    {line.format(work=work)}" for line in _BODIES[kind])
+    text = (ast.get_docstring(found) or "").partition(">>>")[0].rstrip()
+    yield from _doc(f"{text}\n\n{_NOTES[kind]}".rstrip())
+    function, given = f"self.sync.{found.name}", "".join(f", {each}" for each in _arguments(found.args))
+    work = f"partial({function}{given})" if given else function
+    yield from (f"    {line.format(work=work, function=function, given=given)}" for line in _BODIES[kind])
 
 
 def _returns(node: ast.FunctionDef) -> str:
@@ -161,7 +164,7 @@ def _returns(node: ast.FunctionDef) -> str:
 
 def _doc(text: str) -> Iterator[str]:
     if text:
-        end = "\n" if "\n" in text else ""
+        end = "\n" if "\n\n" in text else ""
         yield textwrap.indent(f'"""{text}{end}"""', "    ")
 
 

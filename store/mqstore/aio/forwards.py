@@ -44,7 +44,8 @@ DeadLettersT = TypeVar("DeadLettersT", bound="deadletters.DeadLetters")
 
 
 class StoreForwards(Twin[StoreT]):
-    """Methods and properties that `Store` only forwards."""
+    """Methods and properties that `Store` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
     _puts: Puts
@@ -66,33 +67,21 @@ class StoreForwards(Twin[StoreT]):
 
     async def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
         """Create a topic. An existing topic is left unchanged, and a different number of queues is logged.
-        Raises ConfigError for an existing topic without `exist_ok`, InvalidMessageError for a bad name.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.create_topic, name, queues=queues, exist_ok=exist_ok))
+        Raises ConfigError for an existing topic without `exist_ok`, InvalidMessageError for a bad name."""
+        return await self._call(self.sync.create_topic, name, queues=queues, exist_ok=exist_ok)
 
     async def topics(self, *, system: bool = False) -> list[str]:
         """Return the topic names, sorted. System topics are included only if `system` is true.
-        In mode "r" only topics with a message are included.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.topics, system=system))
+        In mode "r" only topics with a message are included."""
+        return await self._call(self.sync.topics, system=system)
 
     async def queues(self, topic: str) -> list[QueueRef]:
-        """Return the queues of a topic. Raises TopicNotFoundError.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.queues, topic))
+        """Return the queues of a topic. Raises TopicNotFoundError."""
+        return await self._call(self.sync.queues, topic)
 
     async def recall(self, recall_handle: str) -> bool:
-        """Cancel a message that was put with `delay` or `deliver_at`. Return True if it was still waiting.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.recall, recall_handle))
+        """Cancel a message that was put with `delay` or `deliver_at`. Return True if it was still waiting."""
+        return await self._call(self.sync.recall, recall_handle)
 
     async def read(
         self,
@@ -110,12 +99,8 @@ class StoreForwards(Twin[StoreT]):
         refunded". Unreadable messages are skipped, and each damaged file is logged once at level ERROR.
 
         Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), and FilterError.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(
-            partial(self.sync.read, topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
-        )
+        return await self._call(self.sync.read, topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
 
     async def to_arrow(
         self,
@@ -136,20 +121,16 @@ class StoreForwards(Twin[StoreT]):
         damaged message, `on_corrupt` "fail" raises CorruptStoreError, "skip" leaves the message out, and "keep" adds a
         row whose `error` describes it. Raises TopicNotFoundError, ConfigError, and FilterError; without pyarrow
         ImportError.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
         return await self._call(
-            partial(
-                self.sync.to_arrow,
-                topic,
-                queue_id,
-                owned(columns),
-                start=start,
-                stop=stop,
-                tags=tags,
-                on_corrupt=on_corrupt,
-            )
+            self.sync.to_arrow,
+            topic,
+            queue_id,
+            owned(columns),
+            start=start,
+            stop=stop,
+            tags=tags,
+            on_corrupt=on_corrupt,
         )
 
     async def find(
@@ -162,73 +143,46 @@ class StoreForwards(Twin[StoreT]):
         stop: datetime | None = None,
         limit: int = 32,
     ) -> list[Message]:
-        """Return the messages with a key, or a unique key, stored between two times, newest first.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return the messages with a key, or a unique key, stored between two times, newest first."""
         return await self._call(
-            partial(self.sync.find, topic, key=key, unique_key=unique_key, start=start, stop=stop, limit=limit)
+            self.sync.find, topic, key=key, unique_key=unique_key, start=start, stop=stop, limit=limit
         )
 
     async def get(self, message_id: str) -> Message:
-        """Return the message with that id. Raises LookupError if gone, InvalidMessageError for a bad id.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.get, message_id))
+        """Return the message with that id. Raises LookupError if gone, InvalidMessageError for a bad id."""
+        return await self._call(self.sync.get, message_id)
 
     async def offsets(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """Return (offset of the first message, offset of the next one to come).
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.offsets, topic, queue_id))
+        """Return (offset of the first message, offset of the next one to come)."""
+        return await self._call(self.sync.offsets, topic, queue_id)
 
     async def offset_at(self, topic: str, queue_id: int, when: datetime) -> int:
-        """Return the offset of the first message stored at or after `when`, or the end if there is none.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.offset_at, topic, queue_id, when))
+        """Return the offset of the first message stored at or after `when`, or the end if there is none."""
+        return await self._call(self.sync.offset_at, topic, queue_id, when)
 
     async def committed(self, group: str, queue: QueueRef) -> int | None:
-        """Return the group's committed offset in a queue, or None if there is none.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.committed, group, owned(queue)))
+        """Return the group's committed offset in a queue, or None if there is none."""
+        return await self._call(self.sync.committed, group, owned(queue))
 
     async def commit_offset(
         self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None
     ) -> None:
         """Note that the group has consumed everything below `offset`. Raises OffsetOutOfRangeError.
-        It is on disk when this returns with "flush", else within `commit_interval`.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.commit_offset, group, owned(queue), offset, durability=durability))
+        It is on disk when this returns with "flush", else within `commit_interval`."""
+        return await self._call(self.sync.commit_offset, group, owned(queue), offset, durability=durability)
 
     async def lag(self, group: str) -> dict[QueueRef, int]:
         """Return the number of unconsumed messages of the group in each queue that it has started.
-        Raises GroupNotFoundError for an unknown group.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.lag, group))
+        Raises GroupNotFoundError for an unknown group."""
+        return await self._call(self.sync.lag, group)
 
     async def stats(self) -> StoreStats:
         """Return statistics of the log: puts, bytes, latencies, lags, errors.
-        For delivery call `store.broker.stats()`.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        For delivery call `store.broker.stats()`."""
         return await self._call(self.sync.stats)
 
     async def flush(self) -> None:
-        """Return once everything put before is on disk.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return once everything put before is on disk."""
         return await self._call(self.sync.flush)
 
     async def put_many(
@@ -281,34 +235,26 @@ class StoreForwards(Twin[StoreT]):
         Runs on a thread of its own, and calls back there. If cancelled, it runs to its end.
         """
         self._check()
-        return await asyncio.to_thread(partial(self.sync.snapshot, target, link=link, progress=progress))
+        return await asyncio.to_thread(self.sync.snapshot, target, link=link, progress=progress)
 
 
 class QueueForwards(Twin[QueueT]):
-    """Methods and properties that `Queue` only forwards."""
+    """Methods and properties that `Queue` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
     async def qsize(self) -> int:
         """Return the number of items that are ready, leased, or waiting for another attempt.
-        Delayed items count once due. Raises StoreClosedError.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        Delayed items count once due. Raises StoreClosedError."""
         return await self._call(self.sync.qsize)
 
     async def empty(self) -> bool:
-        """Return True if everything is done.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return True if everything is done."""
         return await self._call(self.sync.empty)
 
     async def full(self) -> bool:
-        """Return True if a `put` would wait.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return True if a `put` would wait."""
         return await self._call(self.sync.full)
 
 
@@ -320,13 +266,13 @@ class TaskForwards(Twin[TaskT]):
     @property
     def value(self) -> Any:
         """Item that was put. Raises FormatError if the queue's codec cannot decode it.
-        Inside `with` that is a failed attempt.
-        """
+        Inside `with` that is a failed attempt."""
         return self.sync.value
 
 
 class ProducerForwards(Twin[ProducerT]):
-    """Methods and properties that `Producer` only forwards."""
+    """Methods and properties that `Producer` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
     _puts: Puts
@@ -395,19 +341,17 @@ class ProducerForwards(Twin[ProducerT]):
         Runs on a thread of its own, and calls back there. If cancelled, it runs to its end.
         """
         self._check()
-        return await asyncio.to_thread(partial(self.sync.flush, timeout))
+        return await asyncio.to_thread(self.sync.flush, timeout)
 
     async def run_once(self, now_ms: int | None = None) -> int | None:
         """Write submitted messages that are due, for a store with its own clock.
-        Return when to call again (wall ms), or None for the next `submit`.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.run_once, now_ms))
+        Return when to call again (wall ms), or None for the next `submit`."""
+        return await self._call(self.sync.run_once, now_ms)
 
 
 class SimpleConsumerForwards(Twin[SimpleConsumerT]):
-    """Methods and properties that `SimpleConsumer` only forwards."""
+    """Methods and properties that `SimpleConsumer` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
@@ -427,29 +371,21 @@ class SimpleConsumerForwards(Twin[SimpleConsumerT]):
         properties holds, are received. The whole group skips the others. A topic that is already subscribed gets the
         new expression. Raises InvalidMessageError for a bad name, FilterError and NotPermittedError. After the first
         `receive`, raises GroupInUseError and SubscriptionConflictError, since members of a group subscribe alike. Then
-        nothing has changed.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.subscribe, topic, tags=tags, sql=sql))
+        nothing has changed."""
+        return await self._call(self.sync.subscribe, topic, tags=tags, sql=sql)
 
     async def unsubscribe(self, topic: str) -> None:
-        """Stop receiving from a topic. Received messages may still be settled. Raises as `subscribe` does.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.unsubscribe, topic))
+        """Stop receiving from a topic. Received messages may still be settled. Raises as `subscribe` does."""
+        return await self._call(self.sync.unsubscribe, topic)
 
     async def pending(self) -> list[PendingInfo]:
-        """Return the messages that members of the group hold unsettled, by topic, queue and offset.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return the messages that members of the group hold unsettled, by topic, queue and offset."""
         return await self._call(self.sync.pending)
 
 
 class PullConsumerForwards(Twin[PullConsumerT]):
-    """Methods and properties that `PullConsumer` only forwards."""
+    """Methods and properties that `PullConsumer` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
@@ -473,20 +409,15 @@ class PullConsumerForwards(Twin[PullConsumerT]):
         after `assign` or without a topic, InvalidMessageError for a bad name, FilterError, and NotPermittedError.
         Raises SubscriptionConflictError for a member that is not alone, since all members of a group subscribe alike.
         After an error nothing has changed.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
         return await self._call(
-            partial(self.sync.subscribe, *topics, tags=tags, sql=sql, on_assign=on_assign, on_revoke=on_revoke)
+            self.sync.subscribe, *topics, tags=tags, sql=sql, on_assign=on_assign, on_revoke=on_revoke
         )
 
     async def unsubscribe(self, *topics: str) -> None:
         """Stop reading these topics, or all if none is named. The next poll releases their queues.
-        Raises what `subscribe` raises.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.unsubscribe, *topics))
+        Raises what `subscribe` raises."""
+        return await self._call(self.sync.unsubscribe, *topics)
 
     async def assign(self, *queues: QueueRef) -> None:
         """Read these queues and no others, without membership in the group, locks, or rebalancing.
@@ -494,31 +425,20 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Raises ConfigError after `subscribe` or for an unknown queue, TopicNotFoundError, and NotPermittedError. Then
         nothing has changed.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.assign, *map(owned, queues)))
+        return await self._call(self.sync.assign, *map(owned, queues))
 
     async def assignment(self) -> frozenset[QueueRef]:
-        """Return the queues that it reads now.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return the queues that it reads now."""
         return await self._call(self.sync.assignment)
 
     async def position(self, queue: QueueRef) -> int:
-        """Return the offset of the next poll. Raises ConfigError for a queue that is not ours.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.position, owned(queue)))
+        """Return the offset of the next poll. Raises ConfigError for a queue that is not ours."""
+        return await self._call(self.sync.position, owned(queue))
 
     async def committed(self, queue: QueueRef) -> int | None:
-        """Return the group's committed offset in any queue, or None if there is none.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.committed, owned(queue)))
+        """Return the group's committed offset in any queue, or None if there is none."""
+        return await self._call(self.sync.committed, owned(queue))
 
     async def commit(
         self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None
@@ -528,40 +448,26 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
         Raises ConfigError for a queue that is not ours, and OffsetOutOfRangeError. Then nothing is committed. Raises
         NotPermittedError if queues were lost to another member. The others are committed.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
-        return await self._call(partial(self.sync.commit, owned(offsets), durability=durability))
+        return await self._call(self.sync.commit, owned(offsets), durability=durability)
 
     async def seek(self, queue: QueueRef, to: int | Start) -> None:
         """Continue at an offset, at "earliest", "latest", or the first message stored at or after a datetime.
         The datetime must be aware. A poll that waits notices it, too. Raises ConfigError for a queue that is not ours
-        or a bad place, OffsetOutOfRangeError (with the bounds) for an offset.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.seek, owned(queue), to))
+        or a bad place, OffsetOutOfRangeError (with the bounds) for an offset."""
+        return await self._call(self.sync.seek, owned(queue), to)
 
     async def pause(self, *queues: QueueRef) -> None:
         """Stop reading these queues, or all if none is named, until `resume`. They stay this consumer's.
-        Raises ConfigError for a queue that is not ours.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.pause, *map(owned, queues)))
+        Raises ConfigError for a queue that is not ours."""
+        return await self._call(self.sync.pause, *map(owned, queues))
 
     async def resume(self, *queues: QueueRef) -> None:
-        """Read these queues again, or all if none is named. Raises ConfigError as `pause` does.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.resume, *map(owned, queues)))
+        """Read these queues again, or all if none is named. Raises ConfigError as `pause` does."""
+        return await self._call(self.sync.resume, *map(owned, queues))
 
     async def paused(self) -> frozenset[QueueRef]:
-        """Return the queues that are not read until `resume`.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return the queues that are not read until `resume`."""
         return await self._call(self.sync.paused)
 
     @property
@@ -571,58 +477,44 @@ class PullConsumerForwards(Twin[PullConsumerT]):
 
 
 class PushConsumerForwards(Twin[PushConsumerT]):
-    """Methods and properties that `PushConsumer` only forwards."""
+    """Methods and properties that `PushConsumer` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
     async def pause(self, *queues: QueueRef) -> None:
         """Stop fetching from these queues, or from all if none is named. They stay assigned.
-        Messages that are here are still handled.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.pause, *map(owned, queues)))
+        Messages that are here are still handled."""
+        return await self._call(self.sync.pause, *map(owned, queues))
 
     async def resume(self, *queues: QueueRef) -> None:
-        """Fetch from these queues again, or from all if none is named.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.resume, *map(owned, queues)))
+        """Fetch from these queues again, or from all if none is named."""
+        return await self._call(self.sync.resume, *map(owned, queues))
 
     async def assignment(self) -> frozenset[QueueRef]:
-        """Return the queues that are handled here now. In mode "pop" there are none.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return the queues that are handled here now. In mode "pop" there are none."""
         return await self._call(self.sync.assignment)
 
     async def seek(self, queue: QueueRef, to: int | Start) -> None:
         """Continue at another offset of an assigned queue. Cached messages and their commits are dropped.
-        Raises ConfigError for a queue that is not assigned, and OffsetOutOfRangeError.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.seek, owned(queue), to))
+        Raises ConfigError for a queue that is not assigned, and OffsetOutOfRangeError."""
+        return await self._call(self.sync.seek, owned(queue), to)
 
     async def stats(self) -> ConsumerStats:
-        """Return a snapshot of the statistics.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
+        """Return a snapshot of the statistics."""
         return await self._call(self.sync.stats)
 
 
 class LeaseForwards(Twin[LeaseT]):
-    """Methods and properties that `Lease` only forwards."""
+    """Methods and properties that `Lease` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
     @property
     def message(self) -> Message:
         """Message under the topic it was sent to, with its `attempt`.
-        Its `queue` is where it is stored, which can be the group's retry topic.
-        """
+        Its `queue` is where it is stored, which can be the group's retry topic."""
         return self.sync.message
 
     @property
@@ -642,26 +534,17 @@ class LeaseForwards(Twin[LeaseT]):
     async def nack(self, delay: Duration | None = None) -> None:
         """Give a failed message back. It is redelivered in `delay` seconds, at most 12 h.
         With None the retry policy decides. After its last attempt the message is a dead letter. Raises
-        ReceiptExpiredError as `ack` does, and ConfigError for a bad delay.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.nack, delay))
+        ReceiptExpiredError as `ack` does, and ConfigError for a bad delay."""
+        return await self._call(self.sync.nack, delay)
 
     async def extend(self, visibility: Duration) -> None:
         """Make the lease end `visibility` seconds from now, at most 12 h, sooner or later than before.
-        Raises ReceiptExpiredError as `ack` does and after settling, and ConfigError for bad seconds.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.extend, visibility))
+        Raises ReceiptExpiredError as `ack` does and after settling, and ConfigError for bad seconds."""
+        return await self._call(self.sync.extend, visibility)
 
     async def reject(self, reason: str = "") -> None:
-        """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(partial(self.sync.reject, reason))
+        """Dead-letter the message with the reason. Raises ReceiptExpiredError as `ack` does."""
+        return await self._call(self.sync.reject, reason)
 
 
 class DeliveryForwards(Twin[DeliveryT]):
@@ -680,7 +563,8 @@ class DeliveryForwards(Twin[DeliveryT]):
 
 
 class DeadLettersForwards(Twin[DeadLettersT]):
-    """Methods and properties that `DeadLetters` only forwards."""
+    """Methods and properties that `DeadLetters` only forwards.
+    Methods run on the store's thread unless they say otherwise. A cancelled call has not begun, or runs to its end."""
 
     __slots__ = ()
 
@@ -724,20 +608,16 @@ class DeadLettersForwards(Twin[DeadLettersT]):
         cannot be sent, after all before it were sent and removed. It then raises GroupNotFoundError, NotPermittedError,
         TopicNotFoundError, InvalidMessageError, or what a put raises. `dry_run` writes nothing, and raises the same for
         topics that cannot be sent to.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
         """
         return await self._call(
-            partial(
-                self.sync.replay,
-                owned(offsets),
-                all_groups=all_groups,
-                to_topic=to_topic,
-                start_ms=start_ms,
-                stop_ms=stop_ms,
-                where=where,
-                dry_run=dry_run,
-            )
+            self.sync.replay,
+            owned(offsets),
+            all_groups=all_groups,
+            to_topic=to_topic,
+            start_ms=start_ms,
+            stop_ms=stop_ms,
+            where=where,
+            dry_run=dry_run,
         )
 
     async def purge(
@@ -745,10 +625,5 @@ class DeadLettersForwards(Twin[DeadLettersT]):
     ) -> int:
         """Remove all letters, or those below `before_offset`, or stored before `before_ms`. Return how many.
         The change is on disk when it returns. Space is freed when retention deletes the segments. `dry_run` only
-        counts.
-
-        Runs on the store's thread. If cancelled, it has not begun, or runs to its end.
-        """
-        return await self._call(
-            partial(self.sync.purge, before_offset=before_offset, before_ms=before_ms, dry_run=dry_run)
-        )
+        counts."""
+        return await self._call(self.sync.purge, before_offset=before_offset, before_ms=before_ms, dry_run=dry_run)

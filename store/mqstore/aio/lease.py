@@ -30,7 +30,7 @@ class Lease(LeaseForwards[L]):
 
     __slots__ = ()
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T]) -> T:
         return await self._bridge.finish(work)
 
     async def ack(self) -> None:

@@ -118,7 +118,7 @@ class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pul
         if not self._bridge.closed:
             await self._bridge.finish(self._as_caller(partial(self.sync.close, done=done)))
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T]) -> T:
         return await self._bridge.call(self._as_caller(work))
 
     def _as_caller(self, work: Callable[[], T]) -> Callable[[], T]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -34,8 +35,11 @@ class Twin(Generic[S]):
         """Raise StoreClosedError or RuntimeError if nothing can be called here."""
         self._bridge.check()
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _call(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> T:
         """Return the result of `work`, called on the store's thread."""
+        return await self._run(partial(work, *args, **options) if args or options else work)
+
+    async def _run(self, work: Callable[[], T]) -> T:
         return await self._bridge.call(work)
 
     def __repr__(self) -> str:
