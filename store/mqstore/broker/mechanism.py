@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,15 +86,12 @@ _LOOK_MS = 500
 """Longest sleep in ms while something is due later. Nobody reports a jump of the wall clock."""
 
 
+@dataclass(slots=True)
 class _Job:
-    __slots__ = ("due_ms", "failures", "mechanism", "name", "woken")
-
-    def __init__(self, name: str, mechanism: Mechanism) -> None:
-        self.name = name
-        self.mechanism = mechanism
-        self.due_ms: int | None = None
-        self.woken = True
-        self.failures = 0
+    mechanism: Mechanism
+    due_ms: int | None = None
+    woken: bool = True
+    failures: int = 0
 
     def is_due(self, now_ms: int) -> bool:
         # A failed job is not woken, but waits. Otherwise frequent puts would make a full disk a busy loop.
@@ -118,7 +116,7 @@ class Housekeeper:
         self._clock = clock
         self.turn = threading.RLock()
         """Held while a mechanism runs or is saved. Reentrant: a mechanism calls the application, which may save."""
-        self._jobs: list[_Job] = []
+        self._jobs: dict[str, _Job] = {}
         self._bell = Bell()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -128,57 +126,54 @@ class Housekeeper:
         """Return a function that makes the named mechanism due at once. It may be called before `add`."""
 
         def wake() -> None:
-            for job in self._jobs:
-                if job.name == name:
-                    job.woken = True  # before the bell: the woken thread looks here
+            if (job := self._jobs.get(name)) is not None:
+                job.woken = True  # before the bell: the woken thread looks here
             self._bell.ring()
 
         return wake
 
     def add(self, name: str, mechanism: Mechanism) -> None:
         """Add a mechanism. It is due at once, then at the times that its `run_once` returns."""
-        self._jobs.append(_Job(name, mechanism))
+        self._jobs[name] = _Job(mechanism)
 
     def run(self, name: str) -> None:
         """Run the mechanism of that name now, before `start`."""
-        for job in self._jobs:
-            if job.name == name:
-                self._run(job, self._clock.now_ms())
+        self._run(name, self._jobs[name], self._clock.now_ms())
 
     def run_once(self, now_ms: int) -> int | None:
         """Run what is due. Return the next due time. One caller at a time."""
         if now_ms < self._last_ms:  # the clock was set back: times of the old clock mean nothing now
-            for job in self._jobs:
+            for job in self._jobs.values():
                 job.due_ms = now_ms
         self._last_ms = now_ms
-        for job in self._jobs:
+        for name, job in self._jobs.items():
             if self._stopping:
                 return None
             if job.is_due(now_ms):
                 job.woken = False
-                self._run(job, now_ms)
+                self._run(name, job, now_ms)
         return self.next_due_ms(now_ms)
 
     def next_due_ms(self, now_ms: int) -> int | None:
         """Return the next due time, or None if only a wake-up can make something due."""
-        if any(job.is_due(now_ms) for job in self._jobs):
+        if any(job.is_due(now_ms) for job in self._jobs.values()):
             return now_ms
-        return min((job.due_ms for job in self._jobs if job.due_ms is not None), default=None)
+        return min((job.due_ms for job in self._jobs.values() if job.due_ms is not None), default=None)
 
-    def _run(self, job: _Job, now_ms: int) -> None:
+    def _run(self, name: str, job: _Job, now_ms: int) -> None:
         try:
             with self.turn:
                 job.due_ms = job.mechanism.run_once(now_ms)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            if self.errors.get(job.name) != text:
-                _log.error("%s: %s: %s", self._name, job.name, text, exc_info=True)
-            self.errors[job.name] = text
+            if self.errors.get(name) != text:
+                _log.error("%s: %s: %s", self._name, name, text, exc_info=True)
+            self.errors[name] = text
             job.due_ms = now_ms + min(_RETRY_MAX_MS, _RETRY_MIN_MS << min(job.failures, 10))
             job.failures += 1
         else:
             job.failures = 0
-            self.errors.pop(job.name, None)
+            self.errors.pop(name, None)
 
     def start(self) -> None:
         """Run due mechanisms in a thread until `stop`."""
@@ -210,7 +205,7 @@ class Housekeeper:
 
     def persist(self, first: Iterable[Callable[[], object]] = ()) -> list[Exception]:
         """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
-        return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs))])
+        return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs.values()))])
 
     def close(self, timeout_s: float, *, persist: bool = True) -> bool:
         """Stop, then save (`persist`) and close every mechanism. Return False if one still runs after the timeout."""
@@ -218,7 +213,7 @@ class Housekeeper:
         with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
             if persist:
                 self.persist()
-            self._do(job.mechanism.close for job in reversed(self._jobs))
+            self._do(job.mechanism.close for job in reversed(self._jobs.values()))
         return stopped
 
     def _do(self, steps: Iterable[Callable[[], object]]) -> list[Exception]:

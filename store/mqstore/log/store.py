@@ -358,7 +358,7 @@ class MessageStore(StoreReader, Sending):
         appended. Bad bundles are moved aside."""
         with self._bulk.lock:
             self.check_open()
-            return self._bulk.inbox.run_once()
+            return self._bulk.take_inbox()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
         """Create the topics of bundles with `create_topics` from now on (spark#splice). For a broker.
@@ -423,8 +423,8 @@ class MessageStore(StoreReader, Sending):
             dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position),
             flush_lag_bytes=max(0, self._log.end - self._commit.flushed),
             index_pending=self.index.pending,
-            inbox_spliced=self._bulk.inbox.spliced,
-            inbox_refused=self._bulk.inbox.refused,
+            inbox_spliced=self._bulk.spliced,
+            inbox_refused=self._bulk.refused,
             errors=errors,
         )
 

@@ -35,7 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore.clock import Clock
 from mqstore.errors import (
     ConfigError,
     FormatError,
@@ -47,16 +46,16 @@ from mqstore.errors import (
     StoreClosedError,
     StoreIOError,
 )
-from mqstore.files.filesystem import FILE_MODE, FileSystem
+from mqstore.files.filesystem import FileSystem
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import decode_json, load_json, read_json
 from mqstore.log.bulk.splice import Splicer, SpliceResult
-from mqstore.log.bulk.txn import TxnFile, is_app
+from mqstore.log.bulk.txn import is_app
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.parts import StoreParts
 from mqstore.log.taskerrors import TaskErrors
 
-__all__ = ["BulkAppender", "CreateTopics", "Inbox", "free_path", "inbox_state", "queues_of", "topics_entered"]
+__all__ = ["BulkAppender", "CreateTopics", "free_path", "inbox_state", "queues_of", "topics_entered"]
 
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
@@ -216,36 +215,44 @@ class _Trouble:
     error: OSError
 
 
-class Inbox:
-    """The inbox of a store that is open for writing.
-
-    `splice(shards, app, version, create)` appends a bundle and returns the last version of `app` that is in the log. It
-    is a higher version if nothing was done. `create_topics` creates the topics of bundles, and is set by a broker.
-    """
+class BulkAppender:
+    """Appends staged shards and the bundles of the inbox to an open store, one at a time (spark#commit)."""
 
     def __init__(
-        self,
-        root: Path,
-        fs: FileSystem,
-        clock: Clock,
-        *,
-        splice: Callable[[list[Path], str, int, Mapping[str, int]], int],
-        file_mode: int = FILE_MODE,
+        self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
     ) -> None:
+        """`appended` is called when new records are in the log."""
         self.create_topics: CreateTopics | None = None
+        """Creates the topics of bundles. Set by a broker."""
         self.spliced = 0
         """Number of bundles that were appended since the store was opened."""
         self.refused = 0
         """Number of bundles that were moved aside since the store was opened."""
-        self._folder = root / "inbox"
-        self._fs = fs
-        self._clock = clock
-        self._splice = splice
-        self._file_mode = file_mode
+        self.txn = splicer.txn
+        self.lock = splicer.lock
+        """Held during a bulk append. Closing the store waits for it."""
+        self.splicer = splicer
+        self._commit = commit
+        self._appended = appended
+        self._root = parts.root
+        self._folder = parts.root / "inbox"
+        self._fs = parts.fs
+        self._clock = parts.clock
+        self._file_mode = parts.config.file_mode
         self._trouble: dict[str, _Trouble] = {}
         self._undeletable: set[Path] = set()
 
-    def run_once(self) -> int:
+    def show(self, result: SpliceResult) -> SpliceResult:
+        """Make the records of a bulk append visible to all readers. Return `result`."""
+        if not result.already:
+            try:
+                self._commit.sync_now()
+            except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
+                _log.error("%s: %s; what was spliced before is in", self._root, error)
+            self._appended()
+        return result
+
+    def take_inbox(self) -> int:
         """Append the waiting bundles and return how many were appended.
 
         Without an inbox this costs one look at its folder. After all bundles had their turn, raises the error that
@@ -286,13 +293,14 @@ class Inbox:
             if os.path.islink(bundle.folder / name):
                 raise FormatError(f"{bundle.folder / name}: a link, not a folder", "shards", 0)
         if bundle.highest:
-            root = self._folder.parent
-            check_highest(root, topics_entered(root, self._fs), bundle.highest)
+            check_highest(self._root, topics_entered(self._root, self._fs), bundle.highest)
         noted: Mapping[str, int] = bundle.create
         if self.create_topics is not None and bundle.create:
             self.create_topics(bundle.create)
             noted = {}
-        last = self._splice([bundle.folder / name for name in bundle.shards], bundle.app, bundle.version, noted)
+        shards = [bundle.folder / name for name in bundle.shards]
+        self.show(self.splicer.splice(shards, app=bundle.app, version=bundle.version, create=noted))
+        last = self.txn.state.version_of(bundle.app)  # also while the store is being closed
         if last > bundle.version:
             what = f"{bundle.folder}: ver is {bundle.version}, the last one in is {last}"
             raise FormatError(
@@ -383,46 +391,12 @@ class Inbox:
                 _log.warning("%s is done with and cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)
 
-
-class BulkAppender:
-    """Appends staged shards and the bundles of the inbox to an open store, one at a time (spark#commit)."""
-
-    def __init__(
-        self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
-    ) -> None:
-        """`appended` is called when new records are in the log."""
-        self.splicer = splicer
-        self.txn: TxnFile = splicer.txn
-        self.lock = splicer.lock
-        """Held during a bulk append. Closing the store waits for it."""
-        self.inbox = Inbox(
-            parts.root, parts.fs, parts.clock, splice=self._take_bundle, file_mode=parts.config.file_mode
-        )
-        self._root = parts.root
-        self._commit = commit
-        self._appended = appended
-
-    def show(self, result: SpliceResult) -> SpliceResult:
-        """Make the records of a bulk append visible to all readers. Return `result`."""
-        if not result.already:
-            try:
-                self._commit.sync_now()
-            except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
-                _log.error("%s: %s; what was spliced before is in", self._root, error)
-            self._appended()
-        return result
-
-    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
-        """Append a bundle of the inbox. Return the last version of `app` that is in the log by now."""
-        self.show(self.splicer.splice(shards, app=app, version=version, create=create))
-        return self.txn.state.version_of(app)  # also while the store is being closed
-
     def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
         """Append the bundles that wait in the inbox, unless a bulk append runs or the store is closed."""
         if self.lock.acquire(blocking=False):  # the flusher must not wait: a bulk append may wait for it
             try:
                 if not self.splicer.is_busy and not is_closed():
-                    self.inbox.run_once()
+                    self.take_inbox()
             finally:
                 self.lock.release()
 
@@ -430,17 +404,17 @@ class BulkAppender:
         """Create the topics of bundles with `create_topics` from now on.
         Topics of bundles that were appended without a broker are created at once."""
         with self.lock:
-            self.inbox.create_topics = create_topics
+            self.create_topics = create_topics
             if self.txn.state.create:
                 errors.attempt("topics of bundles", self._enter_noted)
 
     def _enter_noted(self) -> None:
         """Create the noted topics one by one, so that a topic that fails does not keep the others out.
         The messages of a topic that fails stay."""
-        assert self.inbox.create_topics is not None
+        assert self.create_topics is not None
         for topic, queues in self.txn.state.create.items():
             try:
-                self.inbox.create_topics({topic: queues})
+                self.create_topics({topic: queues})
             except (InvalidMessageError, ConfigError, NotPermittedError) as error:
                 _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self._root, topic, error)
         self.txn.save(replace(self.txn.state, create={}))
