@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from heapq import merge
+from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.messageid import decode_message_id
+from mqstore.log.iteration import follow_queues
 from mqstore.log.tagfilter import parse_tags
 from mqstore.log.walk import damage_at, walk_queue
 from mqstore_tools.render import body_bytes_option, note, print_finding, print_message, raw_bodies_option
@@ -35,7 +36,7 @@ __all__ = ["get"]
 
 _MANY = 100
 """Unreadable records after which `get` gives up looking for a readable one."""
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
+_PAUSE_S = 0.1
 _IN_TIME = attrgetter("store_timestamp_ms", "physical_offset")
 _IN_A_QUEUE = ("queue_id", "offset", "tag")
 _NO_GOOD = {
@@ -151,8 +152,10 @@ def get(
         if follow:
             assert topic is not None
             try:
+                sys.stdout.flush()  # a program at the other end of a pipe waits for each message
                 for message in _coming(store, topic, queue_id, tag, positions):
                     print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+                    sys.stdout.flush()
             except KeyboardInterrupt:
                 return
         bad = 0 if findings else store.stats().bad_records
@@ -273,35 +276,9 @@ def _newest(
 def _coming(
     store: StoreReader, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
 ) -> Iterator[Message]:
-    """Yield messages from `positions` on as they come, merged within each look.
-    Queues that appear begin at their start."""
-    pause = _PAUSE_MIN_S
+    """Yield messages from `positions` on as they come. The topic may still be missing."""
     while True:
-        try:
-            for ref in _queues(store, topic, queue_id):
-                positions.setdefault(ref, store.offsets(*ref)[0])
-        except TopicNotFoundError:
-            pass
-        seen = False
-        for message in merge(*(_round(store, ref, tag, positions) for ref in list(positions)), key=_IN_TIME):
-            seen = True
-            yield message
-        pause = _PAUSE_MIN_S if seen else min(2 * pause, _PAUSE_MAX_S)
-        sys.stdout.flush()  # a program at the other end of a pipe waits for the messages that were printed
-        time.sleep(pause)
-
-
-def _round(store: StoreReader, ref: QueueRef, tag: str, positions: dict[QueueRef, int]) -> Iterator[Message]:
-    """Yield the messages of one queue from its position up to its present end."""
-    while True:
-        result = store.get(*ref, positions[ref], tags=tag)
-        if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
-            # Retention passed us, or the writer came back after a crash and cut a torn tail.
-            bound = result.min_offset if result.status == "OFFSET_TOO_SMALL" else result.max_offset
-            note(f"{ref.topic}, queue {ref.queue_id}: offset {positions[ref]} is gone; going on at {bound}")
-            positions[ref] = bound
-            return
-        if result.next_offset <= positions[ref]:
-            return
-        positions[ref] = result.next_offset
-        yield from result.messages
+        with suppress(TopicNotFoundError):
+            store.queues(topic)
+            yield from follow_queues(store, topic, positions, tag, queue_id)
+        time.sleep(_PAUSE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import datetime
 from heapq import merge
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from mqstore.log.tip import QueueRef
 if TYPE_CHECKING:
     from mqstore.log.reader import StoreReader
 
-__all__ = ["iterate"]
+__all__ = ["follow_queues", "iterate"]
 
 _log = logging.getLogger("mqstore")
 
@@ -47,34 +47,46 @@ def iterate(
     if isinstance(start, int) or stop is not None:
         raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
     positions = {ref: _start_of(store, store.queue_named(*ref), start) for ref in store.queues(topic)}
-    cuts = {ref: store.queue_named(*ref).cuts for ref in positions}
+    yield from follow_queues(store, topic, positions, tags) if follow else _merged(store, positions, tags)
+
+
+def follow_queues(
+    store: StoreReader, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
+) -> Iterator[Message]:
+    """Yield messages of a topic, or of one of its queues, from `positions` on, for ever. They are merged by store time.
+    Queues without a position begin at their first message."""
+
+    def queues() -> list[QueueRef]:
+        return [ref for ref in store.queues(topic) if queue_id in (None, ref.queue_id)]
+
+    cuts: dict[QueueRef, int] = {}
     while True:
-        for ref in positions if follow else ():
+        for ref in queues():
             queue = store.queue_named(*ref)
-            if queue.cuts != cuts.setdefault(ref, 0):
+            positions.setdefault(ref, queue.min_offset)
+            if queue.cuts != cuts.setdefault(ref, queue.cuts):
                 cuts[ref] = queue.cuts
                 if positions[ref] > queue.cut_to:
                     positions[ref] = _back_to_cut(store, queue, positions[ref])
         begun = dict(positions)
-        rounds = [_round(store, ref, positions, tags) for ref in positions]
-        yield from merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
-        if not follow:
-            return
+        yield from _merged(store, positions, tags)
         if positions == begun:
-            _wait_for_news(store, topic, positions)
-        for ref in store.queues(topic):
-            if ref not in positions:
-                positions[ref] = store.queue_named(*ref).min_offset
+            _wait_for_news(store, queues, positions)
+
+
+def _merged(store: StoreReader, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+    """Yield the messages that the queues hold now, from their positions on, and move these."""
+    rounds = [_round(store, ref, positions, tags) for ref in positions]
+    return merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
 
 
 def _round(store: StoreReader, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-    """Yield the messages that `ref` holds now, from its position on, and move the position behind them."""
     queue = store.queue_named(*ref)
     positions[ref] = yield from _iter_queue(store, queue, positions[ref], queue.max_offset, False, tags)
 
 
-def _wait_for_news(store: StoreReader, topic: str, positions: dict[QueueRef, int]) -> None:
-    """Return when a queue of `topic` has grown beyond its position, or a new one has come."""
+def _wait_for_news(store: StoreReader, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
+    """Return when one of `queues` has grown beyond its position, or a new one has come."""
     pause = _FOLLOW_MIN_S
     polls = 0
     while True:
@@ -85,7 +97,7 @@ def _wait_for_news(store: StoreReader, topic: str, positions: dict[QueueRef, int
         if any(store.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
             return
         # For another process a new queue is a new folder, which is not looked for on every turn.
-        if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in store.queues(topic)):
+        if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in queues()):
             return
 
 
