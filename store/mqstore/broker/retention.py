@@ -55,16 +55,12 @@ def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> i
 
 def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
     """Yield the oldest record that each mechanism needs, and each queue's oldest unconsumed record."""
-    yield from _unconsumed(parts)
-    for mechanism in mechanisms:
-        yield from mechanism.pins()
-
-
-def _unconsumed(parts: Tables) -> Iterator[Pin]:
     for topic, queue_id, first, _, group, why in kept_for_consumers(parts):
         physical = physical_of(parts.store, topic, queue_id, first)
         if physical is not None:
             yield Pin(physical, topic, queue_id, group, why)
+    for mechanism in mechanisms:
+        yield from mechanism.pins()
 
 
 def oldest_of(pins: Iterable[Pin]) -> Pin | None:

@@ -112,9 +112,12 @@ def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
     return _checked(name, _open_strictly(name, flags, mode) if writes else os.open(name, flags))
 
 
-def open_folder(path: StrPath) -> int:
+def open_folder(path: StrPath, flags: int = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) -> int:
     """Open a folder that no link leads to, for reading."""
-    return _open_folder(os.fspath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    name = os.fspath(path)
+    if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
+        return fd
+    return _open_strictly(name, flags, 0)
 
 
 def open_any(path: StrPath) -> int:
@@ -129,7 +132,7 @@ def open_any(path: StrPath) -> int:
 def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
     """Give a descriptor of the folder that `path` lies in, which no link leads to, and the name in it."""
     folder, name = os.path.split(os.fspath(path))
-    fd = _open_folder(folder or ".", _TO_PASS)
+    fd = open_folder(folder or ".", _TO_PASS)
     try:
         yield fd, name
     finally:
@@ -144,12 +147,6 @@ def _checked(name: str, fd: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _open_folder(name: str, flags: int) -> int:
-    if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
-        return fd
-    return _open_strictly(name, flags, 0)
 
 
 def _open_strictly(name: str, flags: int, mode: int) -> int:

@@ -339,21 +339,25 @@ def _parse(content: bytes) -> _Holder:
 def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
     """Return True if a writer, mqstore or Java, holds the directory now. Takes no lock and disturbs none.
     Sees processes of this machine, and of others as far as a network file system carries byte locks."""
+    return _found_holder(root, fs) is not None
+
+
+def _found_holder(root: str | os.PathLike[str], fs: FileSystem) -> _Holder | None:
     path = os.path.join(root, "lock")
     with _registry_lock:
         try:
             # The registry first: opening and closing the file would drop our own lock where it is a POSIX one.
             if _identity(fs.stat(root)) in _registry or _identity(fs.stat(path)) in _registry:
-                return True
+                return _Holder(os.getpid())
             fd = fs.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            return False
+            return None
         except StoreIOError as error:
             if error.errno != errno.ENOTDIR:
                 raise
-            return False  # `root` is a file, and opening it raises
+            return None  # `root` is a file, and opening it raises
         try:
-            return _byte_holder(fd) is not None
+            return None if _byte_holder(fd) is None else _holder(fs, fd)
         except OSError as error:
             raise_os_error(error, path, "lock test")
         finally:
@@ -362,14 +366,8 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
 
 def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
     """Raise the StoreLockedError that taking the lock would raise now. Takes no lock. For a `--dry-run`."""
-    if not writer_alive(root, fs):
-        return
-    path = os.path.join(root, "lock")
-    with _registry_lock:
-        if not {_identity(fs.stat(root)), _identity(fs.stat(path))}.isdisjoint(_registry):
-            raise _refusal(root, _Holder(os.getpid()))
-        with fs.opened(path, os.O_RDONLY) as fd:
-            raise _refusal(root, _holder(fs, fd))
+    if (holder := _found_holder(root, fs)) is not None:
+        raise _refusal(root, holder)
 
 
 def _close_in_child() -> None:

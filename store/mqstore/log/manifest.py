@@ -10,13 +10,13 @@ import mmap
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, NotAStoreError, UnsupportedStoreError
@@ -72,6 +72,7 @@ _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
     "rocketmq": (1 << 30, 300_000, 5_000_000, 20_000_000, 100 << 20),
 }
 _Sizes = tuple[int, int, int, int, int]
+T = TypeVar("T")
 # A file that decodes but has other types than these is as bad as one that does not decode.
 _TYPES: dict[str, type] = {
     "format": str,
@@ -88,8 +89,12 @@ _TYPES: dict[str, type] = {
     "delay_levels": str,
 }
 _FIXED = tuple(name for name in _TYPES if name not in ("format", "schema", "requires"))
-_LATER = ("created_ms", "timerlog_segment_bytes", "max_message_size")
-"""Numbers that a file may lack, because an earlier program wrote it."""
+_LATER = {
+    "created_ms": (0, -1 << 63, 1 << 63),
+    "timerlog_segment_bytes": (_SIZES["mqstore"][4], _TIMERLOG_MIN, _SIZE_MAX),
+    "max_message_size": (DEFAULT_MESSAGE_BYTES, 0, _SIZE_MAX),
+}
+"""Numbers that a file may lack, because an earlier program wrote it: their default, least and greatest values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class Manifest:
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
     """Return the names of 20 digits in `directory`, sorted, or [] if it does not exist."""
-    return [name for name in _listdir(directory, fs) if segment_start(name) is not None]
+    return [name for name in _listed(fs.scandir, directory) if segment_start(name) is not None]
 
 
 def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
@@ -157,19 +162,18 @@ def _sizes_of_new(profile: Profile, config: StoreConfig) -> _Sizes:
 def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileSystem) -> _Sizes:
     """Return the sizes of a store without a manifest: from its files, options, or the profile's defaults."""
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
-    names = segment_names(root / "commitlog", fs)
-    starts = [int(name) for name in names]
     # Names show the size even if files were cut short, lengths even if some are missing, and a foreign file neither. So
     # the most frequent size counts, and of two the greater. With a wrong one all segments would be cut.
-    sizes = Counter(b - a for a, b in itertools.pairwise(starts))
-    lengths = {int(name): length for name, length in _files(root / "commitlog", fs) if segment_start(name) is not None}
+    found = _listed(fs.scandir_files, root / "commitlog")
+    lengths = {int(name): length for name, length in found if segment_start(name) is not None}
+    sizes = Counter(b - a for a, b in itertools.pairwise(lengths))
     sizes.update(length for start, length in lengths.items() if length and start % length == 0)
     segment = max(
         (size for size in sizes if 0 < size <= _SIZE_MAX), key=lambda size: (sizes[size], size), default=segment
     )
     queue_lengths: dict[int, int] = {}
-    for topic in _folders(root / "consumequeue", fs):
-        for queue in _folders(root / "consumequeue" / topic, fs):
+    for topic in _listed(fs.scandir_directories, root / "consumequeue"):
+        for queue in _listed(fs.scandir_directories, root / "consumequeue" / topic):
             for name, length in fs.scandir_files(root / "consumequeue" / topic / queue):
                 if segment_start(name) is not None:
                     queue_lengths[length] = queue_lengths.get(length, 0) + 1
@@ -179,7 +183,7 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
         common = max(queue_lengths, key=lambda length: (queue_lengths[length], length))
         if common >= UNIT_BYTES and common % UNIT_BYTES == 0:
             cq_bytes = common
-    index_names = [n for n in _listdir(root / "index", fs) if n.isdigit()]
+    index_names = [n for n in _listed(fs.scandir, root / "index") if n.isdigit()]
     if index_names and config.index_slots is None:
         # The content of a file decides. If all are empty or damaged, the ratio of the broker's defaults does.
         shapes = (shape_of_file(root / "index" / name, fs) for name in index_names[:8])
@@ -234,16 +238,8 @@ def derived(root: Path, fs: FileSystem = REAL) -> tuple[Manifest, str]:
     )
 
 
-def _listdir(path: Path, fs: FileSystem) -> list[str]:
-    return fs.scandir(path) if path.is_dir() else []
-
-
-def _files(path: Path, fs: FileSystem) -> list[tuple[str, int]]:
-    return fs.scandir_files(path) if path.is_dir() else []
-
-
-def _folders(path: Path, fs: FileSystem) -> list[str]:
-    return fs.scandir_directories(path) if path.is_dir() else []
+def _listed(listing: Callable[[Path], list[T]], path: Path) -> list[T]:
+    return listing(path) if path.is_dir() else []
 
 
 def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
@@ -281,9 +277,11 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     for key, kind in _TYPES.items():
         if type(value.get(key)) is not kind:
             raise bad(f"{key} should be {kind.__name__}, found {value.get(key)!r}")
-    for key in _LATER:
-        if type(value.get(key, 0)) is not int:
-            raise bad(f"{key} should be int, found {value[key]!r:.80}")
+    later = {key: value.get(key, default) for key, (default, _, _) in _LATER.items()}
+    for key, number in later.items():
+        _, least, most = _LATER[key]
+        if type(number) is not int or not least <= number <= most:
+            raise bad(f"{key} should be int from {least} to {most}, found {number!r:.80}")
     if value["schema"] < 1:
         raise bad(f"schema {value['schema']}")
     if value["requires"]:
@@ -301,12 +299,6 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     ]
     if min(sizes) < 1 or max(sizes) > _SIZE_MAX or sizes[1] % UNIT_BYTES:
         raise bad(f"impossible sizes {sizes}")
-    timerlog_bytes = value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])
-    if not _TIMERLOG_MIN <= timerlog_bytes <= _SIZE_MAX:
-        raise bad(f"timerlog_segment_bytes {timerlog_bytes}")
-    message_bytes = value.get("max_message_size", DEFAULT_MESSAGE_BYTES)
-    if not 0 <= message_bytes <= _SIZE_MAX:
-        raise bad(f"max_message_size {message_bytes}")
     try:
         delay_table_ms(value["delay_levels"])
     except ConfigError as error:
@@ -314,9 +306,7 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     known = {*_TYPES, *_LATER, "created_by"}
     return Manifest(
         **{name: value[name] for name in _FIXED},
-        created_ms=value.get("created_ms", 0),
-        timerlog_segment_bytes=timerlog_bytes,
-        max_message_size=message_bytes,
+        **later,
         exists=True,
         has_file=True,
         unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
@@ -355,7 +345,7 @@ def kept_of(value: Any) -> dict[str, Any]:
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     """Return how the sizes in a manifest differ from those of all files, or "" if they may be right.
     Opened with wrong sizes, a sound store would look cut short, and be cut."""
-    found = [(segment_start(name), length) for name, length in _files(root / "commitlog", fs)]
+    found = [(segment_start(name), length) for name, length in _listed(fs.scandir_files, root / "commitlog")]
     segments = {start: length for start, length in found if start is not None}
     lengths = list(segments.values())
     distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
@@ -364,9 +354,9 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     if not confirmed and _differ(lengths, manifest.commitlog_segment_bytes):
         return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
     lengths = []
-    for topic in _folders(root / "consumequeue", fs)[:8]:
-        for queue in _folders(root / "consumequeue" / topic, fs)[:8]:
-            files = _files(root / "consumequeue" / topic / queue, fs)[:8]
+    for topic in _listed(fs.scandir_directories, root / "consumequeue")[:8]:
+        for queue in _listed(fs.scandir_directories, root / "consumequeue" / topic)[:8]:
+            files = _listed(fs.scandir_files, root / "consumequeue" / topic / queue)[:8]
             lengths += [length for name, length in files if segment_start(name) is not None]
             if manifest.consumequeue_segment_bytes in lengths:
                 return ""  # enough: thousands of stores may have to be opened
@@ -391,7 +381,7 @@ def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> st
     """Return which files are of which size, if some segments are of another one than `size`, or "" if none is.
     Two stores that were copied into one look like that. A file is of another size if it has records in their right
     places and begins between two segments, or if a record crosses the segment's end."""
-    listed = ((name, length, segment_start(name)) for name, length in _files(root / "commitlog", fs))
+    listed = ((name, length, segment_start(name)) for name, length in _listed(fs.scandir_files, root / "commitlog"))
     found = [(name, length) for name, length, start in listed if start is not None and start < 1 << 62]
     doubtful = [name for name, length in found if length and (int(name) % size or length > size)]
     if not any(_is_of_other_size(root / "commitlog" / name, size, checksum, fs) for name in doubtful):
@@ -438,7 +428,7 @@ def resolve(
     """
     if root.exists() and not root.is_dir():
         raise NotAStoreError(f"{root} is a file; a store is a directory")
-    names = set(_listdir(root, fs))
+    names = set(_listed(fs.scandir, root))
     if names & {MANIFEST, f"{MANIFEST}.bak", "commitlog"}:
         try:
             found = stored(root, config, fs)

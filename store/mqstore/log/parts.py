@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mqstore.clock import Clock
@@ -22,15 +22,11 @@ from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.recovery.report import Finding
-from mqstore.log.recovery.scanner import End, scan_log, until_torn
+from mqstore.log.recovery.scanner import End, Event, scan_log, until_torn
 from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
 from mqstore.options import StoreConfig, delay_table_ms
 
 __all__ = ["CheckpointFile", "StoreParts"]
-
-
-def _unnoticed(front: int) -> None:
-    """Ignore that the front of the log has moved."""
 
 
 class StoreParts:
@@ -121,10 +117,11 @@ class StoreParts:
 
     def has_records(self) -> bool:
         """Return True if the log holds a record, listed in a queue or not."""
-        events = scan_log(
-            self.log_files, self.log_files.min_offset, self.checksum, checksums=False, on_front=_unnoticed
-        )
-        return not isinstance(next(events), End)
+        return not isinstance(next(self._events(self.log_files.min_offset)), End)
+
+    def _events(self, start: int) -> Iterator[Event]:
+        """Yield the events of a scan by lengths alone, on whose way retention may take segments."""
+        return scan_log(self.log_files, start, self.checksum, checksums=False, on_front=lambda _: None)
 
     def listed_end(self) -> int:
         """Return the end of the records that queues list, or of the log if the queues are lost. For readers."""
@@ -136,8 +133,7 @@ class StoreParts:
         If the writer was killed during a batch, parts of it may lie behind a hole. Beyond the watermark the log ends at
         the first hole."""
         end = start
-        events = scan_log(self.log_files, start, self.checksum, checksums=False, on_front=_unnoticed)
-        for event in until_torn(events, self.torn_from):
+        for event in until_torn(self._events(start), self.torn_from):
             if isinstance(event, End):
                 end = event.position
         return end

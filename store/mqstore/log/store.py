@@ -227,8 +227,7 @@ class MessageStore(StoreReader, Sending):
         )
         self.background.add_task("retention", _RETENTION_MS, self.room.run_once)
         self.background.add_task("room", _ROOM_MS, self.room.look)
-        take_inbox = partial(self._bulk.take_inbox_if_idle, lambda: self._closed)
-        self.background.add_task("inbox", _INBOX_MS, take_inbox)
+        self.background.add_task("inbox", _INBOX_MS, self._bulk.take_inbox_if_idle)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=True)

@@ -102,8 +102,14 @@ class Bundle:
         for good, field in (
             (is_app(app), "app"),
             (type(version) is int and 0 <= version < 1 << 63, "ver"),
-            (isinstance(shards, list) and all(_is_name(name) for name in shards), "shards"),
-            (isinstance(create, dict) and all(map(_is_count, create.values())), "create"),
+            (
+                isinstance(shards, list) and all(isinstance(name, str) and is_path_safe(name) for name in shards),
+                "shards",
+            ),
+            (
+                isinstance(create, dict) and all(type(n) is int and 0 < n <= _QUEUES_MAX for n in create.values()),
+                "create",
+            ),
             (isinstance(highest, dict) and all(type(each) is int for each in highest.values()), "highest"),
         ):
             if not good:
@@ -116,16 +122,6 @@ class Bundle:
             except InvalidMessageError as error:
                 raise FormatError(f"{path}: create: {error}", "create", 0) from error
         return cls(folder, app, version, tuple(shards), create, highest)
-
-
-def _is_name(name: Any) -> bool:
-    """Return True if a shard's name leads to a folder of the bundle and nowhere else."""
-    return isinstance(name, str) and is_path_safe(name)
-
-
-def _is_count(queues: Any) -> bool:
-    """Return True if a topic may have this number of queues."""
-    return type(queues) is int and 1 <= queues <= _QUEUES_MAX
 
 
 class Entered(NamedTuple):
@@ -391,11 +387,11 @@ class BulkAppender:
                 _log.warning("%s is done with and cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)
 
-    def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
-        """Append the bundles that wait in the inbox, unless a bulk append runs or the store is closed."""
+    def take_inbox_if_idle(self) -> None:
+        """Append the bundles that wait in the inbox, unless a bulk append runs or the store is being closed."""
         if self.lock.acquire(blocking=False):  # the flusher must not wait: a bulk append may wait for it
             try:
-                if not self.splicer.is_busy and not is_closed():
+                if not self.splicer.is_busy and not self.splicer.stopping():
                     self.take_inbox()
             finally:
                 self.lock.release()

@@ -125,7 +125,7 @@ class Splicer:
         self._check_room = check_room
         self._sync = sync
         self._poison = poison
-        self._stopping = stopping
+        self.stopping = stopping
         self.is_busy = False
 
     def splice(
@@ -171,7 +171,7 @@ class Splicer:
                 self.is_busy = False
 
     def _stop(self) -> None:
-        if self._stopping():
+        if self.stopping():
             raise StoreClosedError("the store is being closed: splice again once it is open")
 
     def _ask_for_room(self, shards: Sequence[Shard]) -> None:

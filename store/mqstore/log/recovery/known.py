@@ -57,9 +57,7 @@ def load_known(root: Path, segment_bytes: int, fs: FileSystem) -> KnownDamage:
     except (MQStoreError, OSError):
         value = None
     ranges = {} if value is None else value["ranges"]
-    return KnownDamage(
-        {kind: [(start, stop) for start, stop in found] for kind, found in ranges.items()}, segment_bytes
-    )
+    return KnownDamage({kind: map(tuple, found) for kind, found in ranges.items()}, segment_bytes)
 
 
 def save_known(

@@ -57,9 +57,9 @@ def recover_store(
         with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
             manifests.stored(root, store.config, fs)  # it must not be derived: a recovery would not do that
             report = store.plan_recovery(options, progress)
-            return _completed(report, store, json_checks, record_check, dry_run=True)
+            return _completed(report, store, json_checks, record_check)
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
-        return _completed(store.recovery, store, json_checks, record_check, dry_run=False)
+        return _completed(store.recovery, store, json_checks, record_check)
 
 
 def _completed(
@@ -67,18 +67,16 @@ def _completed(
     store: StoreReader,
     json_checks: Mapping[str, Check],
     record_check: Callable[[StoreReader], Iterable[Finding]],
-    *,
-    dry_run: bool,
 ) -> RecoveryReport:
-    """Add bad JSON files, unreadable records and the known damage to a report. Save the damage that stays."""
-    root, size, fs = store.path, store.manifest.commitlog_segment_bytes, store.fs
-    for finding, mended in bad_json(root, json_files(root, json_checks), fs, mend=not dry_run):
+    """Add bad JSON files, unreadable records and the known damage to a report. A writer saves the damage that stays."""
+    root, size, fs, writing = store.path, store.manifest.commitlog_segment_bytes, store.fs, store.mode == "rw"
+    for finding, mended in bad_json(root, json_files(root, json_checks), fs, mend=writing):
         report.findings.append(finding)
         report.changed |= mended
     report.findings += record_check(store)
     known = load_known(root, size, fs)
     report.known = {finding for finding in report.findings if finding in known}
-    if not dry_run:
+    if writing:
         lasting = [each for each in report.findings if not _is_extended(root / each.file, each, size)]
         save_known(root, known, lasting, report.log_end, size, fs)
     return report

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.errors import CorruptStoreError, MQStoreError
+from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
@@ -92,10 +92,8 @@ def bad_json(
             value, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
             if value is not None and not problems:
                 problem = check_backup(root / name, writer=mend, fs=fs, check=check)
-        except CorruptStoreError as error:
-            yield Finding("bad_json", name, error.position or 0, 0, str(error)), False
         except (MQStoreError, OSError) as error:
-            yield Finding("bad_json", name, 0, 0, str(error)), False
+            yield Finding("bad_json", name, getattr(error, "position", None) or 0, 0, str(error)), False
         else:
             for each in problems:
                 yield Finding("bad_json", name, 0, 0, each), True
