@@ -37,7 +37,6 @@ __all__ = ["get"]
 _MANY = 100
 """Unreadable records after which `get` gives up looking for a readable one."""
 _PAUSE_S = 0.1
-_IN_TIME = attrgetter("store_timestamp_ms", "physical_offset")
 _IN_A_QUEUE = ("queue_id", "offset", "tag")
 _NO_GOOD = {
     "--last": ("offset", "max_messages"),
@@ -227,13 +226,6 @@ def _check_queue(store: StoreReader, topic: str, queue_id: int) -> None:
         )
 
 
-def _queues(store: StoreReader, topic: str, queue_id: int | None) -> list[QueueRef]:
-    if queue_id is None:
-        return store.queues(topic)
-    store.offsets(topic, queue_id)
-    return [QueueRef(topic, queue_id)]
-
-
 def _newest(
     store: StoreReader,
     topic: str,
@@ -247,7 +239,9 @@ def _newest(
     """Return the last `count` messages and what could not be read. Sets `positions` of all queues."""
     wanted = parse_tags(tag, topic)
     try:
-        refs = _queues(store, topic, queue_id)
+        if queue_id is not None:
+            _check_queue(store, topic, queue_id)
+        refs = [ref for ref in store.queues(topic) if queue_id in (None, ref.queue_id)]
     except TopicNotFoundError:
         if not follow:
             raise
@@ -269,7 +263,7 @@ def _newest(
             high = start
             step = min(2 * step, 4096)
         newest += of_queue
-    newest.sort(key=_IN_TIME)
+    newest.sort(key=attrgetter("store_timestamp_ms", "physical_offset"))
     return newest[-count:] if count else [], findings
 
 

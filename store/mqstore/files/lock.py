@@ -312,10 +312,8 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
 def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> str:
     """Return why a store that was opened for reading refuses a call, and a step that works now."""
     step = "open it with mode='rw'"
-    try:
-        refuse_beside_writer(root, fs)
-    except StoreLockedError as error:
-        where = "this process" if error.pid == os.getpid() else f"process {error.pid or 'of another program'}"
+    if (holder := _found_holder(root, fs)) is not None:
+        where = "this process" if holder.pid == os.getpid() else f"process {holder.pid or 'of another program'}"
         step = f"it is open for writing in {where}: make this call there, or close it there and {step}"
     return f"{os.fspath(root)} was opened for reading; {step}"
 

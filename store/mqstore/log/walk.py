@@ -145,9 +145,8 @@ def walk_queue(
             yield from messages
         else:
             units = queue.units(position, after - position)
-            front = store.records.find_front(
-                queue
-            )  # after reading the units, since retention takes a record before its unit
+            # After reading the units, since retention takes a record before its unit.
+            front = store.records.find_front(queue)
             yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 

@@ -225,9 +225,8 @@ class Verifier:
         yield from self.segments()
         for name in self._queues.unsafe_names:
             yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
-        for path, length in (
-            self._queues.short_files.items() if self._clean else ()
-        ):  # else a power cut leaves such files
+        short = self._queues.short_files if self._clean else {}  # else a power cut leaves such files
+        for path, length in short.items():
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
