@@ -273,6 +273,5 @@ def _coming(
     """Yield messages from `positions` on as they come. The topic may still be missing."""
     while True:
         with suppress(TopicNotFoundError):
-            store.queues(topic)
             yield from follow_queues(store, topic, positions, tag, queue_id)
         time.sleep(_PAUSE_S)

@@ -183,7 +183,7 @@ class Splicer:
         for shard in shards:
             for (topic, _), count in shard.queues.items():
                 messages[topic] += count
-        if messages:
+        if size:
             self._check_room(size + min(size, rolls * largest), messages)
 
     # -- the protocol -----------------------------------------------------------------------------------------------
