@@ -198,7 +198,7 @@ def open_desk(path: Path, clock: SimulatedClock, fs: FileSystem | None = None) -
 
 def test_each_mechanism_has_a_scene_or_a_reason(tmp_path: Path) -> None:
     desk = open_desk(tmp_path / "mq", SimulatedClock())
-    jobs = {job.name: job.mechanism for job in desk.broker._housekeeper._jobs}
+    jobs = {name: job.mechanism for name, job in desk.broker._housekeeper._jobs.items()}
     desk.broker.close()
     with_state = {name for name, each in jobs.items() if type(each).persist is not Mechanism.persist}
     assert with_state == {scene.of for scene in SCENES.values()} - {"a member"}

@@ -112,7 +112,7 @@ class Room:
         """Free room if an earlier process has left the disk full, once a broker knows what is needed."""
         if self.bound is None:
             self.deliveries = lambda: 0
-        elif not self._has_room(_Append()):
+        if not self._has_room(_Append()) and self.bound is not None:
             self._wait_for_run()
 
     def check(self, size: int, messages: Mapping[str, int]) -> None:
