@@ -221,6 +221,7 @@ class Told:
     def sum_up(self, summary: dict[str, Any], text: str, output: Path | None) -> None:
         """Print what was done: JSON on stdout if the messages went to the file `output`, else on stderr."""
         summary = {**summary, "findings": self.findings}
+        sys.stdout.flush()  # first: if nobody reads the output, that is all there is to report
         if not self.json_output:
             note(text + (f", {self.findings} findings" if self.findings else ""))
         elif output is None:

@@ -90,6 +90,7 @@ class StoreCommand(click.Command):
             if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
                 # A stream has no name to tell; of a full disk without one a person would think the store's.
                 error = OSError(error.errno, error.strerror, "standard output")
+                _forget_stdout()
             self._fail(ctx, error, UNUSABLE)
         except LookupError as error:
             # `at` and `get_by_id` say so when nothing lies where they were asked to look.
