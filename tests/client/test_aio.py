@@ -115,8 +115,11 @@ def test_open_takes_what_the_sync_open_takes() -> None:
 
 
 def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
+    # Where redis is installed, portalocker imports it, and it imports asyncio.
     code = """
-        import sys, threading, mqstore
+        import sys, threading
+        sys.modules["redis"] = None
+        import mqstore
         assert "asyncio" not in sys.modules, "asyncio"
         mqstore.aio.open
         assert threading.active_count() == 1
