@@ -5,7 +5,6 @@ In Spark they are asked on `local[2]`, with pyspark and Java. The page cache is 
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import statistics
@@ -101,26 +100,6 @@ def test_columns(ask: Ask, made: Make, every: bool, goal: float) -> None:
     path = made(300_000)
     loop = ready("a loop over records", partial(by_records, path, every))
     ask_calls(ask, ready("mqstore to_arrow", partial(by_columns, path, every)), ONCE, {loop: goal})
-
-
-def verify_on_one_processor(path: Path) -> None:
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        with mqstore.open(path, "r") as store:
-            assert not list(store.verify())
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def test_verify(ask: Ask, made: Make) -> None:
-    """`jobs.verify` in two processes, beside one process on one processor."""
-    from mqstore.jobs import verify
-
-    path = made(3_000_000)
-    missing = None if hasattr(os, "sched_setaffinity") else "this system cannot hold a process to one processor"
-    one = ready("one process on one processor", partial(verify_on_one_processor, path), lambda: missing)
-    ask_calls(ask, ready("mqstore verify", partial(verify, path, jobs=2)), ONCE, {one: 1.6})
 
 
 def test_plan(ask: Ask) -> None:

@@ -1,12 +1,11 @@
-"""Export to Parquet: every message once, whatever a run is stopped by; what is in the files is what the store has."""
+"""Export to Parquet: the files have every message of the store once, and a run that is stopped leaves no folder."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from datetime import UTC, date, datetime
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
+import mqstore
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet
-from mqstore.jobs.export import read_manifest
 from mqstore.jobs.runner import Runner
 from mqstore.jobs.selection import select
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
@@ -79,7 +78,6 @@ def test_files_have_the_messages_of_a_java_store(golden: Golden, tmp_path: Path,
     expected = sorted((as_row(line) for line in exported(path)), key=lambda row: row["physical_offset"])
     days = [row.pop("date") for row in found]
     for row in found:
-        assert row.pop("export") == 1
         row["properties"] = dict(row["properties"])
         row["topic"] = str(row["topic"])
     assert days == [str(row["store_timestamp"].date()) for row in expected]
@@ -98,7 +96,7 @@ def test_a_file_for_each_topic_day_and_task(tmp_path: Path) -> None:
 
     folders = [each.parent.relative_to(tmp_path / "out").as_posix() for each in visible(tmp_path / "out")]
     days = [str(date.fromordinal(date(2023, 11, 14).toordinal() + i)) for i in range(3)]
-    assert sorted(set(folders)) == [f"export=00000001/topic={t}/date={d}" for t in "ab" for d in days]
+    assert sorted(set(folders)) == [f"topic={t}/date={d}" for t in "ab" for d in days]
     assert done.files == len(folders) <= 2 * 6
     assert done.messages == 36
 
@@ -117,9 +115,7 @@ def test_columns_and_partitions_can_be_chosen(store: Path, tmp_path: Path) -> No
     )
 
     first = visible(tmp_path / "out")[0]
-    assert (
-        first.relative_to(tmp_path / "out").as_posix().startswith("export=00000001/store=one/topic=orders/queue_id=0/")
-    )
+    assert first.relative_to(tmp_path / "out").as_posix().startswith("store=one/topic=orders/queue_id=0/")
     file = pq.ParquetFile(first)
     assert file.schema_arrow.names == ["body", "keys"]
 
@@ -162,7 +158,6 @@ def test_large_tasks_are_written_in_parts(
     found = visible(tmp_path / "out")
     assert sorted(pq.ParquetFile(path).metadata.num_row_groups for path in found) == [groups] * files
     assert len(rows(tmp_path / "out")) == 40
-    assert sum(each["rows"] for each in read_manifest(tmp_path / "out")["files"]) == 40
 
 
 def test_filters_and_bounds_narrow_what_is_written(store: Path, tmp_path: Path) -> None:
@@ -192,151 +187,52 @@ def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> No
     assert ("t", 0, 4) not in offsets(tmp_path / "out")
 
 
-# -- run again ---------------------------------------------------------------------------------------------------------
+def test_an_export_into_a_folder_that_is_not_empty_is_refused(store: Path, tmp_path: Path) -> None:
+    """A second run into the same folder would mix its files with those of the first."""
+    dest = tmp_path / "out"
+    dest.mkdir()
+    assert export_parquet(store, dest).messages == 81
+    before = visible(dest)
+
+    with pytest.raises(ConfigError, match=r"out is there and is not an empty folder"):
+        export_parquet(store, dest)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file is there and is not an empty folder"):
+        export_parquet(store, tmp_path / "file")
+
+    assert visible(dest) == before
 
 
-def test_a_second_run_writes_what_came_since(tmp_path: Path) -> None:
+def test_an_export_without_messages_makes_no_folder(store: Path, tmp_path: Path) -> None:
+    done = export_parquet(select(store, topics="t", start="2100-01-01"), tmp_path / "out")
+
+    assert (done.messages, done.files) == (0, 0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_begins_where_a_group_is_or_an_option_says(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with MessageStore(path) as store:
-        store.put_many("t", [b"%d" % i for i in range(10)], queue_id=0)
-    first = export_parquet(path, tmp_path / "out")
-    nothing = export_parquet(path, tmp_path / "out")
-    with MessageStore(path) as store:
-        store.put_many("t", [b"%d" % i for i in range(5)], queue_id=0)
-        store.put_many("u", [b"x"] * 3, queue_id=2)
-    third = export_parquet(path, tmp_path / "out")
+    with mqstore.open(path) as store:
+        store.log.put_many("t", [b"x"] * 10, queue_id=0)
+        store.broker.commit("g", "t", 0, 4)
 
-    assert (first.messages, first.folder) == (10, "export=00000001")
-    assert (nothing.messages, nothing.folder) == (0, None)
-    assert (third.messages, third.folder) == (8, "export=00000002")
-    assert third.high_water == {str(path): {"t": {"0": 15}, "u": {"2": 3}}}
-    assert offsets(tmp_path / "out") == model(path)
+    for name, value, first in (("startingGroup", "g", 4), ("startingOffsets", '{"t": {"0": 7}}', 7)):
+        export_parquet(select(path, topics="t", options={name: value}), tmp_path / name)
+        assert offsets(tmp_path / name) == [("t", 0, at) for at in range(first, 10)]
 
 
-def test_a_later_run_over_a_store_that_lost_its_queues_does_not_find_nothing_new(store: Path, tmp_path: Path) -> None:
-    export_parquet(store, tmp_path / "lake")
-    shutil.rmtree(store / "consumequeue")
-    chosen = select(store, options={"failOnDataLoss": "false"})
-    with pytest.raises(ConfigError, match=r"consume queues of .* are lost"):
-        export_parquet(chosen, tmp_path / "lake")
-
-
-def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_path: Path) -> None:
-    def put(topic: str, count: int, at_ms: int) -> list[Odd]:
-        return [Odd(topic=topic, queue_id=0, body=b"x", store_ms=at_ms + i) for i in range(count)]
-
-    old, new = 1_700_000_000_000, 1_700_000_100_000
-    # `busy` has messages on both sides of the bound, `quiet` only old ones, `young` only new ones.
-    path = write_store(tmp_path / "s", [*put("busy", 6, old), *put("quiet", 4, old), *put("busy", 3, new)])
-    start = datetime.fromtimestamp(new / 1000, UTC)
-    first = export_parquet(select(path, topics="busy,quiet", start=start), tmp_path / "out")
-    with MessageStore(path) as store:
-        store.put_many("quiet", [b"later"] * 2, queue_id=0)
-        store.put_many("busy", [b"later"], queue_id=0)
-    second = export_parquet(select(path, topics="busy,quiet"), tmp_path / "out")
-    third = export_parquet(select(path, topics="busy,quiet"), tmp_path / "out")
-
-    assert first.high_water[str(path)] == {"busy": {"0": 9}, "quiet": {"0": 4}}
-    assert first.messages == 3
-    assert second.messages == 3
-    assert third.folder is None
-    assert offsets(tmp_path / "out") == [
-        *(("busy", 0, at) for at in range(6, 10)),
-        *(("quiet", 0, at) for at in (4, 5)),
-    ]
-
-
-def test_a_store_that_was_moved_goes_on_under_its_old_name_or_by_a_link(store: Path, tmp_path: Path) -> None:
-    dest, moved = tmp_path / "out", tmp_path / "moved"
-    export_parquet(store, dest)
-    store.rename(moved)
-
-    assert export_parquet({str(store): moved}, dest).folder is None
-    store.symlink_to(moved)
-    assert export_parquet(store, dest).folder is None
-
-
-def test_stores_and_topics_may_join_and_leave(store: Path, tmp_path: Path) -> None:
-    other = write_store(tmp_path / "other", many(8))
-    dest = tmp_path / "out"
-    export_parquet(store, dest, topics="t")
-    second = export_parquet([store, other], dest)
-    third = export_parquet(other, dest, topics="orders")
-
-    assert second.messages == 41 + 9
-    assert third.folder is None
-    assert set(third.high_water) == {str(store), str(other)}
-
-
-def test_another_shape_is_refused(store: Path, tmp_path: Path) -> None:
-    dest = tmp_path / "out"
-    export_parquet(store, dest, topics="t")
-
-    for arguments, text in (
-        ({"columns": ["body"]}, "was exported with columns="),
-        ({"partition_by": ["topic"]}, "was exported with partition_by="),
-        ({"stores": select(store, where="n > 3")}, "was exported with filter=None, not 'n > 3'"),
-        ({"stores": select(store, options={"tags": "a"})}, "was exported with tags="),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            export_parquet(**{"stores": store, "dest": dest, **arguments})
-    assert len(rows(dest)) == 40
-
-
-def test_messages_that_retention_took_before_they_were_exported_are_told(tmp_path: Path) -> None:
+def test_messages_that_retention_took_are_an_error_or_left_out(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(400))
-    dest = tmp_path / "out"
-    export_parquet(select(path, topics="t", stop=str(T0 + 8)), dest)
     with MessageStore(path) as store:
         assert store.drop_before(2 * SEGMENT)
         low, high = store.offsets("t", 0)
     assert low > 2
+    given = {"startingOffsets": '{"t": {"0": 0}}'}
 
     with pytest.raises(OffsetOutOfRangeError, match=r"messages are lost.* \(failOnDataLoss=false"):
-        export_parquet(path, dest, topics="t")
-    export_parquet(select(path, topics="t", options={"failOnDataLoss": "false"}), dest)
-    assert [offset for _, queue, offset in offsets(dest) if queue == 0] == [0, 1, *range(low, high)]
-
-
-def test_a_queue_that_lost_its_tail_is_refused(tmp_path: Path) -> None:
-    """A store was restored from a backup. Nothing was exported until the queue had grown beyond its old end: 80
-    messages that no run said a word of."""
-
-    def put(*bodies: int) -> None:
-        with MessageStore(path) as store:
-            store.put_many("t", [b"%d" % body for body in bodies], queue_id=0)
-
-    path, dest = tmp_path / "s", tmp_path / "out"
-    put(*range(10))
-    shutil.copytree(path, tmp_path / "backup")
-    put(*range(10, 100))
-    export_parquet(path, dest)
-    shutil.rmtree(path)
-    (tmp_path / "backup").rename(path)
-    before = visible(dest)
-    with pytest.raises(OffsetOutOfRangeError, match="t, queue 0 ends at 10, and was read up to 100 before"):
-        export_parquet(path, dest)
-    put(200, 201)
-
-    lax = {"failOnDataLoss": "false"}
-    with pytest.raises(OffsetOutOfRangeError, match="t, queue 0 ends at 12, and was read up to 100 before"):
-        export_parquet(select(path, options=lax), dest)
-
-    assert visible(dest) == before
-    assert export_parquet(select({"restored": path}, options=lax), dest).messages == 12
-
-
-def test_ends_of_queues_that_are_not_there_are_kept(store: Path, tmp_path: Path) -> None:
-    """Their store may be on a disk that comes back."""
-    dest = tmp_path / "out"
-    export_parquet(store, dest)
-    other = write_store(tmp_path / "other", many(8))
-    store.rename(tmp_path / "away")
-    lax = select([store, other], options={"failOnDataLoss": "false"})
-
-    assert export_parquet(lax, dest).messages == 9
-    (tmp_path / "away").rename(store)
-    assert export_parquet(lax, dest).folder is None
+        export_parquet(select(path, topics="t", options=given), tmp_path / "out")
+    export_parquet(select(path, topics="t", options={**given, "failOnDataLoss": "false"}), tmp_path / "out")
+    assert [offset for _, queue, offset in offsets(tmp_path / "out") if queue == 0] == [*range(low, high)]
 
 
 @pytest.mark.parametrize(
@@ -356,8 +252,6 @@ def test_wrong_arguments_write_nothing(store: Path, tmp_path: Path, arguments: d
 
 def test_options_that_do_not_fit_are_refused(store: Path, tmp_path: Path) -> None:
     for name, value in (
-        ("startingOffsets", "latest"),
-        ("startingGroup", "g"),
         ("readBy", "log"),
         ("onCorrupt", "keep"),
     ):
@@ -376,48 +270,8 @@ def test_what_is_no_file_system_is_refused(store: Path, tmp_path: Path, monkeypa
 
 def test_an_export_into_a_store_is_refused(store: Path) -> None:
     for dest in (store, store / "out"):
-        with pytest.raises(ConfigError, match="lies in the store"):
+        with pytest.raises(ConfigError, match="is in the store"):
             export_parquet(store, dest)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "number": 1}', "[" * 200_000], ids=range(6)
-)
-def test_a_folder_that_is_no_export_is_left_alone(store: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "out" / "export=00000001").mkdir(parents=True)
-    (tmp_path / "out" / "export=00000001" / "_manifest.json").write_text(text)
-
-    with pytest.raises(ConfigError):
-        export_parquet(store, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "member",
-    [
-        {"ends": {"s": 5}},
-        {"ends": {"s": {"t": [0]}}},
-        {"ends": {"s": {"t": {"0": "x"}}}},
-        {"ends": {"s": {"t": {"0": -1}}}},
-        {"ends": {"s": {"t": {"00": 1}}}},
-        {"ends": {"s": {"t": {"a": 1}}}},
-        {"number": "1"},
-        {"number": -1},
-        {"shape": []},
-    ],
-    ids=str,
-)
-def test_a_damaged_manifest_is_told_with_its_file_and_the_way_out(
-    store: Path, tmp_path: Path, member: dict[str, Any]
-) -> None:
-    """Only the outermost objects were looked at: what was wrong in them ended in `please report it`."""
-    export_parquet({"s": store}, tmp_path / "out", topics="t")
-    path = tmp_path / "out" / "export=00000001" / "_manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **member}))
-
-    with pytest.raises(
-        ConfigError, match=r"_manifest\.json is not the manifest of an export, or it is damaged.*bring it"
-    ):
-        export_parquet({"s": store}, tmp_path / "out")
 
 
 # -- stopped -----------------------------------------------------------------------------------------------------------
@@ -459,41 +313,35 @@ def crashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[s
     state["left"] = -1
 
 
-def test_a_crash_at_any_step_leaves_the_old_export_or_the_new_one(
+def test_a_crash_at_any_step_leaves_no_folder_or_a_whole_one(
     tmp_path: Path, crashing: Callable[[int], list[str]]
 ) -> None:
     path = tmp_path / "s"
     with MessageStore(path) as store:
         store.put_many("t", [b"%d" % i for i in range(10)], queue_id=0)
-    export_parquet(path, tmp_path / "first")
-    old = offsets(tmp_path / "first")
-    with MessageStore(path) as store:
-        store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
         store.put_many("u", [b"x"] * 3, queue_id=2)
     outcomes = set()
     step = 0
-    while True:
+    crashed = True
+    while crashed:
         dest = tmp_path / f"out{step}"
-        shutil.copytree(tmp_path / "first", dest)
         seen = crashing(step)
         try:
             export_parquet(path, dest)
         except Crash:
-            crashed = True
+            pass
         else:
             crashed = False
         crashing(-1)
-        found = offsets(dest)
-        assert found in (old, model(path)), (step, seen[-1])
-        outcomes.add((crashed, found == old))
-        again = export_parquet(path, dest)
-        assert offsets(dest) == model(path), (step, seen[-1])
-        assert (again.folder is None) == (found != old)
-        if not crashed:
-            break
+        whole = dest.exists()
+        assert offsets(dest) == (model(path) if whole else []), (step, seen[-1])
+        outcomes.add((crashed, whole))
+        if not whole:
+            export_parquet(path, dest)
+            assert offsets(dest) == model(path), (step, seen[-1])
         step += 1
     assert step >= 10
-    assert outcomes == {(True, True), (True, False), (False, False)}
+    assert outcomes == {(True, False), (True, True), (False, True)}
 
 
 def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
@@ -509,10 +357,10 @@ def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
 
     monkeypatch.setattr(os, "rename", slow)
 
-    with pytest.raises(ConfigError, match="another export has ended meanwhile"):
+    with pytest.raises(ConfigError, match="is there and is not an empty folder"):
         export_parquet(store, tmp_path / "out")
     assert offsets(tmp_path / "out") == model(store)
-    assert [*(tmp_path / "out" / "_staging").iterdir()] == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "s"]
 
 
 def twice(work: Callable[[Any], Any], task: Any) -> Any:
@@ -534,30 +382,3 @@ def test_what_a_failed_attempt_of_a_task_left_is_not_published(
     export_parquet(store, tmp_path / "out")
 
     assert offsets(tmp_path / "out") == model(store)
-
-
-def test_staging_of_a_week_ago_is_removed_and_newer_is_not(store: Path, tmp_path: Path) -> None:
-    staging = tmp_path / "out" / "_staging"
-    for name, age_s in (("old", 8 * 86_400), ("new", 3600)):
-        (staging / name).mkdir(parents=True)
-        when = datetime.now(UTC).timestamp() - age_s
-        os.utime(staging / name, (when, when))
-
-    export_parquet(store, tmp_path / "out")
-
-    assert [each.name for each in staging.iterdir()] == ["new"]
-
-
-def test_a_manifest_says_what_a_run_has_done(store: Path, tmp_path: Path) -> None:
-    done = export_parquet(store, tmp_path / "out", topics="t")
-    manifest = json.loads((tmp_path / "out" / "export=00000001" / "_manifest.json").read_text())
-
-    assert manifest == read_manifest(tmp_path / "out")
-    assert (manifest["messages"], manifest["number"]) == (40, 1)
-    assert sum(file["rows"] for file in manifest["files"]) == 40
-    folder = tmp_path / "out" / "export=00000001"
-    assert sorted(file["path"] for file in manifest["files"]) == [
-        each.relative_to(folder).as_posix() for each in visible(tmp_path / "out")
-    ]
-    assert all((folder / file["path"]).stat().st_size == file["bytes"] for file in manifest["files"])
-    assert json.loads(json.dumps(done.to_dict()))["high_water"] == {str(store): {"t": {"0": 20, "1": 20}}}

@@ -20,6 +20,7 @@ import mqstore.spark
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
+from mqstore.jobs.plan import plan
 from mqstore.jobs.runner import pack
 from mqstore.jobs.selection import Shaped, select
 from mqstore.spark.queries import columns_of
@@ -87,7 +88,12 @@ def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[st
 
 def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
     with pytest.raises(ConfigError, match="option startingTimestamp: readBy='log' reads whole logs"):
-        select(store, start="5", options={"readBy": "log"}).queue_tasks()
+        plan(select(store, start="5", options={"readBy": "log"}).options)
+
+
+def test_a_job_by_queues_refuses_to_read_by_log(store: Path) -> None:
+    with pytest.raises(ConfigError, match="option readBy=log: this job goes by queues"):
+        select(store, options={"readBy": "log"}).queue_tasks()
 
 
 def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:

@@ -1,22 +1,28 @@
-"""Each job in Spark's tasks: the results are those of one process, and of two."""
+"""Each job in Spark's tasks: the results are those of this process. So are those of each command with --spark."""
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from mqstore import SimulatedClock
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import CorruptStoreError
 from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, select, trace, traffic_report, verify
-from mqstore.jobs.export import read_manifest
 from mqstore.jobs.runner import Runner
+from mqstore.spark import sessions
 from tests.columnar.support import many, write_store
-from tests.log.support import flip_log
+from tests.log.support import all_queues, flip_log
 from tests.tools.brokers import broker
+from tests.tools.support import mqstore
 
 pytestmark = pytest.mark.spark
 T0 = 1_760_000_000_000
@@ -66,10 +72,9 @@ def exported(stores: dict[str, Path], **where: Any) -> Result:
     out = stores["a"].with_name("out")
     chosen = select(stores, options={"minPartitions": "3"})
     done = export_parquet(chosen, out, **where).to_dict()
-    assert export_parquet(chosen, out, **where).folder is None
-    rows = sorted(file["rows"] for file in read_manifest(out)["files"])
+    rows = sorted(pq.ParquetFile(path).metadata.num_rows for path in out.rglob("*.parquet"))
     shutil.rmtree(out)
-    return {**{name: done[name] for name in ("messages", "record_bytes", "files", "high_water")}, "rows": rows}
+    return {**{name: done[name] for name in ("messages", "record_bytes", "files")}, "rows": rows}
 
 
 def resent(stores: dict[str, Path], **where: Any) -> Result:
@@ -98,7 +103,6 @@ JOBS: dict[str, Callable[..., Result]] = {
 def test_a_job_gives_in_spark_what_it_gives_here(spark: Any, stores: dict[str, Path], job: str) -> None:
     here = JOBS[job](stores)
 
-    assert JOBS[job](stores, jobs=2) == here
     assert JOBS[job](stores, spark=spark) == here
 
 
@@ -130,12 +134,22 @@ def fail(number: int) -> int:
 
 
 def test_tasks_keep_their_order_and_errors_come_back_as_they_were(spark: Any) -> None:
-    with Runner(spark=spark) as runner:
-        assert runner.run([*range(20)], double) == [*range(0, 40, 2)]
-        assert runner.run([], double) == []
-        with pytest.raises(CorruptStoreError, match=r"^bad$") as caught:
-            runner.run([0, 1, 2], fail)
+    runner = Runner(spark=spark)
+    assert runner.run([*range(20)], double) == [*range(0, 40, 2)]
+    assert runner.run([], double) == []
+    with pytest.raises(CorruptStoreError, match=r"^bad$") as caught:
+        runner.run([0, 1, 2], fail)
     assert caught.value.position == 7
+
+
+def warn(number: int) -> None:
+    logging.getLogger("mqstore").warning("task %d", number)
+
+
+def test_log_records_of_tasks_reach_the_loggers_of_the_driver(spark: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Runner(spark=spark).run([1, 2, 3], warn)
+
+    assert [record.getMessage() for record in caplog.records] == ["task 1", "task 2", "task 3"]
 
 
 def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: Any, tmp_path: Path) -> None:
@@ -146,3 +160,80 @@ def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: A
     with pytest.raises((CorruptStoreError, OSError)) as caught:
         export_parquet(path, tmp_path / "out", spark=spark)
     assert "Traceback" not in str(caught.value)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """A session that outlives the command."""
+
+    def __init__(self, spark: Any) -> None:
+        self.sparkContext = spark.sparkContext
+
+    def stop(self) -> None:
+        pass
+
+
+COMMANDS = {
+    "verify": ("verify", "a", "b", "damaged"),
+    "recover": ("recover", "a", "b", "damaged"),
+    "recover one": ("recover", "damaged"),
+    "lag": ("lag", "a", "b"),
+    "traffic": ("traffic", "a", "b", "--interval", "5s", "--by", "store,queue_id"),
+    "traffic of a damaged store": ("traffic", "a", "damaged", "--option", "verify=true"),
+    "trace": ("trace", "a", "b", "k-1"),
+    "dlq": ("dlq", "a", "b"),
+    "dlq replay": ("dlq", "replay", "a", "b"),
+    "export": ("export", "a", "b", "--to", "out"),
+    "no store": ("lag", "nowhere"),
+}
+AGES = re.compile(r'"(taken_ms|oldest_age_ms|seconds|file_bytes)": [0-9.]+')
+"""Values that differ from run to run. The size of a file depends on the store's path, which is in a column."""
+
+
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, stores: dict[str, Path], folder: Path, words: Sequence[str]
+) -> tuple[Any, ...]:
+    """Run the command in a folder with copies of the stores. Returns all that can be seen of it."""
+    shutil.copytree(stores["a"].parent, folder, symlinks=True)
+    shutil.copytree(folder / "b", folder / "damaged")
+    flip_log(folder / "damaged", 300)
+    monkeypatch.chdir(folder)
+    done = mqstore(*words, "--json")
+    exported = None
+    if (folder / "out").exists():
+        exported = (
+            ds.dataset(folder / "out").to_table().sort_by([("store", "ascending"), ("physical_offset", "ascending")])
+        )
+        exported = exported.drop_columns("store")
+    moved = [text.replace(str(folder), "") for text in (done.stdout, done.stderr)]
+    held = {name: model(folder / name) for name in stores}
+    return done.exit_code, *[AGES.sub("", text) for text in moved], exported, held
+
+
+def model(path: Path) -> list[tuple[str, int, int, bytes]]:
+    """The messages that the queues of a store have."""
+    with ReadOnlyMessageStore(path) as store:
+        refs = all_queues(store)
+        return sorted((m.topic, m.queue_id, m.offset, m.body) for ref in refs for m in store.iter(*ref))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_with_spark_does_what_it_does_without(
+    spark: Any,
+    stores: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(sessions, "session", lambda app, conf: (asked.append(conf), Kept(spark))[1])
+    folder = tmp_path_factory.mktemp("commands")
+
+    here = run_command(monkeypatch, stores, folder / "here", COMMANDS[name])
+    assert asked == []
+    there = run_command(monkeypatch, stores, folder / "there", (*COMMANDS[name], "--spark", "local[2]"))
+
+    assert asked == [{"spark.master": "local[2]"}]
+    assert there == here

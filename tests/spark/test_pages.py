@@ -1,10 +1,11 @@
-"""The examples of the pages on source and stream, on the sink, and for people who know Kafka run as they are printed.
+"""The examples of the pages on source and stream, sink, jobs, and for people who know Kafka run as they are printed.
 The tutorial is typed in by `test_tutorial.py`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def test_the_examples_of_source_and_stream_run(spark: Any, tmp_path: Path, capsy
     assert {row[0]: row[1] for row in spark.sql(query).collect()} == {"paid": 4, "created": 2}
     exec(compile(stream, "stream", "exec"), typed)
     assert "|   paid|    4|" in capsys.readouterr().out
+
+
+def test_the_stream_of_the_page_on_jobs_adds_what_is_new(
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, (_, stream) = blocks("jobs.md", tmp_path)
+    for topic, total in (("orders", 3), ("orders", 6), ("bills", 9)):
+        with mqstore.open(tmp_path / "var/mq") as store:
+            store.put_many(topic, [b"x"] * 3)
+
+        exec(compile(stream, "stream", "exec"), {})
+
+        assert capsys.readouterr().out == f"{total}\n"
+    day = f"date={datetime.now(UTC).date()}"
+    found = {path.parent.relative_to(tmp_path / "var/lake") for path in (tmp_path / "var/lake").rglob("*.parquet")}
+    assert found == {Path("topic=orders", day), Path("topic=bills", day)}
 
 
 def test_the_examples_of_the_sink_run(spark: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that take one store or many: reports, their limits as exit codes, and work in several processes."""
+"""Commands that take one store or many: reports, and their limits as exit codes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,6 @@ def test_a_terminal_sees_how_far_a_job_is(name: str, store: Path) -> None:
     assert code == 0
     assert json.loads(out)["version"] == 1
     assert re.search(rb"[a-z]ing .*[ m](\d+)/\1\b", seen, re.DOTALL), seen  # a bar that has come to its end
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_many_stores_in_many_processes_are_reported_as_in_one(name: str, store: Path, tmp_path: Path) -> None:
-    fleet = tmp_path / "fleet"
-    fleet.mkdir()
-    for each in "ab":
-        (fleet / each).symlink_to(store)
-
-    found = [mqstore_json(*arguments(name, fleet / "*"), "--jobs", jobs) for jobs in (1, 2)]
-    for each in found:
-        each.pop("taken_ms", None)
-        if name == "lag":
-            for row in (row for group in each["groups"] for row in (group, *group["queues"])):
-                row.pop("oldest_age_ms")
-
-    assert found[0] == found[1]
-    assert str(fleet / "b") in json.dumps(found[0]) or name in ("traffic", "dlq")
 
 
 _BARE = """
@@ -147,22 +129,17 @@ def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
     assert mqstore(*call, "two words").exit_code == 2
 
 
-def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -> None:
+def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> None:
     call = ("export", store, "--to", tmp_path / "out")
 
-    half = 'endingOffsets={"orders":{"0":4,"1":4}}'
-    first = mqstore_json(*call, "--topic", "orders", "--option", half)
-    second = mqstore(*call, "--partition-by", "topic,date", exit_code=0)
-    third = mqstore(*call)
+    some = mqstore_json(*call, "--topic", "orders", "--option", 'endingOffsets={"orders":{"0":4,"1":4}}')
+    again = mqstore(*call)
+    nothing = mqstore("export", store, "--to", tmp_path / "none", "--from", "1s")
 
-    assert (first["messages"], first["folder"], first["high_water"]) == (
-        8,
-        "export=00000001",
-        {str(store): {"orders": {"0": 4, "1": 4}}},
-    )
-    assert "export=00000002" in second.stdout
-    assert (third.exit_code, third.stdout) == (0, "")
-    assert "nothing new" in third.stderr
+    assert (some["messages"], some["path"]) == (8, str(tmp_path / "out"))
+    assert (again.exit_code, "is there and is not an empty folder" in again.stderr) == (2, True)
+    assert (nothing.exit_code, "no messages; " in nothing.stderr) == (0, True)
+    assert str(tmp_path / "all") in mqstore("export", store, "--to", tmp_path / "all", exit_code=0).stdout
 
 
 @pytest.mark.parametrize(
@@ -175,7 +152,7 @@ def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -
         (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
         (("--to", "out", "--until", 4), "4 is no time (2026-01-31, 36h); for queue offsets use --option startingOff"),
         (("--to", "out", "--where", "a = "), "option filter='a = '"),
-        (("--jobs", 2), "--jobs goes with --to"),
+        (("--spark", "local[2]"), "--spark goes with --to"),
         (("--columns", "body"), "--columns goes with --to"),
         (("--where", "a = 1"), "--where goes with --to"),
         (("other",), "several stores go with --to"),

@@ -36,10 +36,11 @@ MINE = ["sql", "shell"]
 # -- no Spark --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MINE)
+@pytest.mark.parametrize("name", [*MINE, "lag"])
 @pytest.mark.usefixtures("no_spark")
 def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> None:
-    result = mqstore(*arguments(name, store), exit_code=3)
+    call = arguments(name, store) if name in MINE else [name, store, "--spark", "local[2]"]
+    result = mqstore(*call, exit_code=3)
 
     assert result.stdout == ""
     [line] = result.stderr.splitlines()

@@ -13,7 +13,7 @@ from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.parts import Tables
 from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
-from mqstore_tools.many import jobs_option, stores_argument
+from mqstore_tools.many import on_spark, spark_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
 from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
@@ -61,18 +61,18 @@ Examples:
 @stores_argument
 @click.option("--group", "groups", multiple=True, help="Only what this group gave up; may be repeated.")
 @_before_option
-@jobs_option
+@spark_option
 @json_option
 def list_(
-    stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, jobs: int, json_output: bool
+    stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, master: str | None, json_output: bool
 ) -> None:
     """Count the dead letters of the stores in DIR by group and by the topic that they came from.
     Shown are how many, how old, and the most frequent reasons. `mqstore dlq show` prints the letters of a group."""
     from mqstore.jobs import dlq_report, select
 
-    with progress("counting", of_bytes=False) as report:
-        letters = select(stores, stop=before)
-        found = dlq_report(letters, groups=groups or None, jobs=jobs, progress=report).to_dict()
+    letters = select(stores, stop=before)
+    with on_spark(master) as spark, progress("counting", of_bytes=False) as report:
+        found = dlq_report(letters, groups=groups or None, spark=spark, progress=report).to_dict()
     cells = [
         (
             *(row["group"], row["origin_topic"] or "-", row["count"]),
@@ -167,7 +167,7 @@ Examples:
 @click.option("--all-groups", is_flag=True, help="Send each to the topic it came from, for every group of that topic.")
 @click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them to this topic, for every group of it.")
 @dry_run_option
-@jobs_option
+@spark_option
 @json_option
 def replay(
     stores: tuple[str, ...],
@@ -179,7 +179,7 @@ def replay(
     all_groups: bool,
     to_topic: str | None,
     dry_run: bool,
-    jobs: int,
+    master: str | None,
     json_output: bool,
 ) -> None:
     """Send dead letters of the stores in DIR again, as new: those chosen, or all.
@@ -191,7 +191,7 @@ def replay(
     from mqstore.jobs import dlq_resend, select
 
     letters = select(stores, topics=topics or None, stop=before, where=where)
-    with progress("sending", of_bytes=False) as report:
+    with on_spark(master) as spark, progress("sending", of_bytes=False) as report:
         found = dlq_resend(
             letters,
             groups=groups or None,
@@ -199,7 +199,7 @@ def replay(
             all_groups=all_groups,
             to_topic=to_topic,
             dry_run=dry_run,
-            jobs=jobs,
+            spark=spark,
             progress=report,
         )
     if json_output:

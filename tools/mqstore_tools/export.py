@@ -28,7 +28,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.recordbatch import RecordBatch
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
-from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
+from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
 from mqstore_tools.render import (
     Told,
     as_json,
@@ -46,7 +46,7 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_fro
 __all__ = ["export", "lines"]
 
 
-_OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "jobs")
+_OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "master")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
 """Options that go with --to, and options that do not."""
 
@@ -59,7 +59,7 @@ Examples:
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
   mqstore export var/mq | jq -r '.body | @base64d'
-  mqstore export fleet/* --to lake/mq --jobs 4          # run again, it writes what came since
+  mqstore export fleet/* --to lake/mq --spark local[4]
   mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
 )
 @message_options
@@ -82,7 +82,7 @@ Examples:
     show_default=True,
     help="With --to: what becomes folders: store, topic, queue_id and date, the UTC day of storing.",
 )
-@jobs_option
+@spark_option
 @click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
 @click.pass_context
 def export(
@@ -96,7 +96,7 @@ def export(
     to: str | None,
     columns: str | None,
     partition_by: str,
-    jobs: int,
+    master: str | None,
     json_output: bool,
 ) -> None:
     """Write the messages of the store in DIR, one JSON object a line, in the order of the log.
@@ -107,9 +107,8 @@ def export(
     because nobody knows whose messages it held. Reads only, also beside a writer.
 
     With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER, with the columns of
-    the Spark source (needs pyarrow). Each run adds a folder `export=N` as a whole, and notes where it ended in each
-    queue; the next run begins there. Without --topic the topics of users are written. --from, --until, --where,
-    --option and --jobs go with --to.
+    the Spark source (needs pyarrow). FOLDER must be new or empty, and appears when it is complete. Without --topic the
+    topics of users are written. --from, --until, --where, --option and --spark go with --to.
     """
     refuse_given(
         ctx,
@@ -117,8 +116,8 @@ def export(
         "goes with --to" if to is None else "goes with a file, not with --to",
     )
     if to is not None:
-        given = {"columns": names(columns), "partition_by": names(partition_by) or (), "jobs": jobs}
-        _to_folder(messages.select(), to, given, json_output=json_output)
+        given = {"columns": names(columns), "partition_by": names(partition_by) or ()}
+        _to_folder(messages.select(), to, given, master, json_output=json_output)
         return
     topics = messages.topics
     if len(messages.stores) > 1:
@@ -156,20 +155,20 @@ def export(
         ctx.exit(FINDINGS)
 
 
-def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_output: bool) -> None:
+def _to_folder(selection: Selection, to: str, given: dict[str, Any], master: str | None, *, json_output: bool) -> None:
     with usable():
         from mqstore.jobs import export_parquet
-    with progress("exporting", of_bytes=False) as report:
-        done = export_parquet(selection, to, **given, progress=report)
+    with on_spark(master) as spark, progress("exporting", of_bytes=False) as report:
+        done = export_parquet(selection, to, **given, spark=spark, progress=report)
     if json_output:
         print_json(done.to_dict())
         return
-    if done.folder is None:
-        note(f"nothing new for {to}")
+    if not done.files:
+        note(f"no messages; {to} was not written")
         return
     rate = done.record_bytes / max(done.seconds, 1e-9)
     facts = [
-        ("folder", f"{done.path}/{done.folder}"),
+        ("folder", done.path),
         ("messages", done.messages),
         ("of records", show_bytes(done.record_bytes)),
         ("files", f"{done.files}, {show_bytes(done.file_bytes)}"),

@@ -12,7 +12,7 @@ import click
 
 from mqstore import QueueRef
 from mqstore.broker.admin.inspect import PopView
-from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
+from mqstore_tools.many import duration, on_spark, spark_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
@@ -35,7 +35,7 @@ Examples:
 @topic_option
 @click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left.")
 @click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
-@jobs_option
+@spark_option
 @json_option
 @click.pass_context
 def lag(
@@ -45,7 +45,7 @@ def lag(
     topics: tuple[str, ...],
     max_lag: int | None,
     max_age: float | None,
-    jobs: int,
+    master: str | None,
     json_output: bool,
 ) -> None:
     """Show how many messages each group of the stores in DIR has not consumed, and the age of the oldest.
@@ -65,8 +65,8 @@ def lag(
     """
     from mqstore.jobs import lag_report
 
-    with progress("looking", of_bytes=False) as report:
-        looked = lag_report(stores, topics=topics or None, groups=groups or None, jobs=jobs, progress=report)
+    with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
+        looked = lag_report(stores, topics=topics or None, groups=groups or None, spark=spark, progress=report)
     found = looked.to_dict()
     over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
     found["over"] = [each["group"] for each in over]

@@ -1,4 +1,4 @@
-"""Options that commands for one store or many share: DIR..., --jobs, and the choice of messages."""
+"""Options that commands for one store or many share: DIR..., --spark, and the choice of messages."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 __all__ = [
     "Messages",
     "duration",
-    "jobs_option",
     "message_options",
     "names",
+    "on_spark",
     "pairs",
     "session",
     "session_options",
     "spark_errors",
+    "spark_option",
     "stores_argument",
     "topic_option",
     "usable",
 ]
 
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
-jobs_option = click.option(
-    "--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Work in N processes."
+spark_option = click.option(
+    "--spark", "master", metavar="MASTER", help="Run on Spark with this master: local[4], or the URL of a cluster."
 )
 topic_option = click.option("--topic", "topics", multiple=True, help="Only this topic; may be repeated.")
 
@@ -163,6 +164,16 @@ def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
         yield spark
     finally:
         spark.stop()
+
+
+@contextmanager
+def on_spark(master: str | None) -> Iterator[Any]:
+    """Return a session with the `master` of --spark, which ends with the command, or None without the option."""
+    if master is None:
+        yield None
+        return
+    with session(master, ()) as spark, spark_errors():
+        yield spark
 
 
 @contextmanager

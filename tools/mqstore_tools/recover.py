@@ -18,7 +18,7 @@ from mqstore.jobs.verifying import recover as run
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config
 from mqstore.log.recovery.report import Rebuilt
-from mqstore_tools.many import jobs_option, stores_argument
+from mqstore_tools.many import on_spark, spark_option, stores_argument
 from mqstore_tools.opened import ask, dry_run_option, looking, yes_option
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option
@@ -33,7 +33,7 @@ __all__ = ["recover"]
 Examples:
   mqstore recover var/mq --dry-run            # the plan; changes nothing
   mqstore recover var/mq                      # carry it out
-  mqstore recover fleet/* --jobs 4
+  mqstore recover fleet/* --spark local[4]
   mqstore recover var/mq --prefix --dry-run   # what would be lost by ending the log at the first damage
   mqstore recover var/mq --rebuild config --yes""",
 )
@@ -52,7 +52,7 @@ Examples:
     help="config: start JSON files that do not decode from defaults (asks first). index: build it anew.",
 )
 @yes_option
-@jobs_option
+@spark_option
 @json_option
 @click.pass_context
 def recover(
@@ -62,7 +62,7 @@ def recover(
     prefix: bool,
     rebuild: tuple[str, ...],
     yes: bool,
-    jobs: int,
+    master: str | None,
     json_output: bool,
 ) -> None:
     """Read the whole log of each store in DIR and bring everything in line with it.
@@ -75,14 +75,15 @@ def recover(
     Damage that was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
     """
     if "config" in rebuild:
-        if len(stores) > 1 or len(rebuild) > 1:
+        if len(stores) > 1 or len(rebuild) > 1 or master:
             raise click.UsageError("--rebuild config goes alone, for one store: it loses what stood in its files")
         if _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output):
             ctx.exit(FINDINGS)
         return
     options = RecoverOptions(dry_run=dry_run, prefix=prefix, rebuild_index=bool(rebuild))
-    with progress("recovering", of_bytes=len(stores) == 1) as report_progress, findings_told():
-        found = run(stores, jobs=jobs, options=options, progress=report_progress)
+    in_bytes = len(stores) == 1 and master is None
+    with on_spark(master) as spark, progress("recovering", of_bytes=in_bytes) as report_progress, findings_told():
+        found = run(stores, spark=spark, options=options, progress=report_progress)
     rows: list[dict[str, Any]] = []
     for each in found:
         if each.report is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import jobs_option, stores_argument, usable
+from mqstore_tools.many import on_spark, spark_option, stores_argument, usable
 from mqstore_tools.render import pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
@@ -23,9 +23,9 @@ Examples:
 )
 @stores_argument
 @click.argument("key")
-@jobs_option
+@spark_option
 @json_option
-def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> None:
+def trace(stores: tuple[str, ...], key: str, master: str | None, json_output: bool) -> None:
     """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR.
 
     Topics, delays, retries and dead letters are searched, and shown in the order in which they were stored. `mqstore
@@ -34,8 +34,8 @@ def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> No
     """
     with usable():
         from mqstore.jobs import trace as follow
-    with progress("looking", of_bytes=False) as report:
-        found = follow(stores, key, jobs=jobs, progress=report).to_dict()
+    with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
+        found = follow(stores, key, spark=spark, progress=report).to_dict()
     cells = [
         [
             when(hop["store_ms"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
+from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import StoreCommand, json_option
@@ -28,9 +28,9 @@ Examples:
 @message_options
 @click.option("--interval", default="1m", show_default=True, metavar="TIME", help="Add up by so long (30s, 5m, 1h).")
 @click.option("--by", default="topic", show_default=True, metavar="NAMES", help="And by these: store, topic, queue_id.")
-@jobs_option
+@spark_option
 @json_option
-def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: bool) -> None:
+def traffic(messages: Messages, interval: str, by: str, master: str | None, json_output: bool) -> None:
     """Count the messages of the stores in DIR by time of storing.
 
     It shows how many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id`
@@ -40,8 +40,8 @@ def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: 
     with usable():
         from mqstore.jobs import traffic_report
     chosen = messages.select()
-    with progress("counting", of_bytes=False) as report:
-        found = traffic_report(chosen, interval=interval, by=names(by) or (), jobs=jobs, progress=report)
+    with on_spark(master) as spark, progress("counting", of_bytes=False) as report:
+        found = traffic_report(chosen, interval=interval, by=names(by) or (), spark=spark, progress=report)
     if json_output:
         print_json(found.to_dict())
         return

@@ -9,7 +9,7 @@ import click
 from mqstore.engine import Finding
 from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.verifying import verify as run
-from mqstore_tools.many import jobs_option, stores_argument
+from mqstore_tools.many import on_spark, spark_option, stores_argument
 from mqstore_tools.render import console, note, print_finding, print_json, progress, show_bytes
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option, note_front
 
@@ -27,15 +27,17 @@ _SHOWN = 1000
     epilog="""\b
 Examples:
   mqstore verify var/mq && echo all is well
-  mqstore verify fleet/* --jobs 4
+  mqstore verify fleet/* --spark local[4]
   mqstore verify var/mq --json | jq -r '.findings[].kind' | sort | uniq -c""",
 )
 @stores_argument
 @click.option("--all", "all_findings", is_flag=True, help="List known damage too.")
-@jobs_option
+@spark_option
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, stores: tuple[str, ...], all_findings: bool, jobs: int, json_output: bool) -> None:
+def verify(
+    ctx: click.Context, stores: tuple[str, ...], all_findings: bool, master: str | None, json_output: bool
+) -> None:
     """Check every record, unit, index entry and JSON file of the stores in DIR, checksums included.
 
     Changes nothing, and may run beside a writer. Exit code 1 when anything new is found; docs/recovery.md tells what
@@ -43,8 +45,8 @@ def verify(ctx: click.Context, stores: tuple[str, ...], all_findings: bool, jobs
     known: it is counted, and listed with --all or --json. A store that cannot be opened does not keep the others from
     being checked; the exit code is then 3.
     """
-    with progress("verifying", of_bytes=False) as report, findings_told():
-        found = run(stores, jobs=jobs, progress=report, max_errors=_LISTED)
+    with on_spark(master) as spark, progress("verifying", of_bytes=False) as report, findings_told():
+        found = run(stores, spark=spark, progress=report, max_errors=_LISTED)
     several = len(found.stores) > 1
     new: Counter[str] = Counter(finding.kind for finding in found.findings if not finding.known)
     failed = {row.store: row.error for row in found.stores if row.error is not None}

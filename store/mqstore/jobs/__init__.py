@@ -2,17 +2,17 @@
 
     verify           check every record, unit, index entry and JSON file
     recover          bring stores in order
-    export_parquet   write messages to Parquet; the next run writes what came since
+    export_parquet   write messages to Parquet
     lag_report       how far groups are behind
     traffic_report   how many messages, how large, when
     trace            a key or unique key on its way through topics, retries, delays and dead letters
     dlq_report       what groups gave up, and why
     dlq_resend       send dead letters again
 
-All have one signature: `job(stores, *, jobs=1, spark=None, progress=None, ...)`. `stores` is a path, a glob, several,
-paths by the names that reports call them, or a `select`ion of messages. Work is cut into tasks, which run in this
-process, in a pool of `jobs` processes, or on the executors of the session `spark` (`mqstore.jobs.runner`). A task opens
-the stores it needs, and returns little; the results are the same wherever it runs.
+All have one signature: `job(stores, *, spark=None, progress=None, ...)`. `stores` is a path, a glob, several, paths by
+the names that reports call them, or a `select`ion of messages. Work is cut into tasks, which run in this process, or on
+the executors of the session `spark` (`mqstore.jobs.runner`). A task opens the stores it needs, and returns little; the
+results are the same wherever it runs.
 
 The data source of Spark (`mqstore.spark`) stands on the same modules:
 

@@ -118,13 +118,12 @@ def dlq_report(
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
     A selection says which, as for `dlq_resend`. Its bounds are of when letters were filed, its topics name where they
-    came from, and its filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises
+    came from, and its filter tests their properties. `spark` and `progress`: see `mqstore.jobs`. Raises
     ConfigError, also for a group that no store knows, and what opening a store raises.
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
-    with Runner(**where) as runner:
-        parts = runner.run(job.selection.stores(), partial(_count, job), "mqstore dlq")
+    parts = Runner(**where).run(job.selection.stores(), partial(_count, job), "mqstore dlq")
     check_known("group", job.groups or (), (name for groups_there, _ in parts for name in groups_there))
     for _, part in parts:
         for key, heap in part.items():
@@ -152,7 +151,7 @@ def dlq_resend(
     With `all_groups` each goes to the topic it came from, with `to_topic` all go to that topic, for every group that
     reads it. A selection chooses letters: topics name where they came from, bounds are of when they were filed, and a
     filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run` changes nothing.
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`.
+    `spark` and `progress`: see `mqstore.jobs`.
 
     Raises ConfigError for a group that no store knows and for an offset without a letter. Raises StoreLockedError for a
     store that is open for writing. Raises NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter
@@ -163,13 +162,13 @@ def dlq_resend(
     names = job.selection.stores()
     if picked is not None and (len(names) > 1 or job.groups is None or len(job.groups) > 1):
         raise ConfigError("offsets are those of one group in one store: name one store and one group")
-    with Runner(**where) as runner:
-        planned = runner.run(names, partial(_plan, job), "mqstore dlq replay: plan")
-        check_known("group", job.groups or (), (group for known, _ in planned for group in known))
-        done = [rows for _, rows in planned]
-        if not dry_run:
-            with_letters = [name for name, rows in zip(names, done, strict=True) if rows]
-            done = runner.run(with_letters, partial(_send, job), "mqstore dlq replay")
+    runner = Runner(**where)
+    planned = runner.run(names, partial(_plan, job), "mqstore dlq replay: plan")
+    check_known("group", job.groups or (), (group for known, _ in planned for group in known))
+    done = [rows for _, rows in planned]
+    if not dry_run:
+        with_letters = [name for name, rows in zip(names, done, strict=True) if rows]
+        done = runner.run(with_letters, partial(_send, job), "mqstore dlq replay")
     letters = tuple(row for rows in done for row in rows)
     return ResendReport(dry_run, sum(row.count for row in letters), letters)
 

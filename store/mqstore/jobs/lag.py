@@ -89,14 +89,13 @@ def lag_report(
     **where: Unpack[Where],
 ) -> LagReport:
     """Return the lag of `groups` (all) on `topics` (all, retry topics included), by what is on disk.
-    A running broker writes its groups' progress within a few seconds. `jobs`, `spark` and `progress`: see
+    A running broker writes its groups' progress within a few seconds. `spark` and `progress`: see
     `mqstore.jobs`. Raises ConfigError for a group or topic that no store knows, and what opening a store raises."""
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
     options = replace(chosen.options, include_system_topics=True)  # retry topics count, unless topics are named
-    with Runner(**where) as runner:
-        found = runner.run(chosen.stores(), partial(_look, options, wanted), "mqstore lag")
+    found = Runner(**where).run(chosen.stores(), partial(_look, options, wanted), "mqstore lag")
     check_known("group", wanted or (), (name for each in found for name in each.groups))
     check_known("topic", options.topics or options.assign or (), (name for each in found for name in each.topics))
     now_ms = min(each.taken_ms for each in found)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -264,20 +264,17 @@ def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, sc
 def plan(
     options: SourceOptions,
     *,
-    after: Mapping[Key, int] | None = None,
     only_queues: bool = False,
     by_region: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
     """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-    `after`: queue offsets up to which an earlier run has read, also of queues that are gone by now. Nothing before them
-    is read. `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: read
+    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: read
     queues that share a log in alternation, for a query that reads every record. Each queue stays in order.
 
     With `fail_on_data_loss` raises TopicNotFoundError for a topic or queue that is named and that no store has, and
-    OffsetOutOfRangeError for messages that are gone. Raises OffsetOutOfRangeError for a queue that ends before `after`,
-    ConfigError, and what opening a store raises.
+    OffsetOutOfRangeError for messages that are gone. Raises ConfigError, and what opening a store raises.
     """
     stores = stores_of(options)
     wanted = Wanted(options, stores)
@@ -311,8 +308,6 @@ def plan(
             for queue in (queue for queue in queues if names(*queue.ref)):
                 key, bounds = Key(name.id, *queue.ref), bounds_of(store, queue, options)
                 start, stop = wanted.part(key, bounds)
-                if after and key in after:
-                    start = max(start, _resumed(key, after[key], bounds, wanted.losses))
                 if start < stop:
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                     mine += [weigh(name, queue, *part, _TAGGED if options.tags else 1.0) for part in parts]
@@ -323,25 +318,12 @@ def plan(
 
 def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object], options: SourceOptions) -> None:
     """Raise ConfigError for a store that lost queues, or has records and no queue.
-    The latter is allowed by readBy=queue. A job that notes how far it is would pass over queues once they are back."""
+    The latter is allowed by readBy=queue."""
     none = options.read_by == "auto" and not queues and store.parts.has_records()
     if none or (store.clean_shutdown and store.parts.has_lost_queues()):
         raise ConfigError(
             f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
         )
-
-
-def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
-    """Return where a run goes on. Raises OffsetOutOfRangeError beyond the end.
-    There it would pass over messages until the queue is as long as before."""
-    if at > bounds.top:
-        raise OffsetOutOfRangeError(
-            f"{key} ends at {bounds.top}, and was read up to {at} before: start over, in another place, or give the "
-            "store another name",
-            bounds.low,
-            bounds.top,
-        )
-    return losses.clamp(key, at, bounds)
 
 
 class Losses:

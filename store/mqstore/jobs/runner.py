@@ -1,11 +1,10 @@
-"""Runner of a job's tasks: in this process, in a pool, or on the executors of a Spark session.
+"""Runner of a job's tasks: in this process, or on the executors of a Spark session.
 
-    with Runner(jobs=2) as runner:
-        results = runner.run(tasks, function, "mqstore verify")
+    results = Runner(spark=session).run(tasks, function, "mqstore verify")
 
 A task is a plain value that names its stores (`StoreName`, or pieces with a `store`). The function belongs to a module,
-or is a `functools.partial` of one, because processes and executors import it by name. An error of a task is raised
-here, with the path of its store.
+or is a `functools.partial` of one, because executors import it by name. An error of a task is raised here, with the
+path of its store. Log records of tasks reach the loggers of this process.
 
 A session is used, never made (`mqstore.spark.sessions`).
 """
@@ -16,15 +15,11 @@ import atexit
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from logging.handlers import QueueHandler
-from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypedDict, TypeVar
@@ -32,7 +27,6 @@ from typing import Any, TypedDict, TypeVar
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs.plan import StoreName
 from mqstore.jobs.telling import settle
-from mqstore.log.ahead import stay_alone
 
 __all__ = ["Progress", "Runner", "Where", "pack", "ship"]
 
@@ -45,40 +39,24 @@ R = TypeVar("R")
 
 
 class Where(TypedDict, total=False):
-    """Keyword arguments that every job takes: where its tasks run, and who is told how far they are."""
+    """Keyword arguments of every job: where its tasks run, and the function that is called with their progress."""
 
-    jobs: int
-    """Number of processes. 1 means this one."""
     spark: Any
-    """Spark session whose executors run the tasks. Not together with `jobs`."""
+    """Spark session whose executors run the tasks. Without one they run in this process."""
     progress: Progress | None
 
 
 class Runner:
-    """Runner of tasks in this process (`jobs=1`), in `jobs` processes, or on the executors of `spark`.
+    """Runner of tasks in this process, or on the executors of `spark`.
 
-    Use it in a `with` statement: the pool is started by the first tasks that need it, and ended with the statement.
-    Raises ConfigError for a wrong number of jobs, for `jobs` beside `spark`, and for a Spark Connect session, which has
-    no executors to reach.
+    Raises ConfigError for a Spark Connect session, which has no executors to reach.
     """
 
-    def __init__(self, jobs: int = 1, spark: Any = None, progress: Progress | None = None) -> None:
-        if type(jobs) is not int or jobs < 1:
-            raise ConfigError(f"jobs={jobs!r} is not a number of processes; give 1 or more")
-        if spark is not None and jobs != 1:
-            raise ConfigError("jobs and spark both say where tasks run; give one of them")
+    def __init__(self, spark: Any = None, progress: Progress | None = None) -> None:
         self._context = None if spark is None else _context_of(spark)
         self._progress = progress or (lambda done, total: None)
-        self._pool: ProcessPoolExecutor | None = None
-        self.slots = jobs if self._context is None else max(1, int(self._context.defaultParallelism))
+        self.slots = 1 if self._context is None else max(1, int(self._context.defaultParallelism))
         """Number of tasks that run at the same time."""
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[T], function: Callable[[T], R], title: str = "mqstore") -> list[R]:
         """Return the results of the tasks, in their order. `title` is the name of the work in Spark's UI.
@@ -94,31 +72,10 @@ class Runner:
             self._progress(len(tasks), len(tasks))
             return found
         found = []
-        for result in self._in_pool(tasks, work) if min(self.slots, len(tasks)) > 1 else map(work, tasks):
+        for result in map(work, tasks):
             found.append(result)
             self._progress(len(found), len(tasks))
         return found
-
-    def _in_pool(self, tasks: Sequence[T], work: Callable[[T], R]) -> Iterator[R]:
-        # A process that starts puts Ctrl-C off until `_begin_worker`.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._pool = self._pool or ProcessPoolExecutor(self.slots, get_context("spawn"), _begin_worker)
-            results = self._pool.map(partial(_with_log, work), tasks)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            for result, records in results:
-                for record in records:
-                    log = logging.getLogger(record.name)
-                    if log.isEnabledFor(record.levelno):
-                        log.handle(record)
-                yield result
-        except BrokenProcessPool as error:
-            raise MQStoreError(
-                "a worker process ended before its task did. If it was killed for want of memory, give fewer jobs. If "
-                "it did not start, call the job under `if __name__ == '__main__':`"
-            ) from error
 
     def _in_spark(self, tasks: Sequence[T], work: Callable[[T], R], title: str) -> list[R]:
         context: Any = self._context
@@ -129,10 +86,14 @@ class Runner:
             outcomes = context.parallelize([*tasks], len(tasks)).map(partial(_settled, work)).collect()
         finally:
             context.setLocalProperty("spark.job.description", described)
-        for _, error in outcomes:
+        for _, error, records in outcomes:
+            for record in records:
+                log = logging.getLogger(record.name)
+                if log.isEnabledFor(record.levelno):
+                    log.handle(record)
             if error is not None:
                 raise error
-        return [result for result, _ in outcomes]
+        return [result for result, _, _ in outcomes]
 
 
 # -- in the tasks ------------------------------------------------------------------------------------------------------
@@ -161,32 +122,22 @@ def _paths_of(task: object) -> list[str]:
     return _paths_of(task.store) if hasattr(task, "store") else []
 
 
-_log: SimpleQueue[logging.LogRecord] = SimpleQueue()
-"""Log records of the tasks of a worker process, on their way to the first process."""
-
-
-def _begin_worker() -> None:
-    # Ctrl-C at a terminal reaches every process: this one ends, and only the first one tells of it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    stay_alone()  # no second thread that reads ahead: the other workers need that processor
-    log = logging.getLogger("mqstore")
-    log.addHandler(QueueHandler(_log))
-    log.propagate = False
-
-
-def _with_log(work: Callable[[T], R], task: T) -> tuple[R, list[logging.LogRecord]]:
-    result = work(task)
-    return result, [_log.get() for _ in range(_log.qsize())]
-
-
-def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:
-    """Return the result, or an error of ours, which Spark would wrap in its own errors if it were raised."""
+def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | None, list[logging.LogRecord]]:
+    """Return the result, or an error of ours, which Spark would wrap in its own errors if it were raised.
+    Log records come with it, since nobody reads the output of a worker."""
     settle()
+    log, told, result, failed = logging.getLogger("mqstore"), SimpleQueue[logging.LogRecord](), None, None
+    handler, propagate = QueueHandler(told), log.propagate
+    log.addHandler(handler)
+    log.propagate = False
     try:
-        return work(task), None
+        result = work(task)
     except (MQStoreError, OSError) as error:
-        return None, error
+        failed = error
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+    return result, failed, [told.get() for _ in range(told.qsize())]
 
 
 def _context_of(spark: Any) -> Any:

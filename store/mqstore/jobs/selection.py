@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import SOURCE_OPTIONS, Key, SourceOptions
+from mqstore.jobs.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.jobs.paths import local_path
 from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
 from mqstore.layout.jsontext import BODY, decode
@@ -60,12 +60,13 @@ class Selection:
         """Return the selection with other fields of `SourceOptions`. `given` is not changed."""
         return replace(self, options=replace(self.options, **values))
 
-    def queue_tasks(
-        self, *, after: Mapping[Key, int] | None = None, by_region: bool = False, slots: int = 1
-    ) -> list[list[QueueSlice]]:
-        """Return the messages cut into tasks, as `plan.plan` does with `only_queues`, and raise as it does."""
+    def queue_tasks(self, *, by_region: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
+        """Return the messages cut into tasks, as `plan.plan` does with `only_queues`, and raise as it does.
+        ConfigError for `readBy=log`."""
+        if self.options.read_by == "log":
+            raise ConfigError("option readBy=log: this job goes by queues: use readBy=queue")
         self.stores()
-        found = plan(self.options, after=after, only_queues=True, by_region=by_region, slots=slots)
+        found = plan(self.options, only_queues=True, by_region=by_region, slots=slots)
         return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
 
 

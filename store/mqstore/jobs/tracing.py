@@ -82,15 +82,14 @@ class Trace(Shaped):
 def trace(stores: Stores | Selection, key: str, **where: Unpack[Where]) -> Trace:
     """Find every copy of the messages with this `key`: one of their keys, or their unique key.
 
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that
+    `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that
     very many messages have, and for a selection that names more than stores.
     """
     if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
         raise ConfigError(f"key={key!r} is no key: one word, without spaces")
     chosen = select(stores)
     check_followed(chosen)
-    with Runner(**where) as runner:
-        found = runner.run(chosen.stores(), partial(_look, chosen, key), "mqstore trace")
+    found = Runner(**where).run(chosen.stores(), partial(_look, chosen, key), "mqstore trace")
     hops = sorted(
         (hop for part in found for hop in part), key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset)
     )

@@ -98,7 +98,7 @@ def traffic_report(
     **where: Unpack[Where],
 ) -> TrafficReport:
     """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and by the columns in `by`.
-    `by` has some of `store`, `topic` and `queue_id`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises
+    `by` has some of `store`, `topic` and `queue_id`. `spark` and `progress`: see `mqstore.jobs`. Raises
     ConfigError, and what reading raises."""
     try:
         length_ms = interval_ms(interval)
@@ -109,8 +109,8 @@ def traffic_report(
     by = tuple(name for name in _BY if name in by)
     chosen = select(stores, topics=topics)
     work = partial(_count, _reading(chosen), length_ms, by)
-    with Runner(**where) as runner:
-        parts = runner.run(_tasks(chosen, runner.slots), work, "mqstore traffic")
+    runner = Runner(**where)
+    parts = runner.run(_tasks(chosen, runner.slots), work, "mqstore traffic")
     total = Tally(length_ms)
     groups: dict[Group, Tally] = {}
     for tallies, _ in parts:
@@ -139,8 +139,6 @@ def traffic_report(
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
     """Return slices of queues. Without named topics those of retry topics are included."""
     options = selection.options
-    if options.read_by == "log":
-        raise ConfigError("option readBy=log: traffic is counted by queues: use readBy=queue")
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
         return selection.queue_tasks(by_region=True, slots=slots)
     tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True, slots=slots)

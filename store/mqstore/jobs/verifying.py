@@ -99,7 +99,7 @@ def verify(
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included.
     Changes nothing. A store that cannot be opened is named in its row, and the others are checked. With a single store
-    the error is raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError."""
+    the error is raised. `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError."""
     chosen = select(stores)
     check_followed(chosen)
     if max_errors < 1:
@@ -107,14 +107,14 @@ def verify(
     names = chosen.stores()
     pieces, wholes = _cut(names, range_bytes)
     by_store = {whole.store: whole for whole in wholes}
-    with Runner(**where) as runner:
-        # More tasks than run at a time: a slot that is done early finds another one, and the progress moves.
-        size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
-        tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
-        read = partial(_read, max_errors)
-        for part in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
-            by_store[part.store].add(part)
-        checked = runner.run(wholes, partial(_join, max_errors), "mqstore verify: stores")
+    runner = Runner(**where)
+    # More tasks than run at a time: a slot that is done early finds another one, and the progress moves.
+    size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
+    tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
+    read = partial(_read, max_errors)
+    for part in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
+        by_store[part.store].add(part)
+    checked = runner.run(wholes, partial(_join, max_errors), "mqstore verify: stores")
     rows = tuple(row for row, _ in checked)
     return VerifyReport(
         ok=not any(row.findings or row.error for row in rows),
@@ -244,18 +244,19 @@ def recover(
     """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
 
     A store that cannot be recovered is named with its error, and the others are recovered. With a single store the
-    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`. With a single
+    error is raised. `options`: as of `recover_store`. `spark` and `progress`: see `mqstore.jobs`. With a single
     store in this process, progress is in bytes of its log. Raises ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)
     names = chosen.stores()
     work = partial(_recover, options or RecoverOptions())
-    with Runner(**where) as runner:
-        if len(names) == 1 and where.get("spark") is None:
-            report = work(names[0], where.get("progress"))
-            return (Recovered(names[0].id, names[0].path, report, None),)
-        return tuple(runner.run(names, partial(_attempt, work), "mqstore recover"))
+    runner, title = Runner(**where), "mqstore recover"
+    if len(names) > 1:
+        return tuple(runner.run(names, partial(_attempt, work), title))
+    here = where.get("spark") is None
+    [report] = [work(names[0], where.get("progress"))] if here else runner.run(names, work, title)
+    return (Recovered(names[0].id, names[0].path, report, None),)
 
 
 def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
