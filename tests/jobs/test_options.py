@@ -53,8 +53,6 @@ WRITING: list[tuple[str, str, str, Any]] = [
     ("topic", "t", "topic", "t"),
     ("Target", "SET", "target", "set"),
     ("queues", "16384", "queues", 16_384),
-    ("flush", "none", "flush", "none"),
-    ("validate", "False", "validate", False),
     ("maxRowsPerShard", "7", "max_rows_per_shard", 7),
     ("lockTimeout", "5", "lock_timeout_s", 5.0),
     ("lockTimeout", "250ms", "lock_timeout_s", 0.25),
@@ -125,7 +123,7 @@ NO_WRITING: list[tuple[dict[str, str], str]] = [
     ({"txnVersion": "1"}, "txnAppId and txnVersion go together; txnAppId is missing"),
     ({"lockTimeout": "soon"}, "option lockTimeout='soon': no length of time; seconds, or a number with ms"),
     ({"stagingTtl": "-1s"}, "option stagingTtl='-1s'"),
-    ({"validate": "yes"}, "true or false"),
+    ({"confirmOverwrite": "yes"}, "true or false"),
     ({"topic": " "}, "option topic=' ': it is empty"),
 ]
 

@@ -579,12 +579,6 @@ class SinkOptions:
         meaning="append to a store that is not open; add stores to a set; hand over to the process that has it open",
     )
     queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
-    flush: Literal["commit", "none"] = choice(
-        "commit", "none", meaning="none changes nothing: all is on disk before it counts"
-    )
-    validate: bool = flag(
-        True, "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are"
-    )
     txn_app_id: str | None = option(
         None,
         "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
