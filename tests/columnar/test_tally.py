@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.columnar import tally as module
-from mqstore.columnar.columns import ColumnReader
-from mqstore.columnar.tally import TALLIED, Bins, Tally
+from mqstore.columnar.rows import PieceReader, Policy
+from mqstore.columnar.tally import Bins, Tally
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from tests.columnar.support import many, write_store
@@ -56,7 +56,7 @@ def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathF
         with ReadOnlyMessageStore(path) as store:
             for low, high in pairwise([0, *cuts, 75]):
                 one = Tally(7)
-                for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, low, high):
+                for piece in PieceReader(store, {"header"}, Policy()).queue_pieces("t", 0, low, high):
                     one.add(piece)
                 whole.merge(pickle.loads(pickle.dumps(one)))
         return whole
@@ -75,7 +75,7 @@ def test_too_many_intervals_are_refused(
     path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
     tally = Tally(1)
     with ReadOnlyMessageStore(path) as store:
-        for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, 0, 75):
+        for piece in PieceReader(store, {"header"}, Policy()).queue_pieces("t", 0, 0, 75):
             tally.add(piece)
 
     with pytest.raises(ConfigError, match="interval=1 ms cuts a queue into 75 intervals, which is more than 9"):

@@ -326,6 +326,15 @@ def test_nothing_bears_it(travelled: Path) -> None:
             trace(travelled, key)
 
 
+def test_a_trace_refuses_a_store_that_lost_its_queues(travelled: Path, tmp_path: Path) -> None:
+    """It would find no copy, or not all of them, and nothing would say so."""
+    shutil.copytree(travelled, tmp_path / "lost")
+    shutil.rmtree(tmp_path / "lost" / "consumequeue")
+
+    with pytest.raises(ConfigError, match=r"consume queues of .*lost are lost.*`mqstore recover` rebuilds them"):
+        trace(tmp_path / "lost", "k")
+
+
 def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> None:
     store = golden("clean")
     with ReadOnlyMessageStore(store.path) as opened:

@@ -45,15 +45,18 @@ for call in json.loads(sys.argv[1]):
 """
 
 
-def test_without_pyarrow_groups_are_reported_and_others_say_what_to_install(store: Path) -> None:
-    calls = json.dumps([[*map(str, arguments(name, store))] for name in ("lag", "dlq", "traffic", "trace")])
+def test_only_an_export_to_parquet_needs_pyarrow(store: Path, tmp_path: Path) -> None:
+    """It is the only one that says what to install."""
+    filtered = ["traffic", store, "--where", "TAGS is null", "--option", "keys=k-3", "--option", "tags=*"]
+    calls = [*(arguments(name, store) for name in (*REPORTS, "verify", "export")), filtered]
+    calls.append(["export", store, "--to", tmp_path / "out"])
+    words = json.dumps([[*map(str, call)] for call in calls])
 
-    done = subprocess.run([sys.executable, "-c", _BARE, calls], env=environment(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _BARE, words], env=environment(), capture_output=True, text=True)
 
     ends = re.findall(r"^ended (\w+) (\d)$", done.stderr, re.MULTILINE)
-    assert ends == [("lag", "0"), ("dlq", "0"), ("traffic", "2"), ("trace", "2")], done.stderr
-    said = re.split(r"^ended .*$", done.stderr, flags=re.MULTILINE)
-    assert ["pip install 'mqstore[spark]'" in text for text in said[:4]] == [False, False, True, True]
+    assert ends == [*((str(call[0]), "0") for call in calls[:-1]), ("export", "2")], done.stderr
+    assert done.stderr.count("pip install 'mqstore[spark]'") == 1
 
 
 def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:

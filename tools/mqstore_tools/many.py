@@ -60,8 +60,8 @@ class Messages:
     options: tuple[str, ...]
 
     def select(self) -> Selection:
-        with usable():
-            from mqstore.jobs.selection import select
+        from mqstore.jobs.selection import select
+
         options = pairs("--option", self.options)
         topics = self.topics or None
         return select(self.stores, topics=topics, start=self.start, stop=self.stop, where=self.where, options=options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import on_spark, spark_option, stores_argument, usable
+from mqstore_tools.many import on_spark, spark_option, stores_argument
 from mqstore_tools.render import pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
@@ -29,11 +29,10 @@ def trace(stores: tuple[str, ...], key: str, master: str | None, json_output: bo
     """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR.
 
     Topics, delays, retries and dead letters are searched, and shown in the order in which they were stored. `mqstore
-    get DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if there is none. Needs
-    pyarrow.
+    get DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if there is none.
     """
-    with usable():
-        from mqstore.jobs import trace as follow
+    from mqstore.jobs import trace as follow
+
     with on_spark(master) as spark, progress("looking", of_bytes=False) as report:
         found = follow(stores, key, spark=spark, progress=report).to_dict()
     cells = [

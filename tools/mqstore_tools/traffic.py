@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
+from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import StoreCommand, json_option
@@ -35,10 +35,10 @@ def traffic(messages: Messages, interval: str, by: str, master: str | None, json
 
     It shows how many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id`
     shows how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off
-    by 3 % at most; all else is exact. Needs pyarrow.
+    by 3 % at most; all else is exact.
     """
-    with usable():
-        from mqstore.jobs import traffic_report
+    from mqstore.jobs import traffic_report
+
     chosen = messages.select()
     with on_spark(master) as spark, progress("counting", of_bytes=False) as report:
         found = traffic_report(chosen, interval=interval, by=names(by) or (), spark=spark, progress=report)

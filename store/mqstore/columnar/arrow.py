@@ -1,7 +1,6 @@
 """Arrow arrays made of bytes that are scattered over a mapped file, without an object a value.
 
-Arrow's binary arrays need their values side by side, and records have headers between them. So bytes are copied: by
-compiled parts, or without them with a Python object a value.
+Arrow's binary arrays need their values side by side, and records have headers between them. So bytes are copied.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.native import kernel
+from mqstore.layout.scan import collect
 
 try:
     import pyarrow as pa
@@ -32,10 +31,8 @@ _MOST = 1 << 31
 def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
     """The bytes [starts, ends) of `buffer`, which has less than 2 GiB, as a binary array."""
     sizes = ends - starts
-    if kernel is not None and (total := int(sizes.sum())) < _MOST:  # they may overlap
-        joined = np.empty(total, np.uint8)
-        kernel.join(buffer, starts, sizes, joined)
-        return laid(joined, sizes)
+    if int(sizes.sum()) < _MOST:  # they may overlap
+        return laid(collect(buffer, starts, sizes), sizes)  # type: ignore[arg-type]
     view = memoryview(buffer)  # type: ignore[arg-type]
     return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
 

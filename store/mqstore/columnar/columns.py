@@ -24,19 +24,17 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from mqstore.broker import sql92
 from mqstore.columnar.arrow import cut, spread, text
-from mqstore.columnar.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, log_pieces, merged
+from mqstore.columnar.batches import inflated, joined, merged, stored_bodies
+from mqstore.columnar.rows import Cost, OnCorrupt, Piece, PieceReader, Policy
 from mqstore.errors import ConfigError
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import StoreReader
-from mqstore.log.tagfilter import TagFilter, parse_tags
 
 __all__ = [
     "ARROW_TYPES",
@@ -51,7 +49,6 @@ __all__ = [
     "table_of",
 ]
 
-Cost = Literal["unit", "header", "body", "properties", "record"]
 _Int64s = npt.NDArray[np.int64]
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
@@ -291,7 +288,7 @@ def _topic(piece: Piece) -> Any:
 _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "topic": _topic,
     "queue_id": _int("queue_id"),
-    "body": lambda piece: piece.stored_bodies() if piece.bodies is None else piece.bodies,
+    "body": lambda piece: stored_bodies(piece) if piece.bodies is None else piece.bodies,
     "keys": _property(KEYS),
     "tags": _property(TAGS),
     "properties": _properties,
@@ -310,16 +307,15 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
 }
 
 
-class ColumnReader:
+class ColumnReader(PieceReader):
     """Reads one store by columns. Not for several threads.
 
-    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression over
-    properties. `keys`: keys or unique keys of which a message must have one. `decompress` False leaves bodies as they
-    are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
-    reading a body. Without it every length, magic and offset is still checked. `policy.on_corrupt` "fail" raises
-    CorruptStoreError at the first damaged message. "skip" leaves such messages out, and `policy.corrupt` counts them.
-    "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
-    read without the records.
+    `columns`: names of `COLUMNS`, None for all. `tags`, `where` and `keys` are those of `PieceReader`. `decompress`
+    False leaves bodies as they are stored, `body_as` "string" makes them text. `policy.verify` compares checksums,
+    which costs about as much as reading a body. Without it every length, magic and offset is still checked.
+    `policy.on_corrupt` "fail" raises CorruptStoreError at the first damaged message. "skip" leaves such messages out,
+    and `policy.corrupt` counts them. "keep" gives a row that has what its unit says, null elsewhere, and `error`.
+    Columns that come from units alone are read without the records.
 
     Raises ConfigError for unknown columns.
     """
@@ -337,16 +333,15 @@ class ColumnReader:
         policy: Policy | None = None,
         store_id: str | None = None,
     ) -> None:
-        self.store = store
-        self.policy = policy or Policy()
-        self.columns = check_columns(columns, keep=self.policy.on_corrupt == "keep")
+        policy = policy or Policy()
+        self.columns = check_columns(columns, keep=policy.on_corrupt == "keep")
+        costs = {COLUMNS[name].cost for name in self.columns}
+        super().__init__(store, costs, policy, tags=tags, where=where, keys=keys)
         self.schema = arrow_schema(self.columns)
         if body_as == "string" and "body" in self.columns:
             at = self.columns.index("body")
             self.schema = self.schema.set(at, pa.field("body", _STRING))
-        self._tags = tags
-        self._passes = _passes(where, keys)
-        self._inflates = decompress and any(COLUMNS[name].cost == "body" for name in self.columns)
+        self._inflates = decompress and "body" in costs
         self._store_id = str(store.path) if store_id is None else store_id
 
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
@@ -357,33 +352,6 @@ class ColumnReader:
         """Yield batches of the messages whose records begin at physical offsets [start, stop), in log order.
         Only topics for which `wanted` returns True. `stop` lies at or below the end of what has been dispatched."""
         return self.batches(self.log_pieces(start, stop, wanted))
-
-    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of a queue, checked and filtered, for `batches` or to be counted.
-
-        Records are looked at if a column needs them."""
-        chosen = parse_tags(self._tags, topic)
-        costs = {COLUMNS[name].cost for name in self.columns}
-        filtered = chosen is not None or self._passes is not None
-        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
-        records = filtered or not costs <= {"unit"}
-        scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
-        return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
-
-    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
-        """Yield the pieces of a log, checked and filtered, for `batches`."""
-        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
-        return self._chosen(pieces, parse_tags(self._tags, ""))
-
-    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
-        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
-        for piece in pieces:
-            if not piece.errors and tags is not None:
-                piece = piece.only(pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))
-            if not piece.errors and self._passes is not None:
-                piece = piece.only(_passing(piece, self._passes))
-            if len(piece):
-                yield piece
 
     def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
         """Yield record batches of pieces of this reader, small ones together."""
@@ -439,30 +407,6 @@ def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
     """Return an array with null in place of -1, which means unknown."""
     absent = values == -1
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
-
-
-def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the records whose properties pass. Each distinct set of properties is judged once."""
-    starts = piece.headers.properties_position
-    coded = cut(piece.buffer, starts, starts + piece.headers.properties_size).dictionary_encode()
-    verdicts = np.array([passes(decode_properties(blob)) for blob in coded.dictionary.to_pylist()], np.bool_)
-    found: npt.NDArray[np.bool_] = verdicts[coded.indices.to_numpy()]
-    return found
-
-
-def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
-    """Return the condition on the properties of a message, or None without one. Raises FilterError."""
-    if where is None and keys is None:
-        return None
-    matches = sql92.compile(where).matches if where is not None else lambda properties: True
-    wanted = None if keys is None else frozenset(keys) - {""}
-
-    def passes(properties: dict[str, str]) -> bool:
-        if wanted is not None and wanted.isdisjoint((*properties.get(KEYS, "").split(" "), properties.get(UNIQ_KEY))):
-            return False
-        return matches(properties)
-
-    return passes
 
 
 def table_of(

@@ -2,10 +2,11 @@
 
     queue scan   units of a queue -> the records they lead to, segment by segment, in queue order
     log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
+    reader       either of them, and filters by tags, SQL92 and keys
 
-Both yield `Piece`s, which `joined` puts together as batches of bounded rows and bytes. Each record is checked before
-its bytes are used (`check_units`, `scan_segment`). A record that does not verify, or a body that does not inflate, is
-damage, and `Policy` decides about it. Messages that retention took are counted, and are no damage.
+All yield `Piece`s, of which `columns.py` makes columns. Counting those of a queue needs no pyarrow. Each record is
+checked before its bytes are used (`check_units`, `scan_segment`). A record that does not verify, or a body that does
+not inflate, is damage, and `Policy` decides about it. Messages that retention took are counted, and are no damage.
 
 The log scan lists what dispatch would list: no prepared or rolled back record, no impossible queue. It needs no consume
 queue. A range may begin in the middle of a record. The lengths of the records before it lead to the first one that
@@ -16,35 +17,32 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from mqstore.columnar.arrow import cut, laid
-from mqstore.errors import CorruptStoreError, FormatError
-from mqstore.files.segment import place_in_file
-from mqstore.layout.compression import MissingPackageError, inflate
+from mqstore.broker import sql92
+from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
-from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK
-from mqstore.layout.scan import Headers, gather, walk
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
+from mqstore.layout.record import BODY_AT_V4, TRANSACTION_COMMIT, TRANSACTION_MASK
+from mqstore.layout.scan import Headers, collect, gather, walk
 from mqstore.log.checking import Units, check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
-from mqstore.log.tagfilter import TagFilter
+from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.native import kernel
 
-__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "inflated", "joined", "log_pieces", "merged"]
+__all__ = ["Cost", "OnCorrupt", "Piece", "PieceReader", "Policy", "spans"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -54,8 +52,6 @@ _CHUNK_UNITS = 1 << 16
 _FAR_BYTES = 16 << 10
 """The system maps some 64 KiB at a touch."""
 _MOST_FILES = 32
-_ENOUGH_ROWS = 4096
-"""A batch of so many rows costs little more a row than a larger one."""
 
 
 @dataclass(slots=True)
@@ -139,19 +135,10 @@ class Piece:
         if not len(starts) or int(ends.max()) >= len(self.buffer):
             return Pairs.of([self.buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
         # With the byte behind each, which then becomes the 02 that closes it.
-        blobs = cut(self.buffer, starts, ends + 1)
-        _, offsets, data = blobs.buffers()
-        closing = np.frombuffer(offsets, np.int32, len(blobs) + 1)[1:].astype(np.int64) - 1
-        text = np.frombuffer(data, np.uint8, int(closing[-1]) + 1)
-        if not text.flags.writeable:
-            text = text.copy()
+        sizes = ends + 1 - starts
+        text, closing = collect(self.buffer, starts, sizes), np.cumsum(sizes) - 1
         text[closing] = 2
         return Pairs(text, closing)
-
-    def stored_bodies(self) -> Any:
-        """Return the bodies as they are stored, as an Arrow array."""
-        starts = self.headers.body_position
-        return cut(self.buffer, starts, starts + self.headers.body_size)
 
     def take(self, rows: slice | npt.NDArray[Any]) -> Piece:
         """Return some of the rows, without bodies."""
@@ -171,10 +158,7 @@ class Piece:
             yield replace(self, positions=None, bodies=None, errors=[finding.detail for finding in findings])
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
-
-def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
+def spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
     """Yield the rows of each batch."""
     low, count = 0, len(sizes)
     ends = np.cumsum(sizes)
@@ -184,92 +168,6 @@ def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
         high = min(count, max(low + 1, high), low + max_rows)
         yield slice(low, high)
         low = high
-
-
-def joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
-    """Yield pieces by batches. Small ones are put together, which costs a copy, until there are enough rows."""
-    group: list[Piece] = []
-    rows = size = 0
-    for piece in pieces:
-        more = int(piece.sizes.sum()) if piece.records else 0
-        if piece.bodies is not None:
-            more = max(more, piece.bodies.nbytes)  # what was stored small may be large
-        if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
-            yield group
-            group, rows, size = [], 0, 0
-        group.append(piece)
-        rows += len(piece)
-        size += more
-    if group:
-        yield group
-
-
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Merge neighbours whose records lie in one buffer into one piece, with the queue of the first.
-    A column costs a piece of one row as much time as one of hundreds. Small batches of a stream have one or two
-    messages of each of many queues."""
-    found: list[Piece] = []
-    for (_, records, stored), run in groupby(pieces, lambda each: (id(each.buffer), each.records, each.bodies is None)):
-        first, *others = run
-        if others and records:
-            same = [first, *others]
-            names = ["slots", "physical", "sizes", "positions"] + ["tags_codes"] * (first.tags_codes is not None)
-            arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in same]) for name in names}
-            bodies = None if stored else pa.concat_arrays([each.bodies for each in same])
-            first, others = replace(first, **arrays, bodies=bodies), []
-        found += [first, *others]
-    return found
-
-
-def inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
-    """Yield `pieces` with compressed bodies inflated, cut where these would make a batch too large.
-    A body that does not inflate is damage of its message."""
-    for piece in pieces:
-        if not piece.records or piece.bodies is not None:
-            yield piece
-            continue
-        headers, low, size = piece.headers, 0, 0
-        bodies: dict[int, bytes] = {}
-        for row in np.flatnonzero(headers.sys_flag & COMPRESSED).tolist():
-            at, stored = int(headers.body_position[row]), int(headers.body_size[row])
-            try:
-                body = inflate(int(headers.sys_flag[row]), piece.buffer[at : at + stored])
-            except (FormatError, MissingPackageError) as error:
-                yield from _with_bodies(piece, low, row, bodies)
-                yield from _not_inflated(piece, row, error, store, policy)
-                low, size, bodies = row + 1, 0, {}
-                continue
-            if size and size + len(body) > policy.max_bytes:
-                yield from _with_bodies(piece, low, row, bodies)
-                low, size, bodies = row, 0, {}
-            bodies[row] = body
-            size += len(body)
-        yield from _with_bodies(piece, low, len(piece), bodies)
-
-
-def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes]) -> Iterator[Piece]:
-    """Yield the rows [low, high), if there are any, with these bodies in place of the stored ones."""
-    if low == high:
-        return
-    part = piece if high - low == len(piece) else piece.take(slice(low, high))
-    if bodies:
-        index = np.arange(len(part), dtype=np.int32)
-        index[[row - low for row in bodies]] = np.arange(len(part), len(part) + len(bodies), dtype=np.int32)
-        values = pa.concat_arrays([part.stored_bodies(), pa.array([*bodies.values()], pa.binary())])
-        part.bodies = values.take(pa.array(index))
-    yield part
-
-
-def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, policy: Policy) -> Iterator[Piece]:
-    headers = piece.headers
-    place = place_in_file(int(piece.physical[row]), store.manifest.commitlog_segment_bytes)
-    kind: Kind = "not_inflated" if isinstance(error, MissingPackageError) else "bad_record"
-    at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
-    damaged = piece.take(slice(row, row + 1))
-    damaged.topic, damaged.queue_id = str(piece.buffer[at : at + size], "utf-8", "replace"), int(headers.queue_id[row])
-    where = f"{damaged.topic}, queue {damaged.queue_id}, offset {headers.queue_offset[row]}"
-    finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate: {error}")
-    yield from damaged.damaged([finding], policy)
 
 
 # -- queue scan --------------------------------------------------------------------------------------------------------
@@ -328,14 +226,14 @@ class QueueScan:
             if self.records:
                 yield from self._looked_up(queue, whole, apart=tags is not None)
             else:
-                yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
+                yield from map(whole.take, spans(whole.sizes, policy.max_rows, 1 << 62))
             start += count
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
         """Check the records of `whole` by segments, or copied together if they lie `apart`."""
         store, policy = self.store, self.policy
         if apart:
-            for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
+            for rows in spans(whole.sizes, policy.max_rows, policy.max_bytes):
                 piece = whole.take(rows)
                 if self._copy(piece):
                     yield from self._checked(queue, piece)
@@ -354,7 +252,7 @@ class QueueScan:
                 policy.removed += last - first
                 continue
             buffer = b"" if there is None else there[1]
-            for rows in _spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
+            for rows in spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
                 piece = whole.take(slice(first + rows.start, first + rows.stop))
                 piece.buffer, piece.positions = buffer, piece.physical - int(segments[first]) * size
                 yield from self._checked(queue, piece)
@@ -400,6 +298,8 @@ class QueueScan:
         if headers is not None:
             piece.headers = headers
         if bodies is not None:
+            from mqstore.columnar.arrow import laid  # needs pyarrow
+
             assert ends is not None
             piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
         if sound.all():
@@ -443,7 +343,7 @@ def log_pieces(
             headers, chosen = found.headers, _listed(found, is_wanted)
             numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))
             whole = Piece(None, None, *numbers, None, found.buffer, base, headers.positions).take(chosen)
-            yield from map(whole.take, _spans(whole.sizes, policy.max_rows, policy.max_bytes))
+            yield from map(whole.take, spans(whole.sizes, policy.max_rows, policy.max_bytes))
 
 
 def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
@@ -468,6 +368,8 @@ def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
     """Return a mask of the records of wanted topics for which dispatch writes a unit."""
+    from mqstore.columnar.arrow import cut  # needs pyarrow
+
     headers = found.headers
     transaction = headers.sys_flag & TRANSACTION_MASK
     chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
@@ -488,3 +390,95 @@ def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece
     detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"
     piece = Piece(None, None, np.full(1, -1), np.full(1, found.start), np.full(1, length), None)
     yield from piece.damaged([Finding(kind, file, position, length, detail)], policy)
+
+
+# -- reader ------------------------------------------------------------------------------------------------------------
+
+Cost = Literal["unit", "header", "body", "properties", "record"]
+"""Part of a message that has to be read: its unit, or a part of its record."""
+
+
+class PieceReader:
+    """Reads the pieces of one store. Not for several threads.
+
+    `costs`: parts of the messages that are needed. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression
+    over properties. `keys`: keys or unique keys of which a message must have one. Raises FilterError.
+    """
+
+    def __init__(
+        self,
+        store: StoreReader,
+        costs: Collection[Cost],
+        policy: Policy,
+        *,
+        tags: str | None = None,
+        where: str | None = None,
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self._costs = {*costs}
+        self._tags = tags
+        self._passes = _passes(where, keys)
+
+    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces of queue offsets [start, stop), checked and filtered, in order.
+        Records are looked at if something of them is needed."""
+        chosen, costs = parse_tags(self._tags, topic), self._costs
+        filtered = chosen is not None or self._passes is not None
+        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
+        records = filtered or not costs <= {"unit"}
+        scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
+        return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
+
+    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """Yield the pieces of a log, checked and filtered."""
+        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
+        return self._chosen(pieces, parse_tags(self._tags, ""))
+
+    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
+        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
+        for piece in pieces:
+            if not piece.errors and tags is not None:
+                piece = piece.only(_tagged(piece, tags.tags))
+            if not piece.errors and self._passes is not None:
+                piece = piece.only(_passing(piece, self._passes))
+            if len(piece):
+                yield piece
+
+
+def _tagged(piece: Piece, tags: Iterable[str]) -> _Bools:
+    """Return a mask of the records that have one of these tags."""
+    pairs, found = piece.pairs, np.zeros(len(piece), np.bool_)
+    chosen = pairs.named(TAGS.encode())
+    starts, sizes = pairs.value[chosen], pairs.value_size[chosen]
+    for tag in tags:
+        wanted = np.frombuffer(tag.encode(), np.uint8)
+        rows = np.flatnonzero(sizes == len(wanted))
+        rows = rows[(pairs.data[starts[rows, None] + np.arange(len(wanted))] == wanted).all(axis=1)]
+        found[pairs.blob[chosen[rows]]] = True
+    return found
+
+
+def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> _Bools:
+    """Return a mask of the records whose properties pass. Each distinct set of properties is judged once."""
+    starts = piece.headers.properties_position
+    ends = starts + piece.headers.properties_size
+    judged = cache(lambda blob: passes(decode_properties(blob)))
+    blobs = (bytes(piece.buffer[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True))
+    return np.fromiter(map(judged, blobs), np.bool_)
+
+
+def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
+    """Return the condition on the properties of a message, or None without one. Raises FilterError."""
+    if where is None and keys is None:
+        return None
+    matches = sql92.compile(where).matches if where is not None else lambda properties: True
+    wanted = None if keys is None else frozenset(keys) - {""}
+
+    def passes(properties: dict[str, str]) -> bool:
+        if wanted is not None and wanted.isdisjoint((*properties.get(KEYS, "").split(" "), properties.get(UNIQ_KEY))):
+            return False
+        return matches(properties)
+
+    return passes

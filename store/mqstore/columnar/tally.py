@@ -1,7 +1,7 @@
 """Counts of messages inside a task, so that its result is small.
 
     Bins    how often which value: 16 steps to each doubling, so a percentile is off by 3 % at most
-    Tally   of one queue: messages and bytes by interval, sizes, delays, retries
+    Tally   of one queue: messages and bytes by interval, sizes, delays, retries, from the headers of records
 
 They can be merged: parts of a queue, queues of a topic, tasks of a job. Counts, sums, minima and maxima are exact,
 percentiles within a bin.
@@ -12,22 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.columnar.rows import Piece
 from mqstore.errors import ConfigError
 
-if TYPE_CHECKING:  # it would need pyarrow, which counting names does not
-    from mqstore.columnar.rows import Piece
-
-__all__ = ["MAX_INTERVALS", "TALLIED", "Bins", "Tally"]
+__all__ = ["MAX_INTERVALS", "Bins", "Tally"]
 
 _Int64s = npt.NDArray[np.int64]
 
-TALLIED: Final = ("store_timestamp",)
-"""Columns to read for a tally, which needs headers alone."""
 MAX_INTERVALS: Final = 200_000
 """Limit for a queue: a year of three minutes, two days of seconds."""
 _STEP_BITS: Final = 4

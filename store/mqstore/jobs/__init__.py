@@ -21,7 +21,7 @@ The data source of Spark (`mqstore.spark`) stands on the same modules:
     writing   options, staging -> publish; sets
     workers   telling, runner
 
-Nothing is imported here: pyarrow is needed only by the jobs that read messages, pyspark by none.
+Nothing is imported here: of the jobs only `export_parquet` needs pyarrow, and none pyspark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks, which read their slices as Arrow record batches.
+"""Tasks, which read their slices: as Arrow record batches, or as pieces, which need no pyarrow.
 
 A task opens each store for itself, read-only and without a trace, and keeps nothing when it is done. Retention may have
 deleted wanted messages since the plan. `failOnDataLoss` is applied here (spark#stream).
@@ -7,14 +7,11 @@ deleted wanted messages since the plan. `failOnDataLoss` is applied here (spark#
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from mqstore.columnar.columns import ColumnReader
-from mqstore.columnar.rows import Piece, Policy
-from mqstore.columnar.tally import TALLIED
+from mqstore.columnar.rows import Cost, Piece, PieceReader, Policy
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced
@@ -46,61 +43,55 @@ def read_slices(
     """Yield record batches of the slices, one slice after the other.
     Pass a `policy` to see what it has counted; default is that of the options. Raises OffsetOutOfRangeError for
     messages that are gone, with `fail_on_data_loss`, and CorruptRecordError and others as `ColumnReader` does."""
+    from mqstore.columnar.columns import ColumnReader  # needs pyarrow, as columns do
+
     told = policy is None
     policy = policy or policy_of(options)
+    filters = _filters(options)
     for name, run in groupby(slices, key=lambda piece: piece.store):
         before = policy.corrupt, policy.removed
-        with _opened(options, columns, body_as, name, policy) as (reader, pieces_of):
-            yield from reader.batches(piece for each in run for piece in pieces_of(each))
+        with of_store(name.path), open_sliced(name) as store:
+            reader = ColumnReader(
+                store,
+                columns,
+                decompress=options.decompress,
+                body_as=body_as,
+                policy=policy,
+                store_id=name.id,
+                **filters,
+            )
+            yield from reader.batches(piece for each in run for piece in _pieces(options, reader, each))
         if told:
             _tell_left_out(options, policy, name, before)
 
 
 def read_pieces(
-    options: SourceOptions, slices: Iterable[QueueSlice], policy: Policy
+    options: SourceOptions, costs: Collection[Cost], slices: Iterable[QueueSlice], policy: Policy
 ) -> Iterator[tuple[QueueSlice, Piece]]:
     """Yield the checked and filtered records of each slice, to be counted without columns.
-    Raises as `read_slices`."""
+    `costs` are those of `PieceReader`. Raises as `read_slices`."""
     for name, run in groupby(slices, key=lambda piece: piece.store):
-        with _opened(options, TALLIED, "binary", name, policy) as (_, pieces_of):
+        with of_store(name.path), open_sliced(name) as store:
+            reader = PieceReader(store, costs, policy, **_filters(options))
             for each in run:
-                for piece in pieces_of(each):
+                for piece in _pieces(options, reader, each):
                     yield each, piece
 
 
-@contextmanager
-def _opened(
-    options: SourceOptions,
-    columns: Sequence[str],
-    body_as: Literal["binary", "string"],
-    name: StoreName,
-    policy: Policy,
-) -> Iterator[tuple[ColumnReader, Callable[[Slice], Iterator[Piece]]]]:
-    """Give a reader of an opened store, and a function that returns its pieces of a slice."""
-    with of_store(name.path), open_sliced(name) as store:
-        reader = ColumnReader(
-            store,
-            columns,
-            tags=options.tags,
-            where=options.filter,
-            keys=options.keys,
-            decompress=options.decompress,
-            body_as=body_as,
-            policy=policy,
-            store_id=name.id,
-        )
+def _filters(options: SourceOptions) -> dict[str, Any]:
+    return {"tags": options.tags, "where": options.filter, "keys": options.keys}
 
-        def pieces_of(each: Slice) -> Iterator[Piece]:
-            if isinstance(each, QueueSlice):
-                pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
-            else:
-                pieces = reader.log_pieces(each.start, each.stop, is_wanted(options))
-            for piece in pieces:
-                _check_loss(options, policy, each)
-                yield piece
-            _check_loss(options, policy, each)
 
-        yield reader, pieces_of
+def _pieces(options: SourceOptions, reader: PieceReader, each: Slice) -> Iterator[Piece]:
+    """Yield the pieces of a slice. Raises OffsetOutOfRangeError for messages that are gone."""
+    if isinstance(each, QueueSlice):
+        pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
+    else:
+        pieces = reader.log_pieces(each.start, each.stop, is_wanted(options))
+    for piece in pieces:
+        _check_loss(options, reader.policy, each)
+        yield piece
+    _check_loss(options, reader.policy, each)
 
 
 def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:

@@ -1,7 +1,8 @@
 """Trace of a key or unique key through topics, retries, delays and dead letters, in time order.
 
 A task reads every queue of one store, those of the engine too, with the Spark source's option `keys`
-(`mqstore.jobs.keyindex`). A warning says that records which a crash left in no queue are not found.
+(`mqstore.jobs.keyindex`). A warning says that records which a crash left in no queue are not found. A store whose
+queues are lost is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
-from mqstore.jobs.plan import StoreName, open_store, plan
+from mqstore.jobs.plan import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
-from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.tasks import policy_of, read_pieces
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 
@@ -103,10 +104,11 @@ def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
     chosen = stores.with_options(
         paths={name.id: name.path}, keys=(key,), include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
     )
+    policy = policy_of(chosen.options)
     places: set[int] = set()
-    for task in plan(chosen.options):
-        for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
-            places.update(batch.column(0).to_pylist())
+    for task in chosen.queue_tasks():
+        for _, piece in read_pieces(chosen.options, {"unit"}, task, policy):
+            places.update(piece.physical.tolist())
     with open_store(name) as store:
         if len(places) > _MOST:
             raise ConfigError(f"key={key!r}: {len(places)} messages of {name.id} have it; no trace is that long")

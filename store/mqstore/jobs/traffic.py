@@ -167,7 +167,7 @@ def _count(
     """Return the sums of each group, and the number of damaged messages."""
     policy = policy_of(options)
     groups: dict[Group, Tally] = {}
-    for piece, records in read_pieces(options, task, policy):
+    for piece, records in read_pieces(options, {"header"}, task, policy):
         group = (
             piece.store.id if "store" in by else None,
             piece.topic if "topic" in by else None,

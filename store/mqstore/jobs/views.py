@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_tables
-from mqstore.columnar.columns import ARROW_TYPES, ColumnReader
-from mqstore.columnar.tally import TALLIED, Tally
+from mqstore.columnar.columns import ARROW_TYPES
+from mqstore.columnar.rows import PieceReader
+from mqstore.columnar.tally import Tally
 from mqstore.errors import NotAStoreError
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import StoreName, Wanted, names_queue, open_store, queues_of, stores_of
@@ -198,7 +199,7 @@ def _traffic(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, 
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
     for queue in _wanted(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
-        reader = ColumnReader(store, TALLIED, policy=policy)
+        reader = PieceReader(store, {"header"}, policy)
         for piece in reader.queue_pieces(*queue.ref, queue.min_offset, queue.max_offset):
             tally.add(piece)
         for number, messages, size, sizes in tally.rows():

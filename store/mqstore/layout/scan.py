@@ -53,7 +53,10 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Headers", "check_place", "content_end", "find_next", "gather", "read_run", "topic_is", "verify", "walk"]
+__all__ = [
+    *("Headers", "check_place", "collect", "content_end", "find_next", "gather", "read_run", "topic_is"),
+    *("verify", "walk"),
+]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -438,6 +441,15 @@ def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
     ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok` False
     in that row."""
     return Headers(buf, positions)
+
+
+def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> npt.NDArray[np.uint8]:
+    """Return the bytes of values that are scattered over `buf`, side by side in a new array. They may overlap."""
+    if kernel is not None:
+        data = np.empty(int(sizes.sum()), np.uint8)
+        kernel.join(buf, starts, sizes, data)
+        return data
+    return np.frombuffer(bytearray().join(_slices(memoryview(buf), starts, starts + sizes)), np.uint8)
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
