@@ -194,10 +194,10 @@ def test_an_export_into_a_folder_that_is_not_empty_is_refused(store: Path, tmp_p
     assert export_parquet(store, dest).messages == 81
     before = visible(dest)
 
-    with pytest.raises(ConfigError, match=r"out is there and is not an empty folder"):
+    with pytest.raises(ConfigError, match=r"out exists and is not an empty folder"):
         export_parquet(store, dest)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file is there and is not an empty folder"):
+    with pytest.raises(ConfigError, match=r"file exists and is not an empty folder"):
         export_parquet(store, tmp_path / "file")
 
     assert visible(dest) == before
@@ -210,7 +210,7 @@ def test_an_export_without_messages_makes_no_folder(store: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_begins_where_a_group_is_or_an_option_says(tmp_path: Path) -> None:
+def test_export_starts_at_committed_or_given_offsets(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with mqstore.open(path) as store:
         store.log.put_many("t", [b"x"] * 10, queue_id=0)
@@ -357,7 +357,7 @@ def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
 
     monkeypatch.setattr(os, "rename", slow)
 
-    with pytest.raises(ConfigError, match="is there and is not an empty folder"):
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         export_parquet(store, tmp_path / "out")
     assert offsets(tmp_path / "out") == model(store)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "s"]

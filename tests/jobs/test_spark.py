@@ -220,7 +220,7 @@ def model(path: Path) -> list[tuple[str, int, int, bytes]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_with_spark_does_what_it_does_without(
+def test_command_on_spark_equals_command_in_process(
     spark: Any,
     stores: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,

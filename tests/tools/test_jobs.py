@@ -140,7 +140,7 @@ def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> No
     nothing = mqstore("export", store, "--to", tmp_path / "none", "--from", "1s")
 
     assert (some["messages"], some["path"]) == (8, str(tmp_path / "out"))
-    assert (again.exit_code, "is there and is not an empty folder" in again.stderr) == (2, True)
+    assert (again.exit_code, "exists and is not an empty folder" in again.stderr) == (2, True)
     assert (nothing.exit_code, "no messages; " in nothing.stderr) == (0, True)
     assert str(tmp_path / "all") in mqstore("export", store, "--to", tmp_path / "all", exit_code=0).stdout
 

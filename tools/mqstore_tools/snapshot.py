@@ -21,7 +21,7 @@ __all__ = ["snapshot"]
 Examples:
   mqstore snapshot var/mq /backup/mq-monday
   mqstore snapshot var/mq /backup/mq-monday --dry-run      # how much, and is there room?
-  mqstore snapshot var/mq var/mq-now --link && mqstore spark export var/mq-now out.parquet""",
+  mqstore snapshot var/mq var/mq-now --link && mqstore export var/mq-now --to lake/mq""",
 )
 @directory_argument
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))

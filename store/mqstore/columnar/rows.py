@@ -399,7 +399,7 @@ Cost = Literal["unit", "header", "body", "properties", "record"]
 
 
 class PieceReader:
-    """Reads the pieces of one store. Not for several threads.
+    """Reader of the pieces of one store. Not for several threads.
 
     `costs`: parts of the messages that are needed. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression
     over properties. `keys`: keys or unique keys of which a message must have one. Raises FilterError.

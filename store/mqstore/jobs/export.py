@@ -126,7 +126,7 @@ def _target(selection: Selection, path: str) -> str:
 
 
 def _taken(target: str) -> ConfigError:
-    return ConfigError(f"{target} is there and is not an empty folder: give an export a folder that is new or empty")
+    return ConfigError(f"{target} exists and is not an empty folder: give an export a new or empty folder")
 
 
 def _columns(options: SourceOptions, columns: Sequence[str] | None, partition_by: Sequence[str]) -> tuple[str, ...]:
