@@ -20,7 +20,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -462,11 +463,12 @@ def _tagged(piece: Piece, tags: Iterable[str]) -> _Bools:
 
 def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> _Bools:
     """Return a mask of the records whose properties pass. Each distinct set of properties is judged once."""
-    starts = piece.headers.properties_position
-    ends = starts + piece.headers.properties_size
-    judged = cache(lambda blob: passes(decode_properties(blob)))
-    blobs = (bytes(piece.buffer[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True))
-    return np.fromiter(map(judged, blobs), np.bool_)
+    sizes = piece.headers.properties_size.astype(np.int64)
+    data = collect(piece.buffer, piece.headers.properties_position, sizes).tobytes()
+    edges = np.cumsum(sizes).tolist()
+    blobs = [data[low:high] for low, high in pairwise([0, *edges])]
+    verdicts = {blob: passes(decode_properties(blob)) for blob in set(blobs)}
+    return np.fromiter(map(verdicts.__getitem__, blobs), np.bool_, len(blobs))
 
 
 def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
