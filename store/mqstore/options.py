@@ -212,7 +212,7 @@ class StoreConfig:
     dlq_retention: Duration | None = timedelta(days=30)
     """Age at which a dead letter expires. None means never."""
     orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
-    """Treatment of messages delayed by a level that the table no longer has."""
+    """When messages of a delay level that the table no longer has are delivered: at their own times, or at once."""
 
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""

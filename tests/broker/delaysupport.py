@@ -1,4 +1,4 @@
-"""A store with its delay service alone."""
+"""A store with its delay service, and the timer, which has what cannot wait in a level."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.broker.delay.levels import DelayService
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.broker.parts import Parts
+from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from tests.broker.support import ServiceBench
@@ -24,6 +26,10 @@ class Delays(ServiceBench[DelayService]):
 
     def _service(self, parts: Parts, wake: Callable[[], None]) -> DelayService:
         return DelayService(parts, wake, lambda *letter: self.bury(*letter))
+
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        super().open(fs, **config)
+        self.mechanisms.append(TimerService(self.parts, self._wake))
 
     def bury(self, message: Message, group: str, reason: str) -> None:
         self.dead.append((message.offset, group, reason))

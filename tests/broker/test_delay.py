@@ -6,7 +6,7 @@ import errno
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mqstore import StoreConfig
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
@@ -36,8 +36,9 @@ DEFAULT_MS.append(7_200_000)
 
 
 @pytest.fixture
-def delays(tmp_path: Path) -> Delays:
-    return Delays(tmp_path / "store")
+def delays(tmp_path: Path) -> Iterator[Delays]:
+    with Delays(tmp_path / "store") as delays:
+        yield delays
 
 
 # -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
@@ -91,48 +92,131 @@ def test_levels_do_not_wait_for_each_other_and_come_in_the_order_of_their_times(
     assert seen == [(1_001, b"1"), (1_003, b"1"), (5_002, b"2"), (10_000, b"3")]
 
 
-def test_an_undue_head_holds_the_rest_of_its_level_back(tmp_path: Path) -> None:
-    delays = Delays(tmp_path / "store", delay_levels="10s")
-    delays.put(1, b"head")  # due at 10 000
-    delays.clock.advance(900)
-    delays.reopen(delay_levels="9s")
-    delays.put(1, b"behind")  # due at 9 900
-    delays.clock.advance(100)
-    assert delays.settle() == START_MS + 10_000
-    delays.clock.set_wall(START_MS + 9_999)
+DAY_MS = 86_400_000
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("ahead_ms", [1, 5_000, DAY_MS, 400 * DAY_MS])
+def test_message_put_with_clock_ahead_blocks_nothing(delays: Delays, ahead_ms: int, restarts: bool) -> None:
+    """RocketMQ delivers it at once (correctDeliverTimestamp). Here it still waits for its level's delay."""
+    delays.clock.set_wall(START_MS + ahead_ms)
+    delays.put(3, b"ahead")
+    delays.clock.set_wall(START_MS)
+    if restarts:
+        delays.reopen()
+    delays.put(3, b"behind")
+    delays.settle()
+    delays.clock.advance(9_999)
     delays.settle()
     assert delays.delivered() == []
     delays.pass_ms(1)
-    assert delays.delivered() == [b"head", b"behind"]
+    assert sorted(delays.delivered()) == [b"ahead", b"behind"]
 
 
-@pytest.mark.parametrize("back_ms", [0, 1])
-def test_a_shortened_table_delivers_at_once_what_lies_beyond_it(tmp_path: Path, back_ms: int) -> None:
-    """Also after the clock was set back."""
-    delays = Delays(tmp_path / "store", delay_levels="2h")
-    delays.put(1, b"two hours")
-    delays.reopen(delay_levels="5s")
-    delays.put(1, b"five seconds")
-    delays.clock.set_wall(START_MS - back_ms)
+def test_messages_behind_a_head_with_clock_ahead_come_at_their_times(delays: Delays) -> None:
+    """Nobody reports that the clock was set back, so the head may be found only when the next message is due."""
+    delays.clock.set_wall(START_MS + DAY_MS)
+    for n in range(3):
+        delays.put(3, b"ahead %d" % n)
+    delays.clock.set_wall(START_MS)
+    delays.put(3, b"behind")
+    delays.clock.advance(5_000)
+    delays.put(3, b"last")
+    delays.clock.advance(5_000)
     delays.settle()
-    assert delays.delivered() == [b"two hours"]
-    delays.pass_ms(4_999 + back_ms)
-    assert delays.delivered() == [b"two hours"]
-    delays.pass_ms(1)
-    assert delays.delivered() == [b"two hours", b"five seconds"]
+    assert delays.delivered() == [b"behind"]
+    delays.pass_ms(5_000)
+    assert delays.delivered() == [b"behind", b"last"]
+    delays.pass_ms(5_000)
+    assert delays.delivered() == [b"behind", b"last", *(b"ahead %d" % n for n in range(3))]
 
 
-@pytest.mark.parametrize("back_ms", [1, 999, 3_600_000, 400 * 86_400_000])
-def test_a_clock_set_back_delivers_nothing_early(delays: Delays, back_ms: int) -> None:
+@pytest.mark.parametrize("back_ms", [1, 999, 3_600_000, 400 * DAY_MS])
+def test_message_waits_its_delay_when_the_clock_is_set_back(delays: Delays, back_ms: int) -> None:
     delays.put(2)
     assert delays.settle() == START_MS + 5_000
     delays.clock.set_wall(START_MS - back_ms)
     delays.settle()
-    delays.clock.set_wall(START_MS + 4_999)
+    delays.clock.advance(4_999)
     delays.settle()
     assert delays.delivered() == []
     delays.pass_ms(1)
     assert delays.delivered() == [b"m"]
+
+
+CHANGED_TABLES = [
+    ("10s", "9s", 10_000),
+    ("10s", "11s", 10_000),
+    ("1s 2h", "1s 5s", 7_200_000),
+    ("1s 2h", "1s", 7_200_000),
+    ("1s 5s 10s", "1s 1s", 10_000),
+    ("2h", "2h 10s", 7_200_000),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "due_ms"), CHANGED_TABLES)
+@pytest.mark.parametrize("killed", [False, True])
+def test_message_keeps_its_time_when_the_table_changes(
+    tmp_path: Path, before: str, after: str, due_ms: int, killed: bool
+) -> None:
+    with Delays(tmp_path / "store", delay_levels=before) as delays:
+        level = len(before.split())
+        for n in range(3):
+            delays.put(level, b"%d" % n)
+        delays.clock.advance(900)
+        delays.reopen(delay_levels=after)
+        delays.settle()
+        delays.reopen(delay_levels=after, killed=killed)
+        delays.clock.set_wall(START_MS + due_ms - 1)
+        delays.settle()
+        assert delays.delivered() == []
+        delays.pass_ms(1)
+        assert delays.delivered() == [b"0", b"1", b"2"]
+
+
+def test_shortened_level_delivers_later_messages_on_time(tmp_path: Path) -> None:
+    with Delays(tmp_path / "store", delay_levels="10s") as delays:
+        delays.put(1, b"10 s")
+        delays.clock.advance(900)
+        delays.reopen(delay_levels="1s")
+        delays.put(1, b"1 s")
+        delays.pass_ms(1_000)
+        assert delays.delivered() == [b"1 s"]
+        delays.pass_ms(8_100)
+        assert delays.delivered() == [b"1 s", b"10 s"]
+
+
+def test_head_that_fits_no_other_place_is_delivered_at_once(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As RocketMQ does: a record may have no room for what the timer adds."""
+    delays.clock.set_wall(START_MS + DAY_MS)
+    delays.put(1, b"ahead")
+    delays.put(1, b"ahead too")
+    delays.clock.set_wall(START_MS)
+    real = delays.parts.road.copy_many
+
+    def no_room(_: object, copies: Any) -> int:
+        if copies[0][1] == TIMER_TOPIC and copies[0][0].body == b"ahead":
+            raise InvalidMessageError("too long", "properties")
+        return real(copies)
+
+    monkeypatch.setattr(type(delays.parts.road), "copy_many", no_room)
+    delays.settle()
+    assert delays.delivered() == [b"ahead"]
+    delays.pass_ms(1_000)
+    assert delays.delivered() == [b"ahead", b"ahead too"]
+
+
+def test_the_oldest_overdue_message_of_a_level_is_reported(delays: Delays) -> None:
+    delays.put(1)
+    delays.put(3)
+    delays.store.dispatch()
+    assert delays.service.overdue_ms() == {}
+    delays.clock.advance(3_000)
+    assert delays.service.overdue_ms() == {1: 2_000}
+    delays.clock.advance(9_000)
+    assert delays.service.overdue_ms() == {1: 11_000, 3: 2_000}
+    delays.settle()
+    assert delays.service.overdue_ms() == {}
 
 
 def test_a_message_put_after_the_time_that_run_once_was_given_is_not_early(delays: Delays) -> None:
@@ -642,18 +726,20 @@ def orphaned(path: Path, **options: Any) -> Delays:
     return delays
 
 
-def test_messages_of_a_level_that_is_gone_are_reported_pinned_and_kept(
+def test_messages_of_a_level_that_is_gone_are_reported_and_relocated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    delays = orphaned(tmp_path / "store")
-    assert "3 messages wait in delay level 3, but the table has 2 levels" in caplog.text
-    assert [pin.queue_id for pin in delays.service.pins()] == [2]
-    delays.put(1, b"of level 1")
-    delays.pass_ms(8_000_000)
-    assert delays.delivered() == [b"done", b"of level 1"]
-    delays.reopen(delay_levels="1s 5s 2h")
-    delays.pass_ms(0)
-    assert delays.delivered() == [b"done", b"of level 1", *(b"orphan %d" % n for n in range(3))]
+    with orphaned(tmp_path / "store") as delays:
+        assert "3 messages wait in delay level 3, but the table has 2 levels" in caplog.text
+        assert [pin.queue_id for pin in delays.service.pins()] == [2]
+        delays.put(1, b"of level 1")
+        delays.pass_ms(7_199_999)
+        assert delays.delivered() == [b"done", b"of level 1"]
+        assert list(delays.service.pins()) == []
+        delays.reopen(delay_levels="1s 5s 2h")
+        delays.pass_ms(1)
+        assert delays.delivered() == [b"done", b"of level 1", *(b"orphan %d" % n for n in range(3))]
+        assert caplog.text.count("messages wait in delay level") == 1
 
 
 def test_or_delivered_at_once_if_one_says_so(tmp_path: Path) -> None:

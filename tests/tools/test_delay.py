@@ -29,13 +29,25 @@ def test_levels_are_shown_with_what_waits_and_when_the_first_is_due(tmp_path: Pa
     levels = mqstore_json("delay", path)["levels"]
 
     assert [list(level.values()) for level in levels] == [
-        [1, 1_000, 1, 1, 0, None],
-        [3, 10_000, 0, 2, 2, begin_ms + 10_000],
+        [1, 1_000, 1, 1, 0, None, 0],
+        [3, 10_000, 0, 2, 2, begin_ms + 10_000, 0],
     ]
-    assert list(levels[0]) == ["level", "delay_ms", "offset", "end", "waiting", "next_due_ms"]
+    assert list(levels[0]) == ["level", "delay_ms", "offset", "end", "waiting", "next_due_ms", "overdue_ms"]
     shown = [line.split()[:5] for line in mqstore("delay", "show", path).stdout.splitlines()]
     assert ["3", "10s", "0", "2", "2"] in shown
     assert ["timer", "any", "-", "-", "0"] in shown
+
+
+def test_the_oldest_overdue_message_is_shown(path: Path) -> None:
+    clock = clock_now()
+    clock.set_wall(clock.now_ms() - 3_600_000)
+    with broker(path, clock) as running:
+        running.put("orders", b"x", delay_level=5)
+
+    [level] = mqstore_json("delay", path)["levels"]
+
+    assert level["overdue_ms"] >= 3_540_000
+    assert "overdue" in mqstore("delay", path).stdout
 
 
 def test_a_level_that_the_table_lost_is_an_orphan(path: Path) -> None:

@@ -46,14 +46,15 @@ Examples:
 def show(directory: Path, json_output: bool) -> None:
     """Show what waits in the store in DIR: by level, retries too, and by the timer.
 
-    A level that the table does not have is an orphan. Its messages wait until the table has it again, or the broker is
-    run with orphan_level_policy="deliver_now". By what is on disk: a running broker is some seconds ahead.
+    A level that the table does not have is an orphan. The next broker moves its messages to the timer, where they keep
+    their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those on disk: a
+    running broker is some seconds ahead.
     """
     with looking(directory) as parts:
         levels = [view._asdict() for view in delay_levels(parts)]
         timer = timer_view(parts)
     found = {"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}}
-    cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms)]]
+    cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms), "-"]]
     show_tables(found, ("", DELAY_COLUMNS, cells), json_output=json_output)
 
 

@@ -150,12 +150,13 @@ _TIMES = "first_store_timestamp_ms last_store_timestamp_ms"
 _QUEUE = "group topic queue_id"
 
 
-DELAY_COLUMNS = ("level>", "delay>", "next>", "end>", "waiting>", "next due")
+DELAY_COLUMNS = ("level>", "delay>", "next>", "end>", "waiting>", "next due", "overdue>")
 
 
 def delay_cells(level: dict[str, Any]) -> list[object]:
     delay = "orphan" if level["delay_ms"] is None else show_ms(level["delay_ms"])
-    return [level["level"], delay, *pick(level, "offset end waiting"), when(level["next_due_ms"])]
+    late = show_ms(level["overdue_ms"]) if level["overdue_ms"] else "-"
+    return [level["level"], delay, *pick(level, "offset end waiting"), when(level["next_due_ms"]), late]
 
 
 def _show_broker(broker: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
     """Return (messages by orphaned delay level, profile, files of a broker besides).
-    Those messages stay until the table has their level again (delivery#level-crash)."""
+    The next broker moves those messages to the timer (delivery#level-crash)."""
     try:
         with looking(directory) as parts:
             waiting = {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None}

@@ -80,6 +80,8 @@ class BrokerStats:
     counters: StatisticsSnapshot
     delay_levels: dict[int, tuple[int, int]]
     """(next queue offset to look at, end of the queue) of each level that was ever used."""
+    delay_overdue_ms: dict[int, int]
+    """For how long the oldest message of a level is overdue. Levels without an overdue message are left out."""
     timer_waiting: int
     """Number of messages that wait for a moment of any delay."""
     in_flight: int
@@ -581,6 +583,7 @@ class Broker(Closing, Sending):
             store=store,
             counters=self._parts.statistics.snapshot(),
             delay_levels=self._delay.progress(),
+            delay_overdue_ms=self._delay.overdue_ms(),
             timer_waiting=self._timer.waiting(),
             in_flight=self._pop.in_flight(),
             open_transactions=self.transactions.open_count(),

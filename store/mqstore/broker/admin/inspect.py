@@ -11,7 +11,7 @@ A running broker may not have saved the commits of the last seconds. Two numbers
 
 The value behind the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
 
-    {"delay_levels":   [{"level", "delay_ms", "offset", "end", "waiting", "next_due_ms"}, ...]     delay_ms null: orphan
+    {"delay_levels":   [{"level", "delay_ms", "offset", "end", "waiting", "next_due_ms", "overdue_ms"}, ...]
      "timer":          {"waiting", "next_due_ms"},
      "in_flight":      [{"group", "topic", "queue_id", "fifo", "messages", "local", "first_offset", "next_visible_ms"}],
      "order_info":     [{"group", "topic", "queue_id", "pop_time_ms", "offsets", "unacked", "redeliveries",
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, cast
 from mqstore.broker.admin.metrics import measure
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.delay.levels import deliver_time_ms
+from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
 from mqstore.broker.delay.route import (
     PRECISION_MS,
     Cancellations,
@@ -121,13 +121,15 @@ class LevelView(NamedTuple):
 
     level: int
     delay_ms: int | None
-    """None for an orphan, a level that the table has no longer. Its messages stay (delivery#level-crash)."""
+    """None for an orphan, a level that the table has no longer. The next broker moves its messages to the timer."""
     offset: int
     """Next queue offset to look at, as saved on disk."""
     end: int
     waiting: int
     next_due_ms: int | None
     """Due time of the first waiting message. None if no message waits, or its unit is damaged."""
+    overdue_ms: int
+    """For how long the oldest waiting message is overdue, or 0."""
 
 
 def delay_levels(tables: Tables) -> list[LevelView]:
@@ -146,7 +148,8 @@ def delay_levels(tables: Tables) -> list[LevelView]:
         offset = min(high, max(low, known if type(known) is int else 0))
         delay_ms = store.delay_table_ms[ref.queue_id] if ref.queue_id < len(store.delay_table_ms) else None
         due_ms = _due_ms(store, level, offset) if offset < high else None
-        views.append(LevelView(level, delay_ms, offset, high, high - offset, due_ms))
+        late_ms = overdue_ms(store, level, offset, tables.clock.now_ms())
+        views.append(LevelView(level, delay_ms, offset, high, high - offset, due_ms, late_ms))
     return views
 
 

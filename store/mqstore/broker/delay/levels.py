@@ -6,6 +6,10 @@ The put has rewritten the message, and the dispatcher has written its due time i
 at the head of each level's queue. All messages of a level wait equally long, so a queue is in order of due time.
 Nothing is sorted or kept in memory, and a level costs the same with a million waiting messages.
 
+A head that is due later than its level's delay from now is not in that order: the clock was ahead when it was put, or
+the level has a shorter delay now, or is gone. It is relocated to the timer topic, so it never holds up the messages
+behind it. There it keeps its due time. If the clock was ahead, it waits from now for as long as it was put to wait.
+
     a level is   because                             until
     idle         its queue has nothing more          the queue grows
     waiting      its head is not due                 the head's time, to the millisecond
@@ -17,10 +21,9 @@ Nothing is sorted or kept in memory, and a level costs the same with a million w
     belongs to the half topic            passed over
     does not verify                      passed over, reported and counted
 
-Messages that wait long are relocated if only such messages still hold the log. They are copied to the timer topic
-before they are due, and wait there for the rest of their time. The queue of a level is in log order, so they are at its
-front, and progress passes them. The timer delivers them at the same time, as the level would have. If delivery is late,
-a relocated message may come behind messages of the level that were put later.
+Messages that wait long are relocated, too, if only such messages still hold the log. The queue of a level is in log
+order, so they are at its front, and progress passes them. The timer delivers them at the same time, as the level would
+have. If delivery is late, a relocated message may come behind messages of the level that were put later.
 
 Progress is the next unit of each level to look at (delivery#level-progress, delivery#level-crash). After opening, until
 nothing more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So
@@ -50,9 +53,10 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
+from mqstore.log.reader import StoreReader
 from mqstore.native import kernel
 
-__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms"]
+__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "overdue_ms"]
 
 _log = logging.getLogger("mqstore")
 
@@ -78,6 +82,17 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
     return store_timestamp_ms + delay_ms
 
 
+def overdue_ms(store: StoreReader, level: int, offset: int, now_ms: int) -> int:
+    """Return for how long the oldest of the next 1024 messages of a level is overdue, or 0 if none is."""
+    times = store.units(SCHEDULE_TOPIC, level - 1, offset, _BATCH_UNITS)["tags_code"]
+    return max(0, now_ms - int(times[times > 0].min(initial=now_ms)))
+
+
+def _leading(mask: npt.NDArray[np.bool_]) -> int:
+    """Return the number of elements before the first that is False."""
+    return len(mask) if mask.all() else int(mask.argmin())
+
+
 # -- delivering ------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +102,7 @@ class _Level:
 
     number: int
     delay_ms: int | None
-    """Delay by the table. None if the table has no such level. Then its messages are due now."""
+    """Delay by the table. 0 if the table has no such level, and None if its messages are due now."""
     offset: int
     """Progress: the next unit to look at."""
     saved: int
@@ -117,8 +132,8 @@ class DelayService(Roller):
     A message is never early by the wall clock, and as late as `run_once` is called after the time that it returned.
 
     `dead_letter(message, group, reason)` stores a dead letter, and must leave out DELAY. If the table no longer has a
-    level with waiting messages, `orphan_level_policy="deliver_now"` delivers them at once, and "keep" leaves them until
-    the level is back. Raises CorruptStoreError if the progress file and its backup are damaged.
+    level with waiting messages, `orphan_level_policy="deliver_now"` delivers them at once, and "keep" keeps their due
+    times. Raises CorruptStoreError if the progress file and its backup are damaged.
 
     Long because delivering, relocating, skipping and saving all move the offset of a level, in the same order.
     """
@@ -133,8 +148,6 @@ class DelayService(Roller):
         self._dead_letter = dead_letter
         self.errors: dict[int, str] = {}
         """Error that stops delivery at present, by level."""
-        self._kept: list[int] = []
-        """Levels that the table no longer has, and whose messages are kept."""
         self._table_ms = self._store.delay_table_ms
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
@@ -161,14 +174,12 @@ class DelayService(Roller):
         for number, high in self._queues_beyond_the_table():
             offset = min(self._table.get(str(number), 0), high)
             if offset < high:
+                at_once = orphan_level_policy == "deliver_now"
                 self._warn(
                     f"{high - offset} messages wait in delay level {number}, but the table has {len(self._table_ms)} "
-                    f"levels: they stay until it has that level again, or orphan_level_policy is 'deliver_now'"
+                    f"levels: they are delivered {'at once' if at_once else 'when they are due'}"
                 )
-                if orphan_level_policy == "deliver_now":
-                    yield self._level(number, None, offset)
-                else:
-                    self._kept.append(number)
+                yield self._level(number, None if at_once else 0, offset)
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
         """Return a level at its stored offset, or its queue's end if lower (delivery#level-progress)."""
@@ -200,8 +211,16 @@ class DelayService(Roller):
         return found
 
     def waiting(self) -> int:
-        """Return the number of messages that wait in all levels. Orphans count only if they are delivered."""
+        """Return the number of messages that wait in all levels."""
         return sum(high - offset for offset, high in self.progress().values())
+
+    def overdue_ms(self) -> dict[int, int]:
+        """Return level -> ms for which its oldest message is overdue. Levels without such a message are left out."""
+        now_ms = self._clock.now_ms()
+        found = {
+            number: overdue_ms(self._store, number, offset, now_ms) for number, (offset, _) in self.progress().items()
+        }
+        return {number: late_ms for number, late_ms in found.items() if late_ms}
 
     def pins(self) -> Iterator[Pin]:
         """Yield the record of the first message of each level that a crash now would redeliver."""
@@ -211,11 +230,6 @@ class DelayService(Roller):
                 why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
                 rolls = level.offset != level.stuck
                 yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls)
-        for number in self._kept:
-            record = self._first_record(number - 1, self._table.get(str(number), 0))
-            if record is not None:
-                why = f"delay level {number} is not in the table, and its messages are kept"
-                yield Pin(record, SCHEDULE_TOPIC, number - 1, SCHEDULE_GROUP, why)
 
     def _first_record(self, queue_id: int, offset: int) -> int | None:
         """Return the physical offset of the first record of a schedule queue at or behind `offset`, or None."""
@@ -290,32 +304,30 @@ class DelayService(Roller):
             self._move_into(level, low, high)
         if level.offset == high:
             return None
-        units = self._store.units(SCHEDULE_TOPIC, level.queue_id, level.offset, count + 1)
+        begin = level.offset
+        units = self._store.units(SCHEDULE_TOPIC, level.queue_id, begin, count + 1)
         times = self._times(level, units, now_ms)
-        undue = np.flatnonzero(times > now_ms)
-        due = min(int(undue[0]) if len(undue) else len(times), count)
-        if due:
-            self._deliver(level, level.offset + due, dict(enumerate(times[:due].tolist(), level.offset)))
-        return int(times[due]) if due < len(times) else now_ms
+        due = _leading(times[:count] <= now_ms)
+        # By the clock: `now_ms` may be older than a message that was put since.
+        stop = due + _leading(times[due:count] > self._clock.now_ms() + (level.delay_ms or 0))
+        due_ms: dict[int, int] = dict(enumerate(times[: stop + 1].tolist(), begin))
+        self._deliver(level, begin + due, due_ms)
+        while level.offset < begin + stop:
+            try:
+                self._relocate(level, begin + stop, due_ms)
+            except InvalidMessageError:  # too large with the properties for the timer: at once, as RocketMQ does
+                self._deliver(level, level.offset + 1, due_ms)
+        return due_ms.get(begin + stop, now_ms)
 
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
-        """Return the due times of the messages of `units`: those in their units, whatever the clock does.
-
-        A message that was stored while its level had a longer delay is due now. Its record distinguishes it from a
-        message that only looks too far ahead because the clock was set back.
-        """
+        """Return the due times of the messages of `units`, as they are in the units."""
         times = units["tags_code"].astype(np.int64)
         if level.delay_ms is None:
-            times[times > now_ms] = now_ms
-            return times
-        for i in np.flatnonzero((times <= LAST_ADDRESS) | (times > now_ms + level.delay_ms)).tolist():
+            return np.minimum(times, now_ms)
+        for i in np.flatnonzero(times <= LAST_ADDRESS).tolist():
             for message in self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset + i, 1).messages:
                 if message.offset == level.offset + i:
-                    due_ms = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)
-                    if times[i] <= LAST_ADDRESS:
-                        times[i] = due_ms
-                    elif due_ms < times[i]:
-                        times[i] = now_ms
+                    times[i] = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)
         return times
 
     # -- rolling ----------------------------------------------------------------------------------------------------
@@ -354,9 +366,8 @@ class DelayService(Roller):
         if not len(old):
             return 0
         end = begin + int(old[-1]) + 1
-        self._topics.ensure(TIMER_TOPIC, 1)
         try:
-            self._deliver(level, end, dict(enumerate(times.tolist(), begin)), rolled=True)
+            self._relocate(level, end, dict(enumerate(times.tolist(), begin)))
         except InvalidMessageError as error:  # too large with the properties for the timer
             if level.stuck != level.offset:
                 _log.error("%s: the message at %d of delay level %d cannot be put again, and holds the log until it is "
@@ -364,9 +375,15 @@ class DelayService(Roller):
             level.stuck = level.offset
         finally:
             if level.offset > begin:
-                self._saves_each_step = True
                 self._wake()  # to save progress
         return level.offset - begin
+
+    def _relocate(self, level: _Level, end: int, times: Mapping[int, int]) -> None:
+        """Put the messages of a level up to `end` to the timer topic. `times` has the due time of each offset.
+        Raises InvalidMessageError for a message that is too large for it, with progress at that message."""
+        self._topics.ensure(TIMER_TOPIC, 1)
+        self._saves_each_step = True
+        self._deliver(level, end, times, rolled=True)
 
     # -- dealing with messages --------------------------------------------------------------------------------------
 
@@ -435,7 +452,10 @@ class DelayService(Roller):
             if home is not None and topic != HALF_TOPIC:
                 properties = begin + rest
                 if rolled:
-                    properties = level_properties(properties, level.number, times[message.offset])
+                    due_ms = times[message.offset]
+                    # The clock may have been ahead when it was put.
+                    due_ms = min(due_ms, self._clock.now_ms() + max(0, due_ms - message.store_timestamp_ms))
+                    properties = level_properties(properties, level.number, due_ms)
                     topic, home = TIMER_TOPIC, 0
                 elif settles:  # independent of sender and time
                     ways[end] = topic, home, rest
