@@ -76,7 +76,7 @@ def list_(
     cells = [
         (
             *(row["group"], row["origin_topic"] or "-", row["count"]),
-            *(when(row["oldest_ms"]), when(row["newest_ms"]), row["max_attempts"] + 1),
+            *(when(row["oldest_ms"]), when(row["newest_ms"]), row["max_attempts"]),
         )
         for row in found["rows"]
     ]

@@ -39,7 +39,7 @@ def trace(stores: tuple[str, ...], key: str, master: str | None, json_output: bo
         [
             when(hop["store_ms"]),
             *pick(hop, "store kind topic queue_id queue_offset"),
-            hop["attempts"] + 1,
+            hop["attempts"] + (hop["kind"] != "dead letter"),  # no attempt follows
             _details(hop),
         ]
         for hop in found["hops"]

@@ -107,6 +107,20 @@ class Replay:
         return sum(self.topics.values())
 
 
+class _Letter(Message):
+    """Dead letter. No delivery follows, so `attempt` is the number of those that have ended."""
+
+    __slots__ = ()
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(message._batch, message._start, message.offset, message._body_end)
+
+    @property
+    def attempt(self) -> int:
+        """Number of deliveries of the message before it was dead-lettered."""
+        return self.reconsume_times
+
+
 class DeadLetters:
     """Dead letters of one group. The object is cheap to make and keeps only the names.
 
@@ -190,8 +204,9 @@ class DeadLetters:
                 continue
             if stop_ms is not None and filed_ms >= stop_ms:
                 continue
-            if where is None or where(message):
-                yield message
+            letter = _Letter(message)
+            if where is None or where(letter):
+                yield letter
 
     def _chosen(self, start: int, end: int, chosen: list[int]) -> Iterator[Message]:
         for offset in chosen:

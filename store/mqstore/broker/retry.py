@@ -163,10 +163,11 @@ class Retries:
         """Put a copy of `message` into `%DLQ%group`, which is created with 1 queue, readable and writable.
 
         `origin_topic` is the topic that the group popped it from. None means that the group does not pop: the origin is
-        its RETRY_TOPIC, else the topic it was sent to. `reconsume_times` is that of the copy. None means one more than
-        the message's. `durability` None is the store's. `reason` is cut to 1024 bytes. It and other marks are left out
-        if the message's own properties leave no room, because additions must not prevent the copy. Raises
-        NotPermittedError if the topic was made unwritable, and what a put raises."""
+        its RETRY_TOPIC, else the topic it was sent to. `reconsume_times` is that of the copy, the number of deliveries.
+        None means one more than the message's, and for a message that waited in a topic of the engine the message's.
+        `durability` None is the store's. `reason` is cut to 1024 bytes. It and other marks are left out if the
+        message's own properties leave no room, because additions must not prevent the copy. Raises NotPermittedError if
+        the topic was made unwritable, and what a put raises."""
         topic = dlq_topic(group)
         queue_id = self._queue_of(topic, 1)
         properties = self._marked(message, group, origin_topic)
@@ -181,12 +182,14 @@ class Retries:
             "\x01" in value for value in properties.values()
         ):  # readers accept it (format#properties), a put does not
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
-        times = _next(message.reconsume_times) if reconsume_times is None else reconsume_times
+        if reconsume_times is None:
+            waited = is_system_topic(message.topic)
+            reconsume_times = message.reconsume_times if waited else _next(message.reconsume_times)
         try:
-            receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
+            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
         except InvalidMessageError:  # not the properties but the record is too long
             _shed(properties, 0)
-            receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
+            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
         self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
         return receipt
 

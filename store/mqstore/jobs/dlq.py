@@ -49,6 +49,7 @@ class DeadLetterRow(Shaped):
     oldest_ms: int
     newest_ms: int
     max_attempts: int
+    """Largest number of deliveries of one of them."""
     reasons: Mapping[str, int]
     """Number of letters by reason, the ten most frequent first. `""` stands for letters that do not say."""
 

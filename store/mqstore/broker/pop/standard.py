@@ -122,7 +122,7 @@ class StandardQueues:
         over = [message for message in messages if message.reconsume_times >= limit]
         for message in over:
             reason = f"{message.reconsume_times} attempts ended, of {limit}"
-            self._tables.file_dead_letter(key.group, message, reason)
+            self._tables.file_dead_letter(key.group, message, reason, reconsume_times=message.reconsume_times)
         return [message for message in messages if message.reconsume_times < limit] if over else messages
 
     def _leave_fifo(self, state: QueueState, ask: Ask) -> bool:
