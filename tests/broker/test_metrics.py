@@ -241,7 +241,7 @@ def test_a_clock_set_back_makes_nothing_early(bench: Bench, broker: Broker) -> N
     broker.put("t", b"x", delay_level=1)
     broker.run_once()
     bench.clock.set_wall(bench.clock.now_ms() - HOUR)
-    bench.advance(HOUR + 999)
+    bench.advance(999)
     assert broker.max_offset("t", 0) == 0
     bench.advance(1)
     assert broker.max_offset("t", 0) == 1

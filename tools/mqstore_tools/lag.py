@@ -52,8 +52,8 @@ def lag(
 
     Messages in flight, popped and not acknowledged yet, are among them. As `broker.lag` has it: popped and acknowledged
     is consumed, also behind a message that is still in flight. `-` (null in JSON) means not known: the group has not
-    started in that queue, or, of a group, in any. Retry topics count as topics; what waits for its next attempt counts
-    once that is due (`mqstore delay` shows how much waits).
+    started in that queue, or, of a group, in any. Retry topics count as topics. Retries that wait for their time count
+    in queue 0 of the group's.
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under

@@ -265,7 +265,9 @@ class Source:
         """Return True if nothing is left that could come now. A failed message comes at its next attempt."""
         if not self._consumer.assignment().issuperset(self.queues()):
             return False
-        return all(not lag or ref in self._held for ref, lag in self.lags().items())
+        left = [ref for ref, lag in self.lags().items() if lag and ref not in self._held]
+        # At the end of a queue only retries are left that wait for their time.
+        return all(self.broker.committed(self.asked.group, *ref) == self.broker.max_offset(*ref) for ref in left)
 
     def retry_topics(self) -> set[str]:
         """Return the topics where failed messages wait, in whatever mode the group was."""

@@ -81,7 +81,7 @@ class BrokerStats:
     delay_levels: dict[int, tuple[int, int]]
     """(next queue offset to look at, end of the queue) of each level that was ever used."""
     delay_overdue_ms: dict[int, int]
-    """For how long the oldest message of a level is overdue. Levels without an overdue message are left out."""
+    """For how long the oldest message of a level is overdue, if one is."""
     timer_waiting: int
     """Number of messages that wait for a moment of any delay."""
     in_flight: int
@@ -384,8 +384,8 @@ class Broker(Closing, Sending):
 
     def lag(self, group: str) -> dict[QueueRef, int]:
         """Return the number of messages of each queue that the group has not consumed.
-        Messages in flight and its retry topics count. A queue in which the group has not started is left out. Raises
-        GroupNotFoundError for a group without settings and committed offsets, whose lag is not known."""
+        Messages in flight and retries count, also retries that wait. A queue in which the group has not started is left
+        out. Raises GroupNotFoundError for a group without settings and committed offsets, whose lag is not known."""
         self._check_open()
         lags = self._metrics.lag(group)
         if not lags and self.groups.get(group) is None:
@@ -575,8 +575,7 @@ class Broker(Closing, Sending):
 
     def stats(self) -> BrokerStats:
         """Return a snapshot of all counters. It reads the front of every queue."""
-        levels = {f"delay level {number}": text for number, text in dict(self._delay.errors).items()}
-        errors = {**self._housekeeper.errors, **levels}
+        errors = self._housekeeper.errors | {f"delay level {n}": text for n, text in dict(self._delay.errors).items()}
         store = self.store.stats()  # before its undispatched messages are dispatched
         self._metrics.refresh()
         return BrokerStats(
@@ -605,8 +604,7 @@ class Broker(Closing, Sending):
     def _may_join(self, group: str, mode: Mode) -> None:
         """Raise if a member may not register: a consumer of this process, or a client of a server."""
         self._check_open()
-        known = self.groups.get(group)
-        if mode.broadcasting and known is not None:
+        if mode.broadcasting and (known := self.groups.get(group)) is not None:
             known.check_broadcast()
 
     # -- keeping house ----------------------------------------------------------------------------------------------

@@ -108,17 +108,10 @@ class Replay:
 
 
 class _Letter(Message):
-    """Dead letter. No delivery follows, so `attempt` is the number of those that have ended."""
+    """Dead letter. Its `attempt` is the number of deliveries that the message had, since none follows."""
 
     __slots__ = ()
-
-    def __init__(self, message: Message) -> None:
-        super().__init__(message._batch, message._start, message.offset, message._body_end)
-
-    @property
-    def attempt(self) -> int:
-        """Number of deliveries of the message before it was dead-lettered."""
-        return self.reconsume_times
+    attempt = Message.reconsume_times
 
 
 class DeadLetters:
@@ -204,7 +197,7 @@ class DeadLetters:
                 continue
             if stop_ms is not None and filed_ms >= stop_ms:
                 continue
-            letter = _Letter(message)
+            letter = _Letter(message._batch, message._start, message.offset, message._body_end)
             if where is None or where(letter):
                 yield letter
 

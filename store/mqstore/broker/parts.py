@@ -30,10 +30,10 @@ __all__ = ["Parts", "Tables", "delete_group", "kept_for_consumers", "messages_of
 _PAGE = 256
 
 
-def messages_of(store: StoreReader, topic: str, offset: int, end: int) -> Iterator[Message]:
-    """Yield the messages of queue 0 of `topic` in [offset, end) that can be read, a page at a time."""
+def messages_of(store: StoreReader, topic: str, offset: int, end: int, queue_id: int = 0) -> Iterator[Message]:
+    """Yield the messages of a queue in [offset, end) that can be read, a page at a time."""
     while offset < end:
-        result = store.get(topic, 0, offset, min(_PAGE, end - offset))
+        result = store.get(topic, queue_id, offset, min(_PAGE, end - offset))
         yield from result.messages
         if result.next_offset <= offset:
             return

@@ -137,7 +137,8 @@ class Retries:
             delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
         try:
-            parts.offsets.begin(QueueKey(group, topic, queue_id))
+            for each in (0, queue_id):  # retries that wait count in the first queue
+                parts.offsets.begin(QueueKey(group, topic, each))
             receipt = parts.road.copy(
                 message, topic, queue_id, properties, reconsume_times=times, durability=durability
             )
@@ -183,8 +184,8 @@ class Retries:
         ):  # readers accept it (format#properties), a put does not
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
         if reconsume_times is None:
-            waited = is_system_topic(message.topic)
-            reconsume_times = message.reconsume_times if waited else _next(message.reconsume_times)
+            times = message.reconsume_times
+            reconsume_times = times if is_system_topic(message.topic) else _next(times)
         try:
             receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
         except InvalidMessageError:  # not the properties but the record is too long

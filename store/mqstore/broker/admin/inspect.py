@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-from mqstore.broker.admin.metrics import measure
+from mqstore.broker.admin.metrics import WaitingRetries, measure
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
@@ -77,6 +78,7 @@ from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.quiet import QUIET
+from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
     PGROUP,
     REAL_TOPIC,
@@ -175,6 +177,8 @@ class TimerView:
     """Time at which the first one is delivered, or moved on if it is due in more than two days."""
     physical_offset: int | None = None
     """Physical offset of the oldest record among them."""
+    topics: Counter[int] = field(default_factory=Counter)
+    """Number of messages by the hash of the topic that they wait for."""
 
     def add(self, count: int, due_ms: int, physical_offset: int) -> None:
         self.waiting += count
@@ -206,6 +210,7 @@ def timer_view(tables: Tables) -> TimerView:
         due_ms = _placed_until(message)
         if due_ms is not None and not (message.offset < done_until and slot_of(due_ms) < done_ms):
             view.add(1, due_ms, message.physical_offset)
+            view.topics[java_hash(message.stored_property(REAL_TOPIC) or "")] += 1
     return view
 
 
@@ -235,6 +240,7 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
         units = units[waiting_units(units, progress)[0]]
         if len(units):
             view.add(len(units), int(due_times(units).min()), int(units["physical_offset"].min()))
+            view.topics.update(units["topic_hash"].tolist())
     except (TimerFilesDamaged, FileNotFoundError):
         return None
     finally:
@@ -296,6 +302,8 @@ class PopView:
     """Standing of each queue that the order info file and the pop log know."""
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
     """Failed message that blocks a queue, in either model."""
+    retries: Callable[[QueueKey], int] = lambda key: 0
+    """Number of retries that wait. The first call reads what waits in delay levels."""
 
     def count(self, key: QueueKey) -> int:
         return sum(each.messages for each in self.in_flight if each[:3] == key)
@@ -310,7 +318,10 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
     fifo = FifoQueues(pop_tables)
     Replay(pop_tables, fifo).look()
-    view = PopView()
+    timer = cache(lambda: timer_view(tables).topics)
+    levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
+    retries = WaitingRetries(tables.store, levels, lambda topic: timer()[java_hash(topic)])
+    view = PopView(retries=retries.count)
     for key, record in sorted(pop_tables.orders.records().items()):
         if tables.groups.get(key.group) is not None and record.offsets:
             committed = tables.offsets.committed(key) or 0
@@ -445,11 +456,11 @@ def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     # The saved offsets of a running broker are seconds old, the pop log is not.
     committed = offsets.committed(key) if popped is None else popped.first
     low, high = offsets.bounds(key.topic, key.queue_id)
-    lag = None if committed is None else measure(store, offsets, key, committed, popped)
+    lag = None if committed is None else measure(store, offsets, key, committed, popped, pops.retries(key))
     if lag is None or committed is None:
         return QueueLag(*key, low, committed, high, 0, 0, 0, None)
     oldest_ms = None
-    if lag.messages:
+    if lag.messages > lag.waiting:
         messages = store.get(key.topic, key.queue_id, lag.standing.first, 1).messages
         oldest_ms = messages[0].store_timestamp_ms if messages else None
     # Popped messages that are gone still count as in flight until their visibility timeout ends.

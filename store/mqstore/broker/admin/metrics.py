@@ -19,8 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,10 +37,13 @@ from mqstore.broker.names import (
     is_dlq_topic,
     is_retry_topic,
     is_system_topic,
+    retry_topic,
 )
+from mqstore.broker.parts import messages_of
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.retention import physical_of
 from mqstore.layout.consumequeue import is_message
+from mqstore.layout.properties import REAL_TOPIC
 
 if TYPE_CHECKING:
     from mqstore.broker.delay.levels import DelayService
@@ -60,7 +65,7 @@ class Lag(NamedTuple):
     """Standing of a group in a queue, and the end of the queue by which its lag is measured.
     Brokers and file views use one rule (delivery#statistics).
 
-        lag       = ready + in flight
+        lag       = ready + in flight + waiting (retries that wait for their time)
         popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled
         read      ready: behind the last read                                 in flight: read and not committed
 
@@ -71,6 +76,7 @@ class Lag(NamedTuple):
 
     standing: Standing
     end: int
+    waiting: int
 
     @property
     def ready(self) -> int:
@@ -78,29 +84,55 @@ class Lag(NamedTuple):
 
     @property
     def messages(self) -> int:
-        return self.ready + self.standing.in_flight
+        return self.ready + self.standing.in_flight + self.waiting
+
+
+class WaitingRetries:
+    """Retries that wait for their time. Those of a group count in queue 0 of `%RETRY%group`.
+    Only records show for which topic a message of a level waits, so they are counted in blocks, each of them once."""
+
+    def __init__(
+        self, store: StoreReader, levels: Callable[[], Mapping[int, tuple[int, int]]], timer: Callable[[str], int]
+    ) -> None:
+        """`levels` returns (next offset, queue end) by level. `timer` counts what waits there for a topic."""
+        self._store, self._levels, self._timer = store, levels, timer
+        self._topics = lru_cache(_BLOCKS)(self._count)
+
+    def _count(self, level: int, begin: int, end: int) -> Counter[str]:
+        messages = messages_of(self._store, SCHEDULE_TOPIC, begin, end, level - 1)
+        return Counter(message.stored_property(REAL_TOPIC) or "" for message in messages)
+
+    def count(self, key: QueueKey) -> int:
+        if (key.topic, key.queue_id) != (retry_topic(key.group), 0):
+            return 0
+        count = self._timer(key.topic)
+        for level, (offset, end) in self._levels().items():
+            bounds = [offset, *range(offset // _BLOCK * _BLOCK + _BLOCK, end, _BLOCK), end]
+            count += sum(self._topics(level, *block)[key.topic] for block in pairwise(bounds))
+        return count
 
 
 def measure(
-    store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None
+    store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None, waiting: int
 ) -> Lag | None:
     """Return the lag of a group whose next offset is `committed`, or None if the queue does not exist.
-    `popped` is its standing by the pop log, if it has popped."""
-    bounds = store.offsets_or_none(key.topic, key.queue_id)
+    `popped` is its standing by the pop log, if it has popped. `waiting` is the number of its `WaitingRetries`."""
+    bounds = store.offsets_or_none(key.topic, key.queue_id) or ((0, 0) if waiting else None)
     if bounds is None:
         return None
     low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
     # A group without popped messages that is committed elsewhere than its pops ended reads by offset now.
     if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
         first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
-        return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high))
+        return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high), waiting)
     # For a group that reads, the messages in flight are those that were read and not committed.
     first = min(high, max(low, committed))
     pulled = min(high, max(first, offsets.query_pull(key) or 0))
-    return Lag(Standing(first, pulled, pulled, pulled - first, 0), high)
+    return Lag(Standing(first, pulled, pulled, pulled - first, 0), high, waiting)
 
 
 _PAGE_UNITS = 65_536
+_BLOCK, _BLOCKS = 1024, 4096
 _NS_A_MS = 1_000_000
 _ALL_TOPICS = 1_000
 """If there are more topics, those that no group consumes are left out of the zeros in each scrape."""
@@ -133,6 +165,7 @@ class Metrics(Mechanism):
         self._pop = pop
         self._delay = delay
         self._timer = timer
+        self._waiting = WaitingRetries(parts.store, delay.progress, timer.waiting_for)
         self._transactions = transactions
         self._topics = parts.topics
         self._lock = threading.Lock()
@@ -342,7 +375,8 @@ class Metrics(Mechanism):
         }
 
     def _lag(self, key: QueueKey, committed: int) -> Lag | None:
-        return measure(self._store, self._offsets, key, committed, self._pop.figures.standing(key))
+        popped = self._pop.figures.standing(key)
+        return measure(self._store, self._offsets, key, committed, popped, self._waiting.count(key))
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
         """Return the age of the message at a physical offset, or 0 if there is none that can be read."""

@@ -49,6 +49,7 @@ from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_propert
 from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.broker.parts import Parts
+from mqstore.broker.retention import physical_of
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
@@ -86,11 +87,6 @@ def overdue_ms(store: StoreReader, level: int, offset: int, now_ms: int) -> int:
     """Return for how long the oldest of the next 1024 messages of a level is overdue, or 0 if none is."""
     times = store.units(SCHEDULE_TOPIC, level - 1, offset, _BATCH_UNITS)["tags_code"]
     return max(0, now_ms - int(times[times > 0].min(initial=now_ms)))
-
-
-def _leading(mask: npt.NDArray[np.bool_]) -> int:
-    """Return the number of elements before the first that is False."""
-    return len(mask) if mask.all() else int(mask.argmin())
 
 
 # -- delivering ------------------------------------------------------------------------------------------------------
@@ -171,9 +167,10 @@ class DelayService(Roller):
         """Yield the levels to deliver, each from its offset in the file."""
         for number, delay_ms in enumerate(self._table_ms, 1):
             yield self._level(number, delay_ms, self._table.get(str(number), 0))
-        for number, high in self._queues_beyond_the_table():
+        for ref in self._store.queues(SCHEDULE_TOPIC) if SCHEDULE_TOPIC in self._store.topics() else ():
+            number, high = ref.queue_id + 1, self._store.offsets(*ref)[1]
             offset = min(self._table.get(str(number), 0), high)
-            if offset < high:
+            if number > len(self._table_ms) and offset < high:
                 at_once = orphan_level_policy == "deliver_now"
                 self._warn(
                     f"{high - offset} messages wait in delay level {number}, but the table has {len(self._table_ms)} "
@@ -187,14 +184,6 @@ class DelayService(Roller):
         if stored > high:
             self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
         return _Level(number, delay_ms, min(stored, high), stored)
-
-    def _queues_beyond_the_table(self) -> Iterator[tuple[int, int]]:
-        """Yield (level, end of its queue) of the schedule queues for which the table has no level."""
-        if SCHEDULE_TOPIC not in self._store.topics():
-            return
-        for ref in self._store.queues(SCHEDULE_TOPIC):
-            if ref.queue_id >= len(self._table_ms):
-                yield ref.queue_id + 1, self._store.offsets(*ref)[1]
 
     def _warn(self, problem: str) -> None:
         _log.warning("%s: %s", self._store.path, problem)
@@ -217,31 +206,19 @@ class DelayService(Roller):
     def overdue_ms(self) -> dict[int, int]:
         """Return level -> ms for which its oldest message is overdue. Levels without such a message are left out."""
         now_ms = self._clock.now_ms()
-        found = {
-            number: overdue_ms(self._store, number, offset, now_ms) for number, (offset, _) in self.progress().items()
-        }
-        return {number: late_ms for number, late_ms in found.items() if late_ms}
+        late = {level: overdue_ms(self._store, level, at, now_ms) for level, (at, _) in self.progress().items()}
+        return {level: late_ms for level, late_ms in late.items() if late_ms}
 
     def pins(self) -> Iterator[Pin]:
         """Yield the record of the first message of each level that a crash now would redeliver."""
         for level in [*self._levels.values()]:
-            record = self._first_record(level.queue_id, min(level.saved, level.offset))
+            low, _ = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id) or (0, 0)
+            first = max(low, min(level.saved, level.offset))
+            record = physical_of(self._store, SCHEDULE_TOPIC, level.queue_id, first)
             if record is not None:
                 why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
                 rolls = level.offset != level.stuck
                 yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls)
-
-    def _first_record(self, queue_id: int, offset: int) -> int | None:
-        """Return the physical offset of the first record of a schedule queue at or behind `offset`, or None."""
-        low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, queue_id) or (0, 0)
-        offset = max(offset, low)
-        while offset < high:
-            units = self._store.units(SCHEDULE_TOPIC, queue_id, offset, _BATCH_UNITS)
-            messages = np.flatnonzero(is_message(units))
-            if len(messages):
-                return int(units["physical_offset"][messages[0]])
-            offset += max(1, len(units))
-        return None
 
     # -- delivery ---------------------------------------------------------------------------------------------------
 
@@ -307,9 +284,10 @@ class DelayService(Roller):
         begin = level.offset
         units = self._store.units(SCHEDULE_TOPIC, level.queue_id, begin, count + 1)
         times = self._times(level, units, now_ms)
-        due = _leading(times[:count] <= now_ms)
+        due = int(np.append(times[:count] > now_ms, True).argmax())
         # By the clock: `now_ms` may be older than a message that was put since.
-        stop = due + _leading(times[due:count] > self._clock.now_ms() + (level.delay_ms or 0))
+        last_ms = self._clock.now_ms() + (level.delay_ms or 0)
+        stop = due + int(np.append(times[due:count] <= last_ms, True).argmax())
         due_ms: dict[int, int] = dict(enumerate(times[: stop + 1].tolist(), begin))
         self._deliver(level, begin + due, due_ms)
         while level.offset < begin + stop:

@@ -81,7 +81,7 @@ from mqstore.broker.delay.timermessages import TimerMessages
 from mqstore.broker.delay.timerunits import REACH_MS, SlotReading, TimerUnits, unit_times, within
 from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Parts, messages_of
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
 from mqstore.errors import InvalidMessageError
@@ -215,7 +215,13 @@ class TimerService(Roller):
     def waiting(self) -> int:
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
-        return self._units.waiting + not_in_the_wheel_yet
+        return self._units.waiting.total() + not_in_the_wheel_yet
+
+    def waiting_for(self, topic: str) -> int:
+        """Return the number of messages that wait for a topic."""
+        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
+        new = messages_of(self._store, TIMER_TOPIC, max(low, self._queue_offset), high)
+        return self._units.waiting[java_hash(topic)] + sum(each.stored_property(REAL_TOPIC) == topic for each in new)
 
     def recall(self, handle: str) -> bool:
         """Cancel the message of a recall handle.

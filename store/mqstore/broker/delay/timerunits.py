@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -52,8 +53,8 @@ class TimerUnits:
         self.wheel = wheel
         self.low = log.end
         """Every unit before this position is done, or its message was put again."""
-        self.waiting = 0
-        """Number of units that wait and are no cancellations."""
+        self.waiting: Counter[int] = Counter()
+        """Number of units that wait and are no cancellations, by the hash of their topic."""
         self.newest_ms = NOWHERE
         """The latest slot that may hold a unit."""
         self._next_ms: int | None = None
@@ -63,7 +64,7 @@ class TimerUnits:
         """Empty the wheel, so that no unit before the log's end waits any more."""
         self.wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
         self.low = self.log.end
-        self.waiting, self.newest_ms, self._next_ms = 0, NOWHERE, None
+        self.waiting, self.newest_ms, self._next_ms = Counter(), NOWHERE, None
 
     def load(self, progress: Progress) -> int:
         """Load the log up to a checkpoint, and make a wheel of all units that wait.
@@ -77,7 +78,7 @@ class TimerUnits:
             raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
         waits, done_ms = waiting_units(units, progress)
         self.wheel.make(slots_ms, positions)
-        self.waiting, self.newest_ms, self._next_ms = int(np.count_nonzero(waits)), newest_ms, None
+        self.waiting, self.newest_ms, self._next_ms = Counter(units["topic_hash"][waits].tolist()), newest_ms, None
         return done_ms
 
     def add(self, unit: TimerUnit) -> int:
@@ -91,7 +92,7 @@ class TimerUnits:
         self.newest_ms = max(self.newest_ms, slot_ms)
         if self._next_ms is not None:
             self._next_ms = min(self._next_ms, slot_ms)
-        self.waiting += not unit.magic & CANCELS
+        self.waiting[unit.topic_hash] += not unit.magic & CANCELS
         return position
 
     def next_slot(self, read_ms: int) -> int | None:
@@ -99,13 +100,13 @@ class TimerUnits:
         if self._next_ms is None and self.newest_ms >= read_ms:
             self._next_ms = self.wheel.first(read_ms, self.newest_ms + PRECISION_MS)
             if self._next_ms is None:
-                if self.waiting:
+                if self.waiting.total():
                     raise TimerFilesDamaged(f"timer wheel: empty up to {self.newest_ms}")
                 self.newest_ms = NOWHERE  # all were put again
         return self._next_ms
 
     def done(self, unit: TimerUnit) -> None:
-        self.waiting -= not unit.magic & CANCELS
+        self.waiting[unit.topic_hash] -= not unit.magic & CANCELS
 
     def slot_done(self) -> None:
         self._next_ms = None

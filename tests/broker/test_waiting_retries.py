@@ -1,0 +1,132 @@
+"""Retries that wait for their time are part of their group's lag, wherever they wait (delivery#statistics)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.admin import metrics
+from mqstore.broker.admin.inspect import lag_of, pop_view
+from mqstore.broker.names import QueueKey
+from mqstore.broker.parts import open_tables
+from mqstore.log.readonly import ReadOnlyMessageStore
+from tests.broker.support import Bench, messages_of
+
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "store")
+    yield made
+    if not made.broker.store.closed:
+        made.broker.close()
+
+
+def fail(bench: Bench, group: str, **delay: Any) -> None:
+    """Have a group fail to consume a new message of queue 0."""
+    broker = bench.broker
+    receipt = broker.put("orders", b"x", queue_id=0)
+    bench.settle()
+    broker.commit(group, "orders", 0, receipt.offset + 1)
+    broker.send_back(group, receipt.physical_offset, **delay)
+
+
+def lags(bench: Bench, *groups: str) -> list[int]:
+    """Return the sum of each group's lag."""
+    return [sum(bench.broker.lag(group).values()) for group in groups]
+
+
+def lags_outside(bench: Bench, *groups: str) -> list[int]:
+    """Return the same from the files."""
+    with ReadOnlyMessageStore(bench.path) as store:
+        tables = open_tables(store)
+        pops = pop_view(tables, bench.clock.now_ms())
+        return [sum(lag.messages for lag in lag_of(tables, group, pops)) for group in groups]
+
+
+@pytest.mark.parametrize("delay", [{}, {"delay": 60}, {"delay": 1.5}, {"delay": 3 * 86_400}, {"delay_level": 18}])
+@pytest.mark.parametrize("restart", ["none", "clean", "kill", "other table"])
+@pytest.mark.parametrize("settles", [False, True])
+def test_waiting_retry_counts_until_it_is_consumed(
+    bench: Bench, delay: dict[str, Any], restart: str, settles: bool
+) -> None:
+    for group in ("g", "h"):
+        bench.broker.groups.create(group)
+    bench.broker.topics.create("orders", queues=1)
+    bench.broker.commit("h", "orders", 0, 0)
+    bench.broker.put("reminders", b"no retry", delay_level=3)
+    fail(bench, "g", **delay)
+    if settles:
+        bench.settle()
+    bench.broker.save()
+    bench.broker.store.flush()
+    if restart == "kill":
+        bench.kill()
+    elif restart != "none":
+        bench.again(**({"delay_levels": "1s"} if restart == "other table" else {}))
+    assert lags(bench, "g", "h") == [1, 1]
+    bench.settle()
+    bench.broker.save()
+    assert lags(bench, "g", "h") == lags_outside(bench, "g", "h") == [1, 1]
+    for _ in range(4):
+        bench.jump(DAY_MS)
+    bench.broker.save()
+    assert lags(bench, "g", "h") == lags_outside(bench, "g", "h") == [1, 1]
+    assert len(messages_of(bench.parts, "%RETRY%g")) == 1
+    bench.broker.commit("g", "%RETRY%g", 0, 1)
+    assert lags(bench, "g", "h") == [0, 1]
+
+
+def test_waiting_retries_of_many_groups_are_counted_by_group(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small blocks, most of them are partly delivered when they are counted."""
+    monkeypatch.setattr(metrics, "_BLOCK", 4)
+    generator = random.Random(45)
+    groups = ["a", "b", "c"]
+    for group in groups:
+        bench.broker.groups.create(group, retry_queues=2)
+    failed: Counter[str] = Counter()
+    for _ in range(60):
+        group = generator.choice(groups)
+        fail(bench, group, **generator.choice(({}, {"delay": 30}, {"delay": 7}, {"delay_level": 2})))
+        failed[group] += 1
+        bench.broker.put("orders", b"user", delay_level=generator.randint(1, 4))
+        bench.advance(generator.choice((1, 900, 5_000)))
+        bench.broker.commit(group, "orders", 0, bench.broker.store.offsets("orders", 0)[1])
+        waiting = [
+            sum(lag for queue, lag in bench.broker.lag(each).items() if queue.topic == f"%RETRY%{each}")
+            for each in groups
+            if failed[each]
+        ]
+        assert waiting == [failed[each] for each in groups if failed[each]]
+
+
+def test_prometheus_counts_waiting_retries(bench: Bench) -> None:
+    bench.broker.groups.create("g")
+    fail(bench, "g")
+    text = bench.broker.prometheus()
+    [line] = [
+        line for line in text.splitlines() if line.startswith("rocketmq_consumer_lag_messages{") and "RETRY" in line
+    ]
+    assert line.endswith(" 1")
+
+
+def test_waiting_retry_of_an_unknown_queue_counts_in_the_first(bench: Bench) -> None:
+    bench.broker.groups.create("g", retry_queues=8)
+    for _ in range(20):
+        fail(bench, "g")
+    retries = {queue.queue_id: lag for queue, lag in bench.broker.lag("g").items() if queue.topic == "%RETRY%g"}
+    assert retries[0] == 20
+    assert sum(retries.values()) == 20
+    bench.advance(10_000)
+    retries = {queue.queue_id: lag for queue, lag in bench.broker.lag("g").items() if queue.topic == "%RETRY%g"}
+    assert retries == {
+        queue_id: len(messages_of(bench.parts, "%RETRY%g", queue_id))
+        for queue_id in range(8)
+        if bench.broker.offsets.committed(QueueKey("g", "%RETRY%g", queue_id)) is not None
+    }
