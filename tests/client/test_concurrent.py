@@ -109,6 +109,23 @@ def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench, mode: An
     assert bench.committed() == 4
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_untried_messages_of_a_batch_count_no_attempt(bench: PushBench, mode: Any) -> None:
+    calls: list[list[tuple[bytes, int]]] = []
+
+    def handler(batch: Sequence[Message]) -> None:
+        calls.append([(message.body, message.attempt) for message in batch])
+        if batch[0].body == b"0" and len(batch) > 1:
+            raise BatchFailure([batch[1]], batch[2:])
+
+    bench.consumer(handler, mode=mode, batch_size=4, workers=1)
+    bench.put(b"0", b"1", b"2", b"3")
+    bench.advance(30)
+
+    assert calls == [[(b"0", 1), (b"1", 1), (b"2", 1), (b"3", 1)], [(b"2", 1), (b"3", 1)], [(b"1", 2)]]
+    assert bench.committed() == 4
+
+
 def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(bench: PushBench) -> None:
     """It was tried every five seconds for ever, and the handler called each time."""
     handler = Handler(bench, Retry(10 * 365 * 86_400))

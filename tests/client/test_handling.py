@@ -17,6 +17,7 @@ from mqstore.client.handling import (
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.workers import Worker
+from mqstore.errors import ConfigError
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench
 
@@ -152,6 +153,21 @@ def test_of_a_batch_those_that_are_named_failed_each_once_in_order(
     assert failure is not None
     assert failure.failed == tuple(given[i] for i in sorted(set(chosen)))
     assert told == []
+
+
+@pytest.mark.parametrize("untried", [[], [2], [2, 1], [0, 2, 2]])
+def test_message_named_failed_and_untried_has_failed(handle: Handle, given: list[Message], untried: list[int]) -> None:
+    failure, _, told = handle(raising(BatchFailure([given[1]], [given[i] for i in untried])))
+    assert failure is not None
+    assert failure.failed == (given[1],)
+    assert failure.untried == tuple(given[i] for i in sorted({*untried} - {1}))
+    assert told == []
+
+
+def test_batch_failure_of_untried_messages_only_is_refused(given: list[Message]) -> None:
+    """An endless loop: nothing failed, so nothing would change."""
+    with pytest.raises(ConfigError, match="failed"):
+        BatchFailure([], given)
 
 
 def test_copies_of_messages_name_them_too(handle: Handle, bench: PushBench) -> None:

@@ -15,7 +15,6 @@ mode "pop" `PopEngine`.
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 import time
 from collections import deque
@@ -163,7 +162,7 @@ class Home(Protocol):
 class Chunk:
     """Messages in the order in which they are to be begun."""
 
-    __slots__ = ("apart", "done", "home", "invited", "items", "topic")
+    __slots__ = ("alone_to", "apart", "done", "home", "invited", "items", "topic")
 
     def __init__(self, home: Home, topic: str, messages: Iterable[Message], *, apart: bool = False) -> None:
         self.home = home
@@ -174,6 +173,8 @@ class Chunk:
         """Messages that one call handled and that are not settled, and the milliseconds of the call."""
         self.apart = apart
         """If true, each call is settled alone. The messages may have several topics."""
+        self.alone_to = -1
+        """Offset up to which ordered messages are handled one at a time."""
         self.invited = 0
         """Number of workers that were invited to the chunk and have not arrived."""
 
@@ -348,23 +349,39 @@ class ChunkRunner(Generic[C]):
                     return
 
     def _of_one_call(self, chunk: C, batch: list[Message], watches: bool) -> list[Message]:
-        """Return the first messages of a batch that one call may have. Put the others back in front."""
+        """Return the first messages of a batch that one call may have. Put the others back in front.
+        In order a message that failed before is alone, so that its failures are known to be its own."""
         number = len(batch)
         if chunk.apart:
             number = len(list(takewhile(batch[0].topic.__eq__, [message.topic for message in batch])))
+        if self._ordered:
+            alone = batch[0].offset <= chunk.alone_to
+            number = 1 if alone else next((i for i in range(number) if batch[i].reconsume_times), number) or 1
         if watches:
             number = self._handling.together(batch[:number])
         chunk.items.extendleft(reversed(batch[number:]))
         return batch[:number]
 
     def _failed(self, chunk: C, batch: list[Message], failure: Failure, took_ms: float) -> bool:
+        """Settle the handled messages of a batch, and have its owner deal with the failed ones.
+
+        In order no message behind a failed one is done, and only the first failed one counts an attempt. A batch that
+        failed without naming it is handed out again at once, one message at a time."""
         failed: Sequence[Message] = batch if failure.failed is None else failure.failed
-        if self._ordered and any(map(operator.is_not, reversed(failed), reversed(batch))):
-            failure, failed = self._handling.not_the_end(batch[0]), batch
-        each_ms, names = took_ms / len(batch), set(map(id, failed))
+        untried: Sequence[Message] = failure.untried
+        names = set(map(id, [*failed, *untried]))
         good = [message for message in batch if id(message) not in names]
+        if self._ordered and len(batch) > 1:
+            good = list(takewhile(lambda message: id(message) not in names, batch))
+            first, known = batch[len(good) : len(good) + 1], set(map(id, failure.failed or ()))
+            failed = [message for message in first if id(message) in known]
+            untried = batch[len(good) + len(failed) :]
+            if untried and not failed:
+                chunk.alone_to = batch[-1].offset
+        each_ms = took_ms / len(batch)
         if good:
             chunk.done.append((good, each_ms * len(good)))
+        chunk.items.extendleft(reversed(untried))
         return not failed or self._owner.failed(chunk, failed, failure, each_ms)
 
 

@@ -144,15 +144,20 @@ class Reject(Exception):  # noqa: N818
 
 
 class BatchFailure(Exception):  # noqa: N818
-    """Redeliver only the messages in `failed` of a batch, by the retry policy. The others are done.
-    In an ordered consumer they must be the end of the batch, since no message behind a failed one is done.
+    """Redeliver messages of a batch: `failed` by the retry policy, and `untried`, whose attempts do not count.
+    All others are done. An ordered consumer takes the first named message as the failed one, and redelivers it alone.
+    All messages behind it are redelivered after it. Their attempts do not count.
 
+    Raises ConfigError for `untried` without `failed`: the handler would be called again with the same messages.
     >>> BatchFailure([]).failed
     ()
     """
 
-    def __init__(self, failed: Iterable[Message]) -> None:
+    def __init__(self, failed: Iterable[Message], untried: Iterable[Message] = ()) -> None:
         self.failed = tuple(failed)
+        self.untried = tuple(untried)
+        if self.untried and not self.failed:
+            raise ConfigError("a BatchFailure with untried messages names a failed one too, or nothing would change")
         super().__init__(f"{len(self.failed)} messages of a batch failed")
 
 

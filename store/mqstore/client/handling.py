@@ -4,7 +4,7 @@
     returns what did not run   Failure("retry")         again, as for an exception (handlers.py)
     Retry(delay)               Failure("retry", delay)  again
     Reject(reason)             Failure("reject")        to the dead letters
-    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done
+    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done; in order: `ChunkRunner._failed`
     another Exception          Failure("retry")         again; logged with its traceback, and told to `on_error`
     SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
 
@@ -71,6 +71,8 @@ class Failure:
     delay_s: float | None = None
     failed: tuple[Message, ...] | None = None
     """Failed messages of a batch, or None for all."""
+    untried: tuple[Message, ...] = ()
+    """Messages of a batch whose attempt does not count."""
 
 
 class Handling:
@@ -229,9 +231,10 @@ class Handling:
         if isinstance(error, Reject):
             return Failure("reject", text_of(_of(error, "reason") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):
-            failed = _among(messages, _of(error, "failed"))
-            if failed is not None:
-                return Failure("retry", text_of(error), failed=failed)
+            failed, untried = _among(messages, _of(error, "failed")), _among(messages, _of(error, "untried") or ())
+            if failed is not None and untried is not None:
+                untried = tuple(message for message in untried if message not in failed)
+                return Failure("retry", text_of(error), failed=failed, untried=untried)
             wrong = ValueError("BatchFailure names messages that were not in the batch")
             self.report(wrong, "all of the batch is taken for failed", messages[0])
             return Failure("retry", text_of(error))
@@ -240,13 +243,6 @@ class Handling:
         self.log.say(logging.ERROR, what, at=messages, error=error, like="the handler failed", traceback=True)
         self._tell(error, first)
         return Failure("retry", f"{type(error).__name__}: {text_of(error)}")
-
-    def not_the_end(self, first: Message) -> Failure:
-        """Fail a whole batch because its BatchFailure left out messages behind a failed one.
-        In order that cannot be done, so nothing of it is relied on."""
-        why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
-        self.report(ValueError(why), "it is redelivered", first)
-        return Failure("retry", why)
 
     def report(self, error: BaseException, what: str, at: Message | QueueRef | None = None) -> None:
         """Report an error that reaches no caller to the log and to `on_error`."""
