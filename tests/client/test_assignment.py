@@ -11,7 +11,7 @@ import pytest
 
 from mqstore.broker.names import QueueKey
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
-from mqstore.client.handlers import Retry
+from mqstore.client.handlers import BatchFailure, Retry
 from mqstore.client.handling import Handling
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.pushconsumer import PushConsumer
@@ -110,7 +110,7 @@ def test_an_interceptor_s_order_does_not_move_the_position_past_what_is_not_done
 
 @pytest.mark.parametrize(
     ("limit", "stuck", "pulled"),
-    [({"prefetch": 4}, 40, 4), ({"prefetch_bytes": 600}, 40, None), ({"max_span": 4}, 1, 6)],
+    [({"prefetch": 4}, 40, 4), ({"prefetch_bytes": 600}, 40, None), ({"max_span": 4}, 1, 5)],
     ids=["messages", "bytes", "span"],
 )
 def test_a_full_cache_is_not_added_to_until_there_is_room(
@@ -138,6 +138,38 @@ def test_a_full_cache_is_not_added_to_until_there_is_room(
     bench.advance(10)
     assert bench.committed() == 40
     assert place(bench) == "waiting"
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"batch_size": 4}, {"workers": 1}], ids=str)
+@pytest.mark.parametrize("span", [1, 4, 30, 99])
+def test_no_message_is_begun_beyond_max_span(bench: PushBench, span: int, options: dict[str, Any], every: int) -> None:
+    """With max_span=1 others reached offset 999, since a pull brought up to 1,000 at once.
+
+    Offset 0 stays unfinished, and every third message, say, has the wanted tag."""
+
+    free = stick(bench)
+    begun: list[int] = []
+
+    def handler(got: Any) -> None:
+        messages = got if isinstance(got, tuple) else (got,)
+        begun.extend(int(message.body) for message in messages)
+        failed = [message for message in messages if message.body == b"0" and message.attempt == 1]
+        if failed and len(messages) > 1:
+            raise BatchFailure(failed)
+        if failed:
+            raise Retry(0)
+
+    for i in range(200):
+        bench.put(b"%d" % i, tag="B" if i % every else "A")
+    bench.consumer(handler, tags="A", max_span=span, **options)
+    bench.settle()
+    assert sorted(begun) == list(range(0, min(span + 1, 200), every))
+    assert bench.committed() == 0
+    free()
+    bench.advance(10)
+    assert bench.committed() == 200
+    assert sorted(set(begun)) == list(range(0, 200, every))
 
 
 @pytest.mark.parametrize("unit", ["messages", "bytes"])

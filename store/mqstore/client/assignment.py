@@ -452,8 +452,12 @@ class Assignment:
         The next pull is scheduled last. After an error the caller schedules it."""
         status, next_offset = result.status, result.next_offset
         if status == "FOUND":
-            self._handling.pulled(queue.queue.topic, len(result.messages), took_ms)
-            messages = self._hooks.receiving(result.messages) if self._hooks.on_receive else result.messages
+            messages = queue.within_span(result.messages)
+            if len(messages) < len(result.messages):
+                next_offset = result.messages[len(messages)].offset
+            self._handling.pulled(queue.queue.topic, len(messages), took_ms)
+            if self._hooks.on_receive:
+                messages = self._hooks.receiving(messages)
             idle = queue.put(messages, next_offset)
             if not messages:
                 self._step_over(queue)

@@ -154,7 +154,7 @@ class Interceptors:
             message = hook(message)
         return message
 
-    def receiving(self, messages: list[Message]) -> list[Message]:
+    def receiving(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages that are to be handled, in their order. A hook that fails leaves them all.
         A hook's own order is ignored, because a position is the lowest unfinished offset."""
         for hook in self.on_receive:

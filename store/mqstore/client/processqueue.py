@@ -43,7 +43,7 @@ class Limits:
     size: int = 100 << 20
     """Bytes as stored."""
     span: int | None = 2_000
-    """Maximum distance from the first unsettled offset to the last one pulled. None: no limit.
+    """Maximum distance from the first unsettled offset to the last one cached. None: no limit.
     It limits what is redelivered after a crash."""
     total: int | None = None
     """Messages of one topic in all its queues. None: as many as the queues may hold."""
@@ -150,7 +150,6 @@ class ProcessQueue:
         self._waiting: OrderedDict[int, Message] = OrderedDict()
         self._taken: OrderedDict[int, Message] = OrderedDict()
         self._size = 0
-        self._highest = -1
 
     def __len__(self) -> int:
         """Return the number of messages pulled and not settled."""
@@ -163,11 +162,22 @@ class ProcessQueue:
         Then `begins_to_have_room` will tell when there is room."""
         with self._lock:
             limits = self.limits
-            messages, size = limits.messages - len(self), limits.size - self._size
-            if messages <= 0 or size <= 0 or (limits.span is not None and self._span() > limits.span):
+            messages, size = min(limits.messages - len(self), self._span_left()), limits.size - self._size
+            if messages <= 0 or size <= 0:
                 self.throttled = True
                 return 0, 0
             return min(messages, _PULL_MAX), min(size, _PULL_BYTES)
+
+    def within_span(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the first of these pulled messages, as many as the span allows.
+        A filter may have passed over any number of offsets between them."""
+        if (span := self.limits.span) is None:
+            return messages
+        with self._lock:
+            first = next(iter(self._waiting), messages[0].offset)
+        if messages[-1].offset - first <= span:
+            return messages
+        return [each for each in messages if each.offset - first <= span]
 
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
         """Add pulled messages, in ascending order, and set the start of the next pull.
@@ -180,8 +190,6 @@ class ProcessQueue:
                 if offset in waiting:  # pulled twice: the bytes are the same
                     size -= self._size_of((message,))
                 waiting[offset] = message
-            if messages:
-                self._highest = max(self._highest, messages[-1].offset)
             self._size += size
             self.next_offset = next_offset
             found = bool(waiting) and not self.active
@@ -259,7 +267,7 @@ class ProcessQueue:
         with self._lock:
             if not self.throttled or self._size > limits.size * 3 // 4:
                 return False
-            if limits.span is not None and self._span() > limits.span:
+            if limits.span is not None and self._span_left() < min(_ROOM_MIN, (limits.span + 1) // 2):
                 return False
             self.throttled = False
             return True
@@ -288,9 +296,11 @@ class ProcessQueue:
 
     def _position(self) -> int:
         first = min(next(iter(self._taken), _BEHIND_ALL), next(iter(self._waiting), _BEHIND_ALL))
-        return first if first < _BEHIND_ALL else max(self._highest + 1, self.next_offset)
+        return first if first < _BEHIND_ALL else self.next_offset
 
-    def _span(self) -> int:
-        # Not to the last that waits: while one message is stuck and all behind it are done at once there is no
-        # span by that, and as many as there are would be redelivered (clients#concurrent).
-        return self._highest - next(iter(self._waiting)) if self._waiting else 0
+    def _span_left(self) -> int:
+        """Return the number of offsets that may be pulled, by the span."""
+        # Not counted from the last cached message: later ones may be done, and are redelivered after a crash.
+        if self.limits.span is None:
+            return _PULL_MAX
+        return next(iter(self._waiting), self.next_offset) + self.limits.span + 1 - self.next_offset
