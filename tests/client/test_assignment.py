@@ -753,6 +753,40 @@ def test_a_queue_is_begun_anew_when_its_handlers_have_ended(bench: PushBench, or
     assert bench.committed() == 1
 
 
+@pytest.mark.parametrize("when", ["running", "stopped", "reopened"])
+def test_group_that_broadcasts_refuses_reset_and_lag(bench: PushBench, when: str) -> None:
+    """A reset moved one member of two, and left a committed offset that nobody moved and that pinned the log."""
+    bench.put(b"0", b"1")
+    seen = {client: Seen() for client in "ab"}
+    members = [bench.consumer(seen[each], model="broadcasting", client_id=each) for each in "ab"]
+    bench.settle()
+    if when != "running":
+        for member in members:
+            bench.leave(member)
+    if when == "reopened":
+        bench.close()
+        bench.open()
+    for call in (lambda: bench.broker.reset("g", "t", None, "earliest"), lambda: bench.broker.lag("g")):
+        with pytest.raises(ConfigError, match=r"\(a, b\).*seek.*stats"):
+            call()
+    assert bench.committed() is None
+    pin = bench.broker.stats().oldest_pin
+    assert pin is None or not pin.group
+    if when == "running":
+        members[0].seek(T0, "earliest")
+        bench.advance(1)
+        assert (seen["a"], seen["b"]) == ([b"0", b"1", b"0", b"1"], [b"0", b"1"])
+
+
+def test_group_that_broadcast_once_is_reset_again(bench: PushBench) -> None:
+    bench.put(b"0")
+    bench.leave(bench.consumer(model="broadcasting", client_id="a"))
+    bench.consumer()
+    bench.settle()
+    assert bench.broker.lag("g") == {T0: 0}
+    assert bench.broker.reset("g", "t", None, "earliest") == {T0: 0}
+
+
 def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": "broadcasting", "client_id": "cache-1"}
     first, second = Seen(), Seen()

@@ -31,6 +31,7 @@ from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
+from mqstore.broker.localoffsets import clients_of, refuse_clients
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.mechanism import Housekeeper, Mechanism, Pin
 from mqstore.broker.members import Members, Mode
@@ -372,11 +373,10 @@ class Broker(Closing, Sending):
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue or all of a topic. Return the offsets set.
         `to` is an offset, a time, "earliest" or "latest". Later commits of earlier reads are dropped until the group
-        has read or popped from there.
-
-        The change is on disk when this returns. If saving fails (see `OffsetTable.save`) this raises. The reset still
-        counts until a crash, and is on disk with the next save."""
+        has read or popped from there. The change is on disk when this returns. If saving fails (see `OffsetTable.save`)
+        this raises, and the reset counts until a crash. Raises ConfigError for a group that broadcasts."""
         self._check_open()
+        self.members.check_clustering(group)
         offsets = self._reads.reset(group, topic, queue_id, to, on_reset=self._pop.reset)
         self._waiters.wake_all(topic)
         self._parts.offsets.save()
@@ -385,13 +385,14 @@ class Broker(Closing, Sending):
     def lag(self, group: str) -> dict[QueueRef, int]:
         """Return the number of messages of each queue that the group has not consumed.
         Messages in flight and retries count, also retries that wait. A queue in which the group has not started is left
-        out. Raises GroupNotFoundError for a group without settings and committed offsets, whose lag is not known."""
+        out. Raises GroupNotFoundError for a group without settings and committed offsets, whose lag is not known, and
+        ConfigError for one that broadcasts."""
         self._check_open()
-        lags = self._metrics.lag(group)
-        if not lags and self.groups.get(group) is None:
-            raise GroupNotFoundError(
-                f"{self.store.path} has no group {group!r}: no settings, no progress, so its lag is not known"
-            )
+        self.members.check_clustering(group)
+        if not (lags := self._metrics.lag(group)):
+            if self.groups.get(group) is None:
+                raise GroupNotFoundError(f"{self.store.path} has no group {group!r}: no settings, no progress, no lag")
+            refuse_clients(group, clients_of(self.store).get(group, ()))
         return {QueueRef(*queue): messages for queue, messages in lags.items()}
 
     def delete_group(self, group: str) -> None:

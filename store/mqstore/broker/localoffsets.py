@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.configfile import ConfigFile
@@ -22,7 +23,7 @@ from mqstore.log.commitlog import QueueRef
 if TYPE_CHECKING:
     from mqstore.log.reader import StoreReader
 
-__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "lower_all"]
+__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "clients_of", "lower_all", "refuse_clients"]
 
 _log = logging.getLogger("mqstore")
 
@@ -88,6 +89,11 @@ class LocalOffsets:
         """Return the client's offset in `queue`, or None if it is not known, which is not 0."""
         return self._offsets.get(queue)
 
+    def all(self) -> dict[QueueRef, int]:
+        """Return the client's offset in each queue."""
+        with self._lock:
+            return dict(self._offsets)
+
     def update(self, queue: QueueRef, offset: int) -> None:
         """Note that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
         queue, offset = QueueRef(queue[0], index(queue[1])), index(offset)
@@ -100,8 +106,7 @@ class LocalOffsets:
         """Save the offsets. They are on disk when this returns. Without changes nothing is written.
         After StoreFullError or StoreIOError the file is as it was, and the next call tries again."""
         with self._saving:
-            with self._lock:
-                offsets = dict(self._offsets)
+            offsets = self.all()
             if offsets == self._saved:
                 return
             # Otherwise the file could be ahead of the log after a power cut, and the client would skip messages.
@@ -122,12 +127,35 @@ class LocalOffsets:
                 self.update(queue, end)
 
 
+def clients_of(store: StoreReader) -> dict[str, list[str]]:
+    """Return the clients that have offsets in each group, by the files."""
+    found: dict[str, list[str]] = {}
+    for path in _files(store):
+        found.setdefault(path.stem, []).append(path.parent.name)
+    return found
+
+
+def refuse_clients(group: str, clients: Iterable[str]) -> None:
+    """Raise ConfigError if there are `clients`, because their offsets are theirs and not the group's."""
+    if names := ", ".join(clients):
+        raise ConfigError(
+            f"group {group!r} broadcasts: it has no offsets, each of its members has ({names}). A member moves by "
+            f"`consumer.seek`, and `consumer.stats()` has its lag. `mqstore lag DIR --group {group}@CLIENT` reads "
+            f"the saved offsets. A stopped member begins again at its `start` without the file "
+            f"{LOCAL_OFFSETS}/CLIENT/{group}.json and its .bak"
+        )
+
+
+def _files(store: StoreReader) -> list[Path]:
+    folder = store.path / LOCAL_OFFSETS
+    backups = folder.glob("*/*.json.bak")  # a backup may be the only copy, which its client then uses
+    return sorted({*folder.glob("*/*.json"), *(backup.with_suffix("") for backup in backups)})
+
+
 def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
     """Lower the offsets in every file of a store. The files are on disk when this returns.
     A damaged file is left to its client. Raises as `LocalOffsets.persist`."""
-    folder = store.path / LOCAL_OFFSETS
-    backups = folder.glob("*/*.json.bak")  # a backup may be the only copy, which its client then uses
-    for path in sorted({*folder.glob("*/*.json"), *(backup.with_suffix("") for backup in backups)}):
+    for path in _files(store):
         try:
             offsets = LocalOffsets(store, path.parent.name, path.stem)
         except CorruptStoreError as error:

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from mqstore.broker.groups import GroupTable, RetryPolicy
+from mqstore.broker.localoffsets import refuse_clients
 from mqstore.broker.names import is_retry_topic
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 
@@ -226,6 +227,11 @@ class Members:
     def mode(self, group: str) -> Mode | None:
         with self._lock:
             return next((member.mode for member in self._groups.get(group, {}).values()), None)
+
+    def check_clustering(self, group: str) -> None:
+        """Raise ConfigError if `group` has broadcasting members. It says how to move each and to see its lag."""
+        if (mode := self.mode(group)) is not None and mode.broadcasting:
+            refuse_clients(group, self.members(group))
 
     def groups(self) -> list[str]:
         """Return the groups that have members, sorted."""

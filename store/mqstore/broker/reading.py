@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mqstore.broker.filters import Filter
+from mqstore.broker.localoffsets import clients_of, refuse_clients
 from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
@@ -336,10 +337,13 @@ class Reads:
         """Move the group's committed offset in one queue, or all readable ones. Return the offsets set.
         `to` is a word, a time or an offset (int). Members' commits are dropped until the next read or pop starts there
         (delivery#reset). Nothing is reset if this raises TopicNotFoundError, GroupNotFoundError (no such group, and no
-        committed offset of one), ConfigError, or OffsetOutOfRangeError for an offset that some queue does not have."""
+        committed offset of one), ConfigError, also for a group that broadcasts, or OffsetOutOfRangeError for an offset
+        that some queue does not have."""
         config = self._topics.need(topic)
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")
+        if group not in self._offsets.groups():
+            refuse_clients(group, clients_of(self._store).get(group, ()))
         if queue_id is not None:
             self._check_queue(topic, queue_id)
         targets: dict[QueueRef, int] = {}
