@@ -428,6 +428,67 @@ async def test_who_is_told_of_a_handler_that_hangs_sees_where(store: aio.Store, 
     assert "in wait" in stacks[0].rpartition("in hang_here")[2]
 
 
+@pytest.mark.parametrize("end", ["at once", "cleans up", "goes on"])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@in_store
+async def test_overdue_handler_is_cancelled_before_redelivery(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch, mode: Any, hooked: bool, end: str
+) -> None:
+    """It ran on beside the next attempt of its message. One that goes on all the same holds its message up for a
+    while only."""
+    monkeypatch.setattr(aio.pushconsumer, "_GRACE_S", 0.01 if end == "goes on" else 20)
+    events: list[str] = []
+    again = asyncio.Event()
+
+    async def handle(message: mqstore.Message) -> None:
+        attempt = message.attempt
+        events.append(f"begin {attempt}")
+        if attempt == 2:
+            again.set()
+            return
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if end == "cleans up":
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            elif end == "goes on":
+                await again.wait()
+            events.append(f"end {attempt}")
+
+    interceptors = [hook(around_consume=lambda call, messages: call())] if hooked else []
+    consumer = await store.push_consumer(
+        "g", mode=mode, consume_timeout=0.1, retry=AGAIN, interceptors=interceptors, workers=2
+    )
+    consumer.subscribe("t", handle)
+    async with consumer:
+        await store.put("t", b"x")
+        await until(lambda: len(events) == 3)
+    assert events == ["begin 1", *(["begin 2", "end 1"] if end == "goes on" else ["end 1", "begin 2"])]
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@in_store
+async def test_overdue_handler_of_an_ordered_consumer_is_not_cancelled(store: aio.Store, mode: Any) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    events: list[str] = []
+
+    async def handle(message: mqstore.Message) -> None:
+        await told.wait()
+        await asyncio.sleep(0)
+        events.append(message.text())
+
+    telling = hook(on_timeout=lambda message, stack: loop.call_soon_threadsafe(told.set))
+    consumer = await store.push_consumer("g", mode=mode, ordered=True, consume_timeout=0.1, interceptors=[telling])
+    consumer.subscribe("t", handle)
+    async with consumer:
+        await store.put("t", b"x")
+        await until(lambda: events)
+    assert events == ["x"]
+
+
 @in_store
 async def test_a_plain_function_is_called_on_the_loop(store: aio.Store) -> None:
     threads = []

@@ -3,6 +3,7 @@
     a job of the sync consumer ---> the loop: a task for this call of the handler
              continues at its end <---         returns, raises: the outcome, as of any handler
                                                cancelled by `stop`: nothing is settled, the messages are redelivered
+                                               cancelled after `consume_timeout`, unordered: then redelivered
 
 The synchronous consumer decides about results of handlers, retries, order, timeouts and flow control, so these are the
 same. A running call holds one of its `workers` and no thread. A few threads begin and settle all calls, with one
@@ -69,7 +70,7 @@ class _Abandoned(BaseException):
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "task", "worker")
+    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "is_overdue", "task", "worker")
 
     def __init__(
         self, bridge: Bridge, begin: Callable[[_Run], object], handler: Handler, arguments: tuple[Any, ...]
@@ -80,6 +81,7 @@ class _Run(workers.Awaited):
         self.arguments = arguments
         self.worker = workers.current()
         self.task: asyncio.Task[None] | None = None
+        self.is_overdue = False
         self._done: list[Callable[[BaseException | None], object]] = []
         """Function to call at the end, once. Empty after the call."""
 
@@ -101,6 +103,8 @@ class _Run(workers.Awaited):
     def wait(self) -> None:
         """Begin, and block until it has ended. Raises what it raised."""
         ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        if self.worker is not None:
+            self.worker.awaits = self
         self.start(ended.put)
         while True:
             try:
@@ -108,6 +112,8 @@ class _Run(workers.Awaited):
             except Empty:
                 self.look()
                 continue
+            if self.worker is not None:
+                self.worker.awaits = None
             if error is not None:
                 raise error
             return
@@ -120,6 +126,22 @@ class _Run(workers.Awaited):
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()
                 self.task._log_destroy_pending = False  # type: ignore[union-attr]
+
+    def cancel(self, then: Callable[[], object]) -> None:
+        if not self._bridge.tell(partial(self._cancel, then)):
+            then()
+
+    def _cancel(self, then: Callable[[], object]) -> None:
+        """Cancel the task, on the loop. Its message must not wait for ever for a task that goes on."""
+        if self.task is None:
+            then()
+            return
+        once = [then]
+        at_end = lambda *_: once.pop()() if once else None  # noqa: E731
+        self.task.add_done_callback(at_end)
+        self._bridge.loop.call_later(_GRACE_S, at_end)
+        self.is_overdue = True
+        self.task.cancel()
 
     def end(self, error: BaseException | None) -> bool:
         """Report the end of the call. Return False if that was done before."""
@@ -246,6 +268,8 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
             run.end(task.exception())
         elif self._stopping or self._bridge.closed:
             run.end(_Abandoned("cancelled"))
+        elif run.is_overdue:
+            run.end(TimeoutError("the handler was cancelled after consume_timeout"))
         else:  # by itself, or by other code with its task: the handler has failed
             run.end(RuntimeError("the handler was cancelled"))
 

@@ -42,7 +42,8 @@ class Overdue(Generic[T]):
 
     a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
     at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
-                         in one call for `consume_timeout`: logged, reported, and `overdue(what it is at, messages)`
+                         in one call for `consume_timeout`: logged, reported, cancelled if it can be, and then
+                         `overdue(what it is at, messages)`
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Overdue(Generic[T]):
         then: str,
         *,
         held_up: Callable[[Worker, T], object] = lambda worker, at: None,
-        overdue: Callable[[T, Sequence[Message]], object] = lambda at, messages: None,
+        overdue: Callable[[T, Sequence[Message]], object] | None = None,
     ) -> None:
-        """`then` says in the log what becomes of overdue messages. Callbacks run on the timer thread."""
+        """`then` says in the log what becomes of overdue messages. Callbacks run on the timer thread.
+        With `overdue`, a handler that can be cancelled is cancelled first."""
         self._workers = workers
         self._handling = handling
         self._clock = clock
@@ -136,7 +138,13 @@ class Overdue(Generic[T]):
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
             self._handling.timed_out(message, stack, self._timeout_ms)
-        self._overdue(at, messages)
+        if self._overdue is None:
+            return
+        overdue = partial(self._overdue, at, messages)
+        if (awaited := worker.awaits) is None:
+            overdue()
+        else:
+            awaited.cancel(partial(self._workers.later, 0, overdue))
 
 
 SETTLE_S = 0.01
@@ -234,7 +242,7 @@ class ChunkRunner(Generic[C]):
         timeout_ms: int,
         then: str,
         held_up: Callable[[Worker], object] = lambda worker: None,
-        overdue: Callable[[C, Sequence[Message]], object] = lambda chunk, messages: None,
+        overdue: Callable[[C, Sequence[Message]], object] | None = None,
     ) -> None:
         """`timeout_ms`, `then` and `overdue` are those of `Overdue`.
         `held_up` is called with a worker whose handler takes long."""

@@ -132,7 +132,7 @@ class PopEngine:
             timeout_ms=consume_timeout_ms,
             then=", and its queue waits" if ordered else ", and is redelivered",
             held_up=self._hand_over,
-            overdue=self._time_is_up,
+            overdue=None if ordered else self._time_is_up,
         )
         self._clock = broker.store.clock
         self._source = PopSource(
@@ -523,9 +523,8 @@ class PopEngine:
             self._renew_at(next_ms)
 
     def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
-        """Give up messages whose handlers exceeded `consume_timeout`. Ordered ones are only reported."""
-        if not self._ordered:
-            self.failed(unit, messages, Failure("retry", "its handler hung"), self._timeout_ms)
+        """Give up messages whose handlers exceeded `consume_timeout`."""
+        self.failed(unit, messages, Failure("retry", "its handler hung"), self._timeout_ms)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another worker fetch in place of `worker`, if `worker` is the one that fetches."""

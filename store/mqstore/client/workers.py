@@ -60,6 +60,10 @@ class Awaited(ABC):
         """End the work if it can never end by itself. Called now and then, until it has ended."""
 
     @abstractmethod
+    def cancel(self, then: Callable[[], object]) -> None:
+        """Cancel the work, and call `then` once it has ended, or after a while if it does not end."""
+
+    @abstractmethod
     def stack(self) -> str:
         """Return the current stack, for a log."""
 
