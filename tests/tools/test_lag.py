@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import QueueRef, SimulatedClock
-from mqstore import open as mqstore_open
+from mqstore import SimulatedClock
 from mqstore.broker.admin.inspect import lag_of, pop_view
-from mqstore.broker.localoffsets import LocalOffsets
 from mqstore.errors import ReceiptExpiredError
 from tests.conftest import Golden
 from tests.tools.brokers import behind, broker, clock_now, tables
@@ -46,22 +44,6 @@ def test_a_lag_counts_what_is_not_consumed_and_tells_the_age_of_its_first(tmp_pa
     assert (found["idle"]["messages"], found["idle"]["queues"], found["idle"]["oldest_age_ms"]) == (None, [], None)
     shown = [line.split() for line in mqstore("lag", tmp_path / "s").stdout.splitlines()]
     assert ["idle", "-", "0", "0", "-"] in shown
-
-
-def test_broadcasting_members_have_lags_of_their_own(tmp_path: Path) -> None:
-    with mqstore_open(tmp_path / "s") as store:
-        store.create_topic("t", queues=2)
-        for i in range(6):
-            store.put("t", b"m", queue_id=i % 2)
-        for client, offset in (("a", 1), ("b@c", 3)):
-            offsets = LocalOffsets(store.log, client, "prices")
-            offsets.update(QueueRef("t", 0), offset)
-            offsets.persist()
-
-    found = {each["group"]: each for each in mqstore_json("lag", tmp_path / "s")["groups"]}
-    assert {name: each["messages"] for name, each in found.items()} == {"prices@a": 2, "prices@b@c": 0}
-    [found_a] = mqstore_json("lag", tmp_path / "s", "--group", "prices@a")["groups"]
-    assert [(row["committed"], row["messages"]) for row in found_a["queues"]] == [(1, 2), (None, None)]
 
 
 def test_a_queue_in_which_a_group_has_no_progress_is_not_counted_as_in_a_broker(path: Path) -> None:

@@ -61,8 +61,7 @@ def lag(
 
     By what is on disk: a running broker notes failures within a second, and writes its groups' progress a moment after
     it is made. Files do not show how far a group has read what it has not committed: that counts, but not as in flight.
-    Nor do they show what a Java broker had handed out, until mqstore has opened its store for writing. Members that
-    broadcast have offsets of their own, saved every five seconds: each is listed as GROUP@CLIENT.
+    Nor do they show what a Java broker had handed out, until mqstore has opened its store for writing.
     """
     from mqstore.jobs import lag_report
 

@@ -392,7 +392,7 @@ class Broker(Closing, Sending):
         if not (lags := self._metrics.lag(group)):
             if self.groups.get(group) is None:
                 raise GroupNotFoundError(f"{self.store.path} has no group {group!r}: no settings, no progress, no lag")
-            refuse_clients(group, clients_of(self.store).get(group, ()))
+            refuse_clients(group, clients_of(self.store, group))
         return {QueueRef(*queue): messages for queue, messages in lags.items()}
 
     def delete_group(self, group: str) -> None:

@@ -89,11 +89,6 @@ class LocalOffsets:
         """Return the client's offset in `queue`, or None if it is not known, which is not 0."""
         return self._offsets.get(queue)
 
-    def all(self) -> dict[QueueRef, int]:
-        """Return the client's offset in each queue."""
-        with self._lock:
-            return dict(self._offsets)
-
     def update(self, queue: QueueRef, offset: int) -> None:
         """Note that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
         queue, offset = QueueRef(queue[0], index(queue[1])), index(offset)
@@ -106,7 +101,8 @@ class LocalOffsets:
         """Save the offsets. They are on disk when this returns. Without changes nothing is written.
         After StoreFullError or StoreIOError the file is as it was, and the next call tries again."""
         with self._saving:
-            offsets = self.all()
+            with self._lock:
+                offsets = dict(self._offsets)
             if offsets == self._saved:
                 return
             # Otherwise the file could be ahead of the log after a power cut, and the client would skip messages.
@@ -127,22 +123,17 @@ class LocalOffsets:
                 self.update(queue, end)
 
 
-def clients_of(store: StoreReader) -> dict[str, list[str]]:
-    """Return the clients that have offsets in each group, by the files."""
-    found: dict[str, list[str]] = {}
-    for path in _files(store):
-        found.setdefault(path.stem, []).append(path.parent.name)
-    return found
+def clients_of(store: StoreReader, group: str) -> list[str]:
+    """Return the clients that have saved offsets in a group."""
+    return [path.parent.name for path in _files(store) if path.stem == group]
 
 
 def refuse_clients(group: str, clients: Iterable[str]) -> None:
     """Raise ConfigError if there are `clients`, because their offsets are theirs and not the group's."""
     if names := ", ".join(clients):
         raise ConfigError(
-            f"group {group!r} broadcasts: it has no offsets, each of its members has ({names}). A member moves by "
-            f"`consumer.seek`, and `consumer.stats()` has its lag. `mqstore lag DIR --group {group}@CLIENT` reads "
-            f"the saved offsets. A stopped member begins again at its `start` without the file "
-            f"{LOCAL_OFFSETS}/CLIENT/{group}.json and its .bak"
+            f"group {group!r} broadcasts, its members ({names}) have the offsets. Each moves by `consumer.seek`, "
+            f"and `consumer.stats()` has its lag; a stopped member must be started for that"
         )
 
 

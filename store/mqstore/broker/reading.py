@@ -343,7 +343,7 @@ class Reads:
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")
         if group not in self._offsets.groups():
-            refuse_clients(group, clients_of(self._store).get(group, ()))
+            refuse_clients(group, clients_of(self._store, group))
         if queue_id is not None:
             self._check_queue(topic, queue_id)
         targets: dict[QueueRef, int] = {}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
-from mqstore.broker.admin.inspect import group_names, lag_of, member_names, pop_view
+from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import open_tables
 from mqstore.jobs.options import SourceOptions
@@ -133,7 +133,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
         tables = open_tables(store)
         now_ms = tables.clock.now_ms()
         pops = pop_view(tables, now_ms)
-        known = [*group_names(tables), *member_names(tables)]
+        known = group_names(tables)
         rows = []
         for group in known if groups is None else sorted({*known} & {*groups}):
             for lag in lag_of(tables, group, pops):

@@ -51,7 +51,6 @@ from mqstore.broker.delay.route import (
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
-from mqstore.broker.localoffsets import LocalOffsets, clients_of
 from mqstore.broker.mechanism import Pin
 from mqstore.broker.names import (
     DLQ_PREFIX,
@@ -104,7 +103,6 @@ __all__ = [
     "inspect_broker",
     "is_waiting",
     "lag_of",
-    "member_names",
     "oldest_pin",
     "pop_view",
     "timer_view",
@@ -433,19 +431,10 @@ def group_names(tables: Tables) -> list[str]:
     return sorted({*tables.groups.names(), *tables.offsets.groups()})
 
 
-def member_names(tables: Tables) -> list[str]:
-    """Return each broadcasting member that has saved offsets, as GROUP@CLIENT."""
-    return [f"{group}@{client}" for group, clients in clients_of(tables.store).items() for client in clients]
-
-
 def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     """Return the lag of each queue in topics where the group has committed offsets or messages in flight.
-    Its retry topics are included. `group` may name a broadcasting member, as in `member_names`.
-    Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
-    name, _, client = group.partition("@")
+    Its retry topics are included. Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
     progress = tables.offsets.of_group(group)
-    if client:
-        progress = dict(LocalOffsets(tables.store, client, name).all().items())
     if not progress and tables.groups.get(group) is None:
         raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no progress")
     found: list[QueueLag] = []
@@ -457,17 +446,15 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     for topic, queues in sorted(known.items()):
         with suppress(TopicNotFoundError):
             queues |= {ref.queue_id for ref in tables.store.queues(topic)}
-        found += (
-            _lag(tables, QueueKey(group, topic, each), pops, progress.get((topic, each))) for each in sorted(queues)
-        )
+        found += (_lag(tables, QueueKey(group, topic, queue_id), pops) for queue_id in sorted(queues))
     return found
 
 
-def _lag(tables: Tables, key: QueueKey, pops: PopView, saved: int | None) -> QueueLag:
+def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     store, offsets = tables.store, tables.offsets
     popped = pops.standings.get(key)
     # The saved offsets of a running broker are seconds old, the pop log is not.
-    committed = saved if popped is None else popped.first
+    committed = offsets.committed(key) if popped is None else popped.first
     low, high = offsets.bounds(key.topic, key.queue_id)
     lag = None if committed is None else measure(store, offsets, key, committed, popped, pops.retries(key))
     if lag is None or committed is None:
