@@ -34,7 +34,7 @@ from mqstore.broker.road import SendOptions
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
-from mqstore.client.handlers import BatchFailure, Reject, Retry
+from mqstore.client.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
 from mqstore.client.interceptors import Consumed, Interceptor
 from mqstore.client.producer import Producer, Selector
 from mqstore.client.pullconsumer import PullConsumer
@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BYTES",
+    "COMMIT",
     "JSON",
+    "ROLLBACK",
     "TEXT",
     "BatchFailure",
     "Body",

@@ -69,10 +69,10 @@ class Bench(popsupport.Bench):
             **options,
         )
 
-        def recorded(got: Message | Sequence[Message], *more: Any) -> None:
+        def recorded(got: Message | Sequence[Message], *more: Any) -> Any:
             messages = [got] if isinstance(got, Message) else got
             with self.recording(name, messages):
-                handler(got, *more)
+                return handler(got, *more)
 
         for topic in topics:
             consumer.subscribe(topic, recorded)

@@ -207,4 +207,4 @@ def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_other
     first.in_turn("b", lambda: told.append("b"))  # its job is forgotten
     second.in_turn("c", lambda: told.append("c"))
     assert told[-1] == "c"
-    assert second.is_in_turn("c")
+    assert second.suspects.is_in("c")

@@ -473,6 +473,7 @@ EVERY_MODE: list[dict[str, Any]] = [QUEUE, ORDERED, POP, ORDERED_POP, BROADCAST,
     [
         ("max_span", 2000, [QUEUE, BROADCAST]),
         ("suspend", 1, [ORDERED, {**BROADCAST, **ORDERED}]),
+        ("auto_commit", False, [ORDERED, {**BROADCAST, **ORDERED}]),
         ("strategy", "avg", [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total", 10, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total_bytes", 10_000, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),

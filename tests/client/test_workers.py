@@ -220,6 +220,9 @@ class Elsewhere(Awaited):
     def look(self) -> None:
         self.looks += 1
 
+    def cancel(self, then: Callable[[], object]) -> None:
+        raise AssertionError
+
     def stack(self) -> str:
         return "elsewhere"
 

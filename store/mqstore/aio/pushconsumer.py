@@ -33,7 +33,7 @@ from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.forwards import PushConsumerForwards
 from mqstore.aio.twin import Closable
 from mqstore.client import pushconsumer, workers
-from mqstore.client.handlers import check_handler, check_has_run
+from mqstore.client.handlers import Decision, check_handler, check_has_run
 from mqstore.client.workers import at_signals
 from mqstore.options import Duration, seconds
 
@@ -70,7 +70,7 @@ class _Abandoned(BaseException):
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "is_overdue", "task", "worker")
+    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "task", "worker")
 
     def __init__(
         self, bridge: Bridge, begin: Callable[[_Run], object], handler: Handler, arguments: tuple[Any, ...]
@@ -81,7 +81,6 @@ class _Run(workers.Awaited):
         self.arguments = arguments
         self.worker = workers.current()
         self.task: asyncio.Task[None] | None = None
-        self.is_overdue = False
         self._done: list[Callable[[BaseException | None], object]] = []
         """Function to call at the end, once. Empty after the call."""
 
@@ -91,7 +90,7 @@ class _Run(workers.Awaited):
         result = self.handler(*self.arguments)
         if inspect.isawaitable(result):
             result = await result
-        check_has_run(result)
+        self.decision = check_has_run(result)
 
     # -- on any thread ----------------------------------------------------------------------------------------------
 
@@ -103,8 +102,8 @@ class _Run(workers.Awaited):
     def wait(self) -> None:
         """Begin, and block until it has ended. Raises what it raised."""
         ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        if self.worker is not None:
-            self.worker.awaits = self
+        worker = self.worker or workers.Worker()
+        worker.awaits = self
         self.start(ended.put)
         while True:
             try:
@@ -112,8 +111,7 @@ class _Run(workers.Awaited):
             except Empty:
                 self.look()
                 continue
-            if self.worker is not None:
-                self.worker.awaits = None
+            worker.awaits = None
             if error is not None:
                 raise error
             return
@@ -133,15 +131,12 @@ class _Run(workers.Awaited):
 
     def _cancel(self, then: Callable[[], object]) -> None:
         """Cancel the task, on the loop. Its message must not wait for ever for a task that goes on."""
-        if self.task is None:
-            then()
-            return
         once = [then]
         at_end = lambda *_: once.pop()() if once else None  # noqa: E731
-        self.task.add_done_callback(at_end)
         self._bridge.loop.call_later(_GRACE_S, at_end)
-        self.is_overdue = True
-        self.task.cancel()
+        if self.task is not None:
+            self.task.add_done_callback(at_end)
+            self.task.cancel()
 
     def end(self, error: BaseException | None) -> bool:
         """Report the end of the call. Return False if that was done before."""
@@ -245,13 +240,13 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
 
     # -- handlers ---------------------------------------------------------------------------------------------------
 
-    def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | None:
+    def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | Decision | None:
         """Handle messages for the synchronous consumer, on one of its threads."""
         run = _Run(self._bridge, self._begin, handler, arguments)
         if not self._waits:
             return run
         run.wait()
-        return None
+        return run.decision
 
     def _begin(self, run: _Run) -> None:
         if self._cancelling:
@@ -268,9 +263,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
             run.end(task.exception())
         elif self._stopping or self._bridge.closed:
             run.end(_Abandoned("cancelled"))
-        elif run.is_overdue:
-            run.end(TimeoutError("the handler was cancelled after consume_timeout"))
-        else:  # by itself, or by other code with its task: the handler has failed
+        else:  # by itself, by other code with its task, or after `consume_timeout`: the handler has failed
             run.end(RuntimeError("the handler was cancelled"))
 
     def _exited(self, error: BaseException) -> bool:

@@ -452,12 +452,9 @@ class Assignment:
         The next pull is scheduled last. After an error the caller schedules it."""
         status, next_offset = result.status, result.next_offset
         if status == "FOUND":
-            messages = queue.within_span(result.messages)
-            if len(messages) < len(result.messages):
-                next_offset = result.messages[len(messages)].offset
+            messages, next_offset = queue.within_span(result.messages, next_offset)
             self._handling.pulled(queue.queue.topic, len(messages), took_ms)
-            if self._hooks.on_receive:
-                messages = self._hooks.receiving(messages)
+            messages = self._hooks.receiving(messages)
             idle = queue.put(messages, next_offset)
             if not messages:
                 self._step_over(queue)
@@ -644,8 +641,7 @@ class Assignment:
             return [self._queues[ref] for ref in refs if ref in self._queues]
 
     def owned(self) -> frozenset[QueueRef]:
-        with self._lock:
-            return frozenset(self._queues)
+        return frozenset(queue.queue for queue in self._owned(()))
 
     def seek(self, ref: QueueRef, to: int | Start) -> None:
         """Drop the cached messages of a queue and continue at another offset.

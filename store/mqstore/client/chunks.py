@@ -5,7 +5,7 @@
                                             +--------> failed    at once: the owner of the chunk decides
 
 Without order several workers may be at one chunk. Others are invited if handlers were slow lately, since waking a
-thread for less work than that is a loss. The next tick corrects a wrong guess (`Overdue`). In order one worker is at a
+thread for less work than that is a loss. The next tick corrects a wrong guess. In order one worker is at a
 chunk, and after a failure the owner decides if it continues (clients#concurrent, clients#orderly).
 
 A chunk knows neither queues nor receipts. Its owner does: for mode "queue" `ConcurrentService` or `OrderlyService`, for
@@ -28,123 +28,13 @@ from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 
-__all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "Overdue", "next_of"]
+__all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
 
 TICK_MS = 50
 IDLE_TICKS = 20
 """Number of ticks without work after which ticks end, so that an idle consumer does not wake."""
 
 T = TypeVar("T")
-
-
-class Overdue(Generic[T]):
-    """Detection of handlers that take long or exceed their timeout (clients#overdue).
-
-    a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
-    at a tick            still in the call of the previous tick: `held_up(worker, what it is at)`
-                         in one call for `consume_timeout`: logged, reported, cancelled if it can be, and then
-                         `overdue(what it is at, messages)`
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        handling: Handling,
-        clock: Clock,
-        timeout_ms: int,
-        then: str,
-        *,
-        held_up: Callable[[Worker, T], object] = lambda worker, at: None,
-        overdue: Callable[[T, Sequence[Message]], object] | None = None,
-    ) -> None:
-        """`then` says in the log what becomes of overdue messages. Callbacks run on the timer thread.
-        With `overdue`, a handler that can be cancelled is cancelled first."""
-        self._workers = workers
-        self._handling = handling
-        self._clock = clock
-        self._timeout_ms = timeout_ms
-        self._then = then
-        self._held_up = held_up
-        self._overdue = overdue
-        self._at: dict[Worker, T | None] = dict.fromkeys(workers.all)
-        """Work that each worker is at."""
-        self._seen: dict[Worker, tuple[int, int]] = {}
-        """Call that a worker was in at the last tick, and when that call was first seen."""
-        self._lock = threading.Lock()
-        """Guards `_ticking`."""
-        self._ticking = False
-        self._idle_ticks = 0
-
-    def begin(self, worker: Worker, at: T, is_cancelled: Callable[[], bool]) -> None:
-        """Note that a worker begins work. `is_cancelled` returns True if the result of its calls is void."""
-        self._at[worker] = at
-        worker.is_cancelled = is_cancelled
-        if not self._ticking:
-            self._begin_ticks()
-
-    def end(self, worker: Worker) -> None:
-        worker.is_cancelled = None
-        self._at[worker] = None
-
-    def at_work(self) -> list[T]:
-        """Return the work in hand, one item for each busy worker."""
-        return [at for at in self._at.values() if at is not None]
-
-    def _begin_ticks(self) -> None:
-        with self._lock:
-            if self._ticking:
-                return
-            self._ticking = True
-        self._workers.later(TICK_MS, self._tick)
-
-    def _tick(self) -> None:
-        """Look once, on the timer thread, and schedule the next tick while there is work."""
-        try:
-            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
-        finally:  # the next tick comes even after a hook's error
-            with self._lock:
-                self._ticking = False  # before the check, so that work that begins later starts its own ticks
-                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or bool(self.at_work())
-            if goes_on:
-                self._workers.later(TICK_MS, self._tick)
-
-    def _look(self) -> bool:
-        """Look for workers that are in a call for long. Return True if any worker is at work."""
-        now_ms = self._clock.monotonic_ms()
-        seen, self._seen = self._seen, {}
-        busy = False
-        for worker, at in self._at.items():
-            if at is None:
-                continue
-            busy = True
-            if not worker.messages:
-                continue
-            call, since_ms = seen.get(worker, (-1, now_ms))
-            if call != worker.calls:
-                since_ms = now_ms
-            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
-                self._lapse(worker, at, call)
-            else:
-                self._held_up(worker, at)
-            self._seen[worker] = (worker.calls, since_ms)
-        return busy
-
-    def _lapse(self, worker: Worker, at: T, call: int) -> None:
-        messages = worker.lapse(call)
-        if not messages:  # it has just ended
-            return
-        stack = worker.stack()
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s{self._then}"
-        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
-        for message in messages:
-            self._handling.timed_out(message, stack, self._timeout_ms)
-        if self._overdue is None:
-            return
-        overdue = partial(self._overdue, at, messages)
-        if (awaited := worker.awaits) is None:
-            overdue()
-        else:
-            awaited.cancel(partial(self._workers.later, 0, overdue))
 
 
 SETTLE_S = 0.01
@@ -228,7 +118,14 @@ class ChunkOwner(Protocol[C]):
 
 
 class ChunkRunner(Generic[C]):
-    """Hands the messages of chunks to the handlers of one consumer."""
+    """Hands the messages of chunks to the handlers of one consumer, and detects handlers that take long
+    (clients#overdue).
+
+    a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
+    at a tick            still in the call of the previous tick: its chunk is settled and shared, and `held_up(worker)`
+                         in one call for `consume_timeout`: logged, reported, cancelled if it can be, and then
+                         `overdue(chunk, messages)`
+    """
 
     def __init__(
         self,
@@ -243,20 +140,29 @@ class ChunkRunner(Generic[C]):
         then: str,
         held_up: Callable[[Worker], object] = lambda worker: None,
         overdue: Callable[[C, Sequence[Message]], object] | None = None,
+        decided: Callable[[C, list[Message], Failure, float], bool] | None = None,
     ) -> None:
-        """`timeout_ms`, `then` and `overdue` are those of `Overdue`.
-        `held_up` is called with a worker whose handler takes long."""
+        """`then` says in the log what becomes of overdue messages. `held_up` and `overdue` are called on the timer
+        thread. Without `overdue` nothing is cancelled. `decided` is called as `failed` is, with COMMIT and ROLLBACK."""
         self._owner = owner
         self._workers = workers
         self._handling = handling
+        self._clock = clock
         self._batch_size = batch_size
         self._ordered = ordered
+        self._timeout_ms = timeout_ms
+        self._then = then
         self._tell_held_up = held_up
-        self._overdue: Overdue[C] = Overdue(
-            workers, handling, clock, timeout_ms, then, held_up=self._held_up, overdue=overdue
-        )
+        self._overdue = overdue
+        self._decided = decided
+        self._at: dict[Worker, C | None] = dict.fromkeys(workers.all)
+        """Chunk that each worker is at."""
+        self._seen: dict[Worker, tuple[int, int]] = {}
+        """Call that a worker was in at the last tick, and when that call was first seen."""
         self._lock = threading.Lock()
-        """Guards the numbers of invited workers."""
+        """Guards the numbers of invited workers, and `_ticking`."""
+        self._ticking = False
+        self._idle_ticks = 0
         self._others = len(workers.all) - 1
         self.pace_ms = WORTH_MS
         """Recent average duration of a handler call. The first call may be slow."""
@@ -286,8 +192,64 @@ class ChunkRunner(Generic[C]):
 
     def settle_done(self) -> None:
         """Settle what is done of the chunks that workers are at. Their handlers may hang."""
-        for chunk in self._overdue.at_work():
+        for chunk in list(filter(None, self._at.values())):
             self._owner.settle(chunk)
+
+    def _begin_ticks(self) -> None:
+        with self._lock:
+            if self._ticking:
+                return
+            self._ticking = True
+        self._workers.later(TICK_MS, self._tick)
+
+    def _tick(self) -> None:
+        """Look once, on the timer thread, and schedule the next tick while there is work."""
+        try:
+            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
+        finally:  # the next tick comes even after a hook's error
+            with self._lock:
+                self._ticking = False  # before the check, so that work that begins later starts its own ticks
+                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or any(self._at.values())
+            if goes_on:
+                self._workers.later(TICK_MS, self._tick)
+
+    def _look(self) -> bool:
+        """Look for workers that are in a call for long. Return True if any worker is at work."""
+        now_ms = self._clock.monotonic_ms()
+        seen, self._seen = self._seen, {}
+        busy = False
+        for worker, chunk in self._at.items():
+            if chunk is None:
+                continue
+            busy = True
+            if not worker.messages:
+                continue
+            call, since_ms = seen.get(worker, (-1, now_ms))
+            if call != worker.calls:
+                since_ms = now_ms
+            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
+                self._lapse(worker, chunk, call)
+            else:
+                self._held_up(worker, chunk)
+            self._seen[worker] = (worker.calls, since_ms)
+        return busy
+
+    def _lapse(self, worker: Worker, chunk: C, call: int) -> None:
+        messages = worker.lapse(call)
+        if not messages:  # it has just ended
+            return
+        stack = worker.stack()
+        what = f"has been in its handler for {self._timeout_ms / 1000:g} s{self._then}"
+        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
+        for message in messages:
+            self._handling.timed_out(message, stack, self._timeout_ms)
+        if self._overdue is None:
+            return
+        overdue = partial(self._overdue, chunk, messages)
+        if (awaited := worker.awaits) is None:
+            overdue()
+        else:
+            awaited.cancel(partial(self._workers.later, 0, overdue))
 
     def _held_up(self, worker: Worker, chunk: C) -> None:
         """Settle what is done and share the rest of a chunk with other workers, on the timer thread."""
@@ -299,7 +261,10 @@ class ChunkRunner(Generic[C]):
 
     def work(self, chunk: C, worker: Worker) -> Flow[None]:
         """Hand the messages of a chunk to handlers, batch by batch, until there is a reason to stop."""
-        self._overdue.begin(worker, chunk, lambda: chunk.home.closing)
+        self._at[worker] = chunk
+        worker.is_cancelled = lambda: chunk.home.closing
+        if not self._ticking:
+            self._begin_ticks()
         try:
             try:
                 yield from self._hand_out(chunk, worker)
@@ -308,8 +273,8 @@ class ChunkRunner(Generic[C]):
         except Exception as error:
             self._owner.broke(chunk, error)
         finally:
-            self._overdue.end(worker)
-            self._handling.leave(chunk)
+            worker.is_cancelled = self._at[worker] = None
+            self._handling.suspects.leave(chunk)
 
     def _hand_out(self, chunk: C, worker: Worker) -> Flow[None]:
         owner, handling, size = self._owner, self._handling, self._batch_size
@@ -329,7 +294,7 @@ class ChunkRunner(Generic[C]):
                 if owner.unwanted(chunk, batch):
                     continue
                 return
-            if watches and (alone := handling.is_suspect(batch[0])) and not handling.is_in_turn(chunk):
+            if watches and (alone := handling.is_suspect(batch[0])) and not handling.suspects.is_in(chunk):
                 rest = chunk.take_rest() if ordered else []
                 part = owner.part(chunk, [*batch, *rest])
                 handling.in_turn(part, partial(self.submit, part))
@@ -375,15 +340,20 @@ class ChunkRunner(Generic[C]):
 
         In order no message behind a failed one is done, and only the first failed one counts an attempt. A batch that
         failed without naming it is handed out again at once, one message at a time."""
-        failed: Sequence[Message] = batch if failure.failed is None else failure.failed
-        untried: Sequence[Message] = failure.untried
-        names = set(map(id, [*failed, *untried]))
-        good = [message for message in batch if id(message) not in names]
-        if self._ordered and len(batch) > 1:
-            good = list(takewhile(lambda message: id(message) not in names, batch))
-            first, known = batch[len(good) : len(good) + 1], set(map(id, failure.failed or ()))
-            failed = [message for message in first if id(message) in known]
-            untried = batch[len(good) + len(failed) :]
+        if self._decided is not None and failure.kind in ("commit", "rollback"):
+            return self._decided(chunk, batch, failure, took_ms)
+        if failure.kind == "rollback":
+            self._handling.report(TypeError(failure.reason), "it failed", batch[0])
+        failed, untried = failure.failed, failure.untried
+        if failed is None:
+            failed, untried = ((), tuple(batch)) if self._ordered and len(batch) > 1 else (tuple(batch), ())
+        named = {*map(id, failed), *map(id, untried)}
+        good = [message for message in batch if id(message) not in named]
+        if self._ordered:
+            good = list(takewhile(lambda message: id(message) not in named, batch))
+            rest = tuple(batch[len(good) :])
+            failed = tuple(message for message in rest[:1] if message in failed)
+            untried = rest[len(failed) :]
             if untried and not failed:
                 chunk.alone_to = batch[-1].offset
         each_ms = took_ms / len(batch)

@@ -121,7 +121,7 @@ class ConcurrentService:
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
-            self._handling.leave(chunk)
+            self._handling.suspects.leave(chunk)
             return
         try:
             yield from self._runner.work(chunk, worker)

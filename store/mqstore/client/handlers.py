@@ -17,6 +17,7 @@ A handler decides about its messages:
     raises Reject(reason)             to the dead letters
     raises BatchFailure(failed)       of a batch: those again, all others done
     raises anything else              logged with its traceback, again by the retry policy
+    returns COMMIT or ROLLBACK        with `auto_commit=False`: what was handled since the last commit is done, or again
 
 The exceptions are no errors of the store, so `except MQStoreError` in a handler does not catch them.
 """
@@ -28,8 +29,9 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import ConfigError
@@ -37,7 +39,10 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
 __all__ = [
+    "COMMIT",
+    "ROLLBACK",
     "BatchFailure",
+    "Decision",
     "Reject",
     "Retry",
     "check_handler",
@@ -95,10 +100,22 @@ def _makes_coroutines(function: Any) -> bool:
     return bool(getattr(code, "co_flags", 0) & inspect.CO_ITERABLE_COROUTINE)
 
 
-def check_has_run(result: object) -> None:
-    """Raise TypeError if a handler has returned work that was not begun."""
-    if result is None:
-        return
+class Decision(Enum):
+    """Result of an ordered handler with `auto_commit=False`, about all messages that were handled since the last one.
+    `COMMIT` settles them. `ROLLBACK` has them delivered again, without counting attempts."""
+
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+
+
+COMMIT: Final = Decision.COMMIT
+ROLLBACK: Final = Decision.ROLLBACK
+
+
+def check_has_run(result: object) -> Decision | None:
+    """Return a handler's result if it is a decision. Raise TypeError if it is work that was not begun."""
+    if isinstance(result, Decision) or result is None:
+        return result
     if inspect.isawaitable(result):
         what, advice = (
             "something to await",
@@ -107,7 +124,7 @@ def check_has_run(result: object) -> None:
     elif isinstance(result, Generator | AsyncGenerator):
         what, advice = "a generator", "A handler does its work and returns: loop over the generator in it"
     else:
-        return
+        return None
     shown = f"{result!r:.100}"
     if isinstance(result, Coroutine | Generator):
         with suppress(Exception):  # it may run elsewhere, or not end

@@ -4,7 +4,7 @@
     returns what did not run   Failure("retry")         again, as for an exception (handlers.py)
     Retry(delay)               Failure("retry", delay)  again
     Reject(reason)             Failure("reject")        to the dead letters
-    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done; in order: `ChunkRunner._failed`
+    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done
     another Exception          Failure("retry")         again; logged with its traceback, and told to `on_error`
     SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
 
@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.begun import Address, Suspects, note, note_run
 from mqstore.client.groupsettings import Wanted
-from mqstore.client.handlers import BatchFailure, Reject, Retry, check_has_run, retry_delay
+from mqstore.client.handlers import COMMIT, BatchFailure, Decision, Reject, Retry, check_has_run, retry_delay
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.workers import Awaited, Flow, Worker
@@ -66,7 +66,8 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    kind: Literal["retry", "reject"]
+    kind: Literal["retry", "reject", "commit", "rollback"]
+    """The last two are decisions and no failures."""
     reason: str
     delay_s: float | None = None
     failed: tuple[Message, ...] | None = None
@@ -106,16 +107,16 @@ class Handling:
         self._ordered = ordered
         self._note = note_run if one_queue else note
         self._on_error = on_error
-        self._suspects = Suspects() if suspects is None else suspects
+        self.suspects = Suspects() if suspects is None else suspects
         """Messages of which only one at a time may be in a handler."""
         self._is_closed = False
 
     def watches(self) -> bool:
         """Return True if messages of the group are suspected of having ended the process."""
-        return self.group in self._suspects.left
+        return self.group in self.suspects.left
 
     def is_suspect(self, message: Message) -> bool:
-        return self._suspects.holds(self.group, Address(*message.queue, message.offset))
+        return self.suspects.holds(self.group, Address(*message.queue, message.offset))
 
     def together(self, messages: Sequence[Message]) -> int:
         """Return how many of the first messages one call may have. A suspected message is alone."""
@@ -124,31 +125,19 @@ class Handling:
     def in_turn(self, key: object, turn: Callable[[], object]) -> None:
         """Call `turn()`, now or later, once `key` may have a suspected message handled.
         `has_handled` or `leave` must follow."""
-        self._suspects.come(key, self, turn)
+        self.suspects.come(key, self, turn)
         if self._is_closed:  # a late worker of a stopped consumer: its turn would never end
-            self.desert()
-
-    def is_in_turn(self, key: object) -> bool:
-        """Return True if it is the turn of `key`, and it has not used it."""
-        return self._suspects.is_in(key)
+            self.suspects.desert(self)
 
     def has_handled(self, key: object, messages: Sequence[Message]) -> None:
         """Note that these messages have been through a handler in the turn of `key`, or never will be."""
-        self._suspects.clear(self.group, [Address(*message.queue, message.offset) for message in messages])
-        self._suspects.leave(key)
-
-    def leave(self, key: object) -> None:
-        """End the turn of `key` without use, if it has one."""
-        self._suspects.leave(key)
-
-    def desert(self) -> None:
-        """Give up all turns, so that no other consumer waits for a suspected message of this one."""
-        self._suspects.desert(self)
+        self.suspects.clear(self.group, [Address(*message.queue, message.offset) for message in messages])
+        self.suspects.leave(key)
 
     def close(self) -> None:
         """Give up all turns, including those that workers ask for later."""
         self._is_closed = True
-        self.desert()
+        self.suspects.desert(self)
 
     def call(self, worker: Worker, subscription: Subscription, messages: Sequence[Message]) -> Ended | Flow[Ended]:
         """Call the handler with `messages` on this thread, and return how the call ended.
@@ -163,15 +152,18 @@ class Handling:
             worker.calls += 1
             worker.messages = messages
             worker.cells[0] = messages[0].physical_offset
+        result: Any = None
         begin = time.perf_counter()
         try:
             if self._around:
+                results: list[Decision | None] = [None]
                 # The result is checked inside, so that hooks see a failure.
-                self.hooks.consuming(lambda: check_has_run(handler(argument)), messages)
+                self.hooks.consuming(lambda: results.append(check_has_run(handler(argument))), messages)
+                result = results[-1]
             elif (result := handler(argument)) is not None:
                 if isinstance(result, Awaited):
                     return self._rest(worker, subscription, messages, begin, result)
-                check_has_run(result)
+                result = check_has_run(result)
         except Exception as error:
             worker.end()
             worker.ended_at = time.perf_counter()  # without the time of reporting
@@ -184,7 +176,7 @@ class Handling:
         took_ms = (ended_at - begin) * 1000
         if self._after:
             self._consumed(worker, messages, took_ms, None)
-        return None, took_ms
+        return None if result is None else _decided(result), took_ms
 
     def _rest(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, awaited: Awaited
@@ -197,7 +189,7 @@ class Handling:
         took_ms = (worker.ended_at - begin) * 1000
         if self._after:
             self._consumed(worker, messages, took_ms, raised)
-        return None if raised is None else self._failure(raised, messages), took_ms
+        return _decided(awaited.decision) if raised is None else self._failure(raised, messages), took_ms
 
     def _consumed(self, worker: Worker, messages: Sequence[Message], took_ms: float, error: Exception | None) -> None:
         """Report the end of a call to `after_consume`.
@@ -218,7 +210,7 @@ class Handling:
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
         """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
         if self.watches() and self.is_suspect(message):
-            self._suspects.give_up(self)
+            self.suspects.give_up(self)
         if self._after:
             consumed = Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None)
             self.hooks.tell(self._after, consumed)
@@ -231,10 +223,9 @@ class Handling:
         if isinstance(error, Reject):
             return Failure("reject", text_of(_of(error, "reason") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):
-            failed, untried = _among(messages, _of(error, "failed")), _among(messages, _of(error, "untried") or ())
-            if failed is not None and untried is not None:
-                untried = tuple(message for message in untried if message not in failed)
-                return Failure("retry", text_of(error), failed=failed, untried=untried)
+            named = _named(messages, error)
+            if named is not None:
+                return Failure("retry", text_of(error), failed=named[0], untried=named[1])
             wrong = ValueError("BatchFailure names messages that were not in the batch")
             self.report(wrong, "all of the batch is taken for failed", messages[0])
             return Failure("retry", text_of(error))
@@ -271,6 +262,13 @@ class Handling:
         self.statistics.add_many(((PULL, topic, messages, 1), (PULL_US, topic, int(took_ms * 1000), 1)))
 
 
+def _decided(decision: Decision | None) -> Failure | None:
+    """Return a handler's decision. COMMIT fails no message, and ROLLBACK all where it means nothing."""
+    if decision is None:
+        return None
+    return Failure(decision.value, "ROLLBACK needs auto_commit=False", failed=() if decision is COMMIT else None)
+
+
 def _of(error: Exception, name: str) -> Any:
     """Return an attribute of an exception, or None if it is missing or fails."""
     try:
@@ -279,11 +277,17 @@ def _of(error: Exception, name: str) -> Any:
         return None
 
 
-def _among(messages: Sequence[Message], named: object) -> tuple[Message, ...] | None:
-    """Return the named messages, each once and in order, or None if something else is named."""
+def _named(messages: Sequence[Message], error: BatchFailure) -> list[tuple[Message, ...]] | None:
+    """Return the failed and the untried messages, each once and in order, or None if something else is named."""
     try:
-        names = {(message.queue, message.offset) for message in named}  # type: ignore[attr-defined]
+        failed, untried = (
+            {(message.queue, message.offset) for message in named}
+            for named in (error.failed, getattr(error, "untried", ()))
+        )
     except Exception:
         return None
-    failed = tuple(message for message in messages if (message.queue, message.offset) in names)
-    return failed if len(failed) == len(names) else None
+    found = [
+        tuple(message for message in messages if (message.queue, message.offset) in names)
+        for names in (failed, untried - failed)
+    ]
+    return found if sum(map(len, found)) == len(failed | untried) else None

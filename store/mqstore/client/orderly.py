@@ -6,6 +6,7 @@
                        handler ---> done                continue, and settle together (chunks.py)
                                |--> failed, tries left  settle, the rest back to the front; the queue is suspended
                                +--> failed, none left   settle, dead-letter it, settle that; continue
+                       without `auto_commit`: done      nothing is settled before COMMIT; ROLLBACK puts all of it back
 
 A queue has at most one task, and a message is not begun before its predecessor is done. The broker keeps the number of
 failures of a message, also over a restart. A message that always fails stops its queue for ever, unless the group
@@ -52,6 +53,7 @@ class _Line(Chunk):
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message], failed: dict[int, int]) -> None:
         super().__init__(queue, queue.queue.topic, messages, apart=queue.retries)
         self.queue = queue
+        self.done = queue.handled  # without auto_commit they wait for a later line's COMMIT
         self.failed = failed
         """Number of failures of messages, by offset."""
         self.begin_ms = 0
@@ -74,6 +76,7 @@ class OrderlyService:
         consume_timeout_ms: int,
         suspend_ms: int | None,
         broadcasting: bool,
+        auto_commit: bool = True,
     ) -> None:
         """With `suspend_ms` None the delays of the group's retry policy are used."""
         self.assignment: Assignment
@@ -83,6 +86,7 @@ class OrderlyService:
         self._handling = handling
         self._suspend_ms = suspend_ms
         self._broadcasting = broadcasting
+        self._auto_commit = auto_commit
         self._clock = broker.store.clock
         self._runner: ChunkRunner[_Line] = ChunkRunner(
             self,
@@ -93,6 +97,7 @@ class OrderlyService:
             ordered=True,
             timeout_ms=consume_timeout_ms,
             then=", and everything behind it waits",
+            decided=None if auto_commit else self._decided,
         )
         self.own = OrderInfoTable() if broadcasting else None
         """Failed attempts of a broadcasting consumer. The broker keeps those of a group."""
@@ -132,7 +137,7 @@ class OrderlyService:
         """Have the worker handle a line and the next lines of its queue, until there is a reason to stop."""
         queue, begin_ms = first.queue, self._clock.monotonic_ms()
         if not self.assignment.enter(queue):
-            self._handling.leave(first)
+            self._handling.suspects.leave(first)
             return
         try:
             for line in chain((first,), iter(partial(self._next_line, queue), None)):
@@ -146,6 +151,10 @@ class OrderlyService:
                 queue.again(line.items)
                 if queue.closing:
                     return
+                if not self._auto_commit and queue.is_stuck():  # nothing can come before a COMMIT
+                    why = f"{len(queue)} messages were handled without COMMIT, and prefetch allows no more"
+                    self._handling.report(ConfigError(why), "they are delivered again", queue.queue)
+                    self._roll_back(line, AGAIN_MS)
                 if line.again_ms is None and self._has_had_its_slice(line):
                     line.again_ms = 0
                 if line.again_ms is not None:
@@ -159,11 +168,28 @@ class OrderlyService:
         line.parted = True
         return _Line(line.queue, messages, line.failed)
 
-    def settle(self, line: _Line) -> bool:
-        done, took_ms = line.take_done()
+    def settle(self, line: _Line, *, commit: bool = False) -> bool:
+        done, took_ms = line.take_done() if self._auto_commit or commit else ([], 0.0)
         if done and self.assignment.settle(line.queue, done):
             self._handling.settled(done, "ack", took_ms)
         return not self._has_had_its_slice(line)
+
+    def _decided(self, line: _Line, messages: list[Message], decision: Failure, took_ms: float) -> bool:
+        """Settle or put back all messages that were handled since the last decision, with these."""
+        if decision.kind == "rollback":
+            self._roll_back(line, self._pause_ms(decision, messages[0]))
+            return False
+        line.done.append((messages, took_ms))
+        goes_on = self.settle(line, commit=True)
+        self.assignment.save()
+        self.assignment.progress.save()  # so that a kill brings none of them again
+        return goes_on
+
+    def _roll_back(self, line: _Line, again_ms: int) -> None:
+        line.items.clear()
+        line.done.clear()
+        line.queue.rollback()
+        line.again_ms = again_ms
 
     def _has_had_its_slice(self, line: _Line) -> bool:
         return self._clock.monotonic_ms() - line.begin_ms > SLICE_MS
@@ -174,9 +200,7 @@ class OrderlyService:
         if not isinstance(error, StoreClosedError):
             what = "what is to be done around handlers failed, again in 5 s"
             self._handling.report(error, what, line.queue.queue)
-        line.items.clear()
-        line.queue.rollback()
-        line.again_ms = AGAIN_MS
+        self._roll_back(line, AGAIN_MS)
 
     def _has_had_its_last(self, message: Message) -> bool:
         """Return True if the message's last attempt ended with the process.

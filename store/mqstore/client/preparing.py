@@ -129,7 +129,7 @@ def check_limits(options: SendOptions) -> None:
         )
 
 
-def one_of(value: object, name: str, allowed: tuple[str | None, ...]) -> None:
+def one_of(value: object, name: str, allowed: tuple[object, ...]) -> None:
     """Raise ConfigError unless `value` is allowed for the option `name`."""
     if value not in allowed:
         raise ConfigError(f"{name} is one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -16,7 +16,7 @@ dict takes longer the more keys were deleted before it.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +49,8 @@ class Limits:
     """Messages of one topic in all its queues. None: as many as the queues may hold."""
     total_size: int | None = None
     """Bytes of one topic in all its queues, likewise."""
+    eager: bool = False
+    """True if any room ends a pause, since the rest may be taken by messages that wait for a commit."""
 
     def divided(self, queues: int) -> Limits:
         """Return the limits of one queue of a topic that has `queues` queues here.
@@ -138,6 +140,8 @@ class ProcessQueue:
         """Highest first offset of a pull whose messages were begun."""
         self.running = 0
         """Number of workers that are at its messages now, or in `on_assign`."""
+        self.handled: deque[tuple[Sequence[Message], float]] = deque()
+        """Messages that were handled in order and not settled, and the milliseconds of each call."""
         self.attempts: Mapping[int, int] = {}
         """Number of attempts that ended with a killed process, by offset. Unused if ordered."""
         self.unannounced = False
@@ -168,16 +172,15 @@ class ProcessQueue:
                 return 0, 0
             return min(messages, _PULL_MAX), min(size, _PULL_BYTES)
 
-    def within_span(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the first of these pulled messages, as many as the span allows.
+    def within_span(self, messages: Sequence[Message], next_offset: int) -> tuple[Sequence[Message], int]:
+        """Return the first of these pulled messages, as many as the span allows, and the start of the next pull.
         A filter may have passed over any number of offsets between them."""
-        if (span := self.limits.span) is None:
-            return messages
         with self._lock:
-            first = next(iter(self._waiting), messages[0].offset)
-        if messages[-1].offset - first <= span:
-            return messages
-        return [each for each in messages if each.offset - first <= span]
+            last = next(iter(self._waiting), messages[0].offset) + (self.limits.span or _BEHIND_ALL)
+        if messages[-1].offset <= last:
+            return messages, next_offset
+        within = [each for each in messages if each.offset <= last]
+        return within, messages[len(within)].offset
 
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
         """Add pulled messages, in ascending order, and set the start of the next pull.
@@ -251,6 +254,12 @@ class ProcessQueue:
         self.again(taken)
         return taken
 
+    def is_stuck(self) -> bool:
+        """Return True if nothing waits, and nothing can be pulled before taken messages are settled."""
+        with self._lock:
+            full = len(self._taken) >= self.limits.messages or self._size >= self.limits.size
+            return full and not self._waiting
+
     # -- state ------------------------------------------------------------------------------------------------------
 
     def position(self) -> int:
@@ -261,11 +270,11 @@ class ProcessQueue:
     def begins_to_have_room(self) -> bool:
         """Return True, once, if a pull was refused for lack of room and there is enough now."""
         limits = self.limits
-        free = min(_ROOM_MIN, (limits.messages + 1) // 2)
+        free = 1 if limits.eager else min(_ROOM_MIN, (limits.messages + 1) // 2)
         if limits.messages - len(self._waiting) - len(self._taken) < free:  # without the lock, since it is called often
             return False
         with self._lock:
-            if not self.throttled or self._size > limits.size * 3 // 4:
+            if not self.throttled or self._size > (limits.size - 1 if limits.eager else limits.size * 3 // 4):
                 return False
             if limits.span is not None and self._span_left() < min(_ROOM_MIN, (limits.span + 1) // 2):
                 return False
@@ -301,6 +310,4 @@ class ProcessQueue:
     def _span_left(self) -> int:
         """Return the number of offsets that may be pulled, by the span."""
         # Not counted from the last cached message: later ones may be done, and are redelivered after a crash.
-        if self.limits.span is None:
-            return _PULL_MAX
-        return next(iter(self._waiting), self.next_offset) + self.limits.span + 1 - self.next_offset
+        return next(iter(self._waiting), self.next_offset) + (self.limits.span or _BEHIND_ALL) + 1 - self.next_offset

@@ -98,6 +98,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
         max_span           number of offsets that later messages may be ahead of an unfinished one (2000). Not ordered,
                            mode "queue" only
+        auto_commit        ordered, mode "queue". False: a message is settled when its handler, or a later one, returns
+                           `mqstore.COMMIT`. `mqstore.ROLLBACK` redelivers all messages since the last COMMIT
         retry              when failed messages are redelivered, and after how many attempts they are dead letters;
                            None: the group's. A policy given here replaces the group's, but beside other members it
                            must equal theirs. A new ordered group retries for ever, after 1, 2, 4 s ... 60 s
@@ -111,9 +113,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     `start` creates a new group with the options given here. An option that has no meaning in the chosen mode raises
     ConfigError.
 
-    A handler that returns has handled its message, whatever it returns. The exception is a coroutine or generator,
-    which has not run, and counts as a failure. A handler may raise `Retry(delay)`, `Reject(reason)`, or for a batch
-    `BatchFailure(failed)`. Any other exception is logged, and the message is redelivered.
+    A handler that returns has handled its message, whatever it returns. Exceptions are a coroutine or generator, which
+    has not run, and `ROLLBACK` without `auto_commit=False`: both are failures. It may raise `Retry(delay)`,
+    `Reject(reason)`, or for a batch `BatchFailure`. Another exception is logged, and the message is redelivered.
 
     >>> import mqstore, tempfile, threading
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -146,6 +148,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         prefetch_total: int | None = None,
         prefetch_total_bytes: int | None = None,
         max_span: int | None = None,
+        auto_commit: bool = True,
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
@@ -157,19 +160,21 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             check_plain("on_error", on_error)
         one_of(model, "model", ("clustering", "broadcasting"))
         one_of(mode, "mode", ("queue", "pop"))
+        one_of(auto_commit, "auto_commit", (True, False))
         broadcasting, pops = model == "broadcasting", mode == "pop"
         if broadcasting and client_id is None:
             raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
         ordered = order_of(broker, group, ordered)
-        queued = "mode='queue'; in mode='pop' the limits are of all queues as they are"
+        queued = "mode='queue' with auto_commit; in mode='pop' the limits are of all queues as they are"
         elsewhere = "elsewhere the retry policy says when a message is redelivered"
         for name, value, applies, where in (
             ("suspend", suspend, ordered and not pops, f"mode='queue' with ordered=True; {elsewhere}"),
             ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),
-            ("prefetch_total", prefetch_total, not pops, queued),
-            ("prefetch_total_bytes", prefetch_total_bytes, not pops, queued),
+            ("auto_commit", None if auto_commit else False, ordered and not pops, "mode='queue' with ordered=True"),
+            ("prefetch_total", prefetch_total, not pops and auto_commit, queued),
+            ("prefetch_total_bytes", prefetch_total_bytes, not pops and auto_commit, queued),
             ("strategy", strategy, not pops, "mode='queue'; in mode='pop' no queue belongs to a member"),
             ("retry", retry, ordered or not broadcasting, "consumers that try again, not broadcasting without order"),
         ):
@@ -191,6 +196,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             total_size=None
             if prefetch_total_bytes is None
             else check_whole("prefetch_total_bytes", prefetch_total_bytes, 1, 102_400 << 20),
+            eager=not auto_commit,
         )
         timeout_ms = _milliseconds("consume_timeout", consume_timeout, 0.1, 7 * 86_400)
         self._subscriptions: dict[str, Subscription] = {}
@@ -257,6 +263,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     consume_timeout_ms=timeout_ms,
                     suspend_ms=suspend_ms,
                     broadcasting=broadcasting,
+                    auto_commit=auto_commit,
                 )
                 self._own = service.own
             else:
@@ -386,7 +393,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         finally:
             self._workers.forget()
             self._forget_notes()
-            self._handling.desert()
+            self._handling.suspects.desert(self._handling)
             self._engine = self._new_engine()
             self._engine.pause_as(failed)  # type: ignore[arg-type]  # of the same kind
 

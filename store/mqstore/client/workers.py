@@ -33,6 +33,7 @@ from types import FrameType, GeneratorType
 from typing import TypeVar
 
 from mqstore.broker.begun import NONE, UNREAD
+from mqstore.client.handlers import Decision
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
@@ -51,6 +52,9 @@ T = TypeVar("T")
 class Awaited(ABC):
     """Work without a thread of ours: a handler that is a coroutine."""
 
+    decision: Decision | None = None
+    """Result of the work, if it is a decision."""
+
     @abstractmethod
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         """Begin. `done(error)` must be called once, by any thread, when it has ended."""
@@ -61,7 +65,7 @@ class Awaited(ABC):
 
     @abstractmethod
     def cancel(self, then: Callable[[], object]) -> None:
-        """Cancel the work, and call `then` once it has ended, or after a while if it does not end."""
+        """Cancel the work. Call `then` when it has ended, or after a while if it does not end."""
 
     @abstractmethod
     def stack(self) -> str:
