@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mqstore
@@ -71,6 +71,7 @@ DECISIONS = st.lists(st.sampled_from(["go", "go", "go", "commit", "rollback", "f
     prefetch=st.integers(1, 14),
     broadcasts=st.booleans(),
 )
+@example(parts=[(["fail", "commit", "go", "go", "go", "commit", "go"], "kill")], prefetch=4, broadcasts=False)
 def test_what_is_settled_and_delivered_again_is_as_in_the_model(
     parts: list[tuple[list[str], str]], prefetch: int, broadcasts: bool
 ) -> None:
