@@ -323,13 +323,13 @@ class ChunkRunner(Generic[C]):
 
     def _of_one_call(self, chunk: C, batch: list[Message], watches: bool) -> list[Message]:
         """Return the first messages of a batch that one call may have. Put the others back in front.
-        In order a message that failed before is alone, so that its failures are known to be its own."""
+        In order a message that failed before is alone. It is not a plain `Message` (delivery.py), a fast check."""
         number = len(batch)
         if chunk.apart:
             number = len(list(takewhile(batch[0].topic.__eq__, [message.topic for message in batch])))
         if self._ordered:
-            alone = batch[0].offset <= chunk.alone_to
-            number = 1 if alone else next((i for i in range(number) if batch[i].reconsume_times), number) or 1
+            again = (i for i in range(number) if type(batch[i]) is not Message and batch[i].reconsume_times)
+            number = 1 if batch[0].offset <= chunk.alone_to else next(again, number) or 1
         if watches:
             number = self._handling.together(batch[:number])
         chunk.items.extendleft(reversed(batch[number:]))
