@@ -8,9 +8,10 @@
                    +--------------------+  last attempt, reject        %DLQ%NAME
                       %RETRY%NAME+NAME
 
-A queue is a topic with one queue and one group, both with its name, and uses pop. All tools that know topics can use
-it, and it has no other files. First deliveries are FIFO, and redeliveries come when they are due. In an `ordered` queue
-nothing overtakes a leased item.
+A queue is a topic and a group, both with its name, and uses pop. All tools that know topics can use it, and it has no
+other files. The topic has one queue, unless somebody else created it: then all its queues are read, in turn. First
+deliveries of one queue are FIFO, and redeliveries come when they are due. In an `ordered` queue nothing overtakes a
+leased item.
 
 There are no priorities. An item that must overtake others needs another queue.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,9 +120,9 @@ class Queue:
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while this many items are not done; 0: no limit
 
-    Raises ConfigError for a name of more than 120 characters, bad options, or a topic with more than one queue. Raises
-    it for an `ordered` that differs from the queue's, too. Raises GroupInUseError for a `retry` that differs from that
-    of the group's live consumers. Raises InvalidMessageError for a name that no topic can have.
+    Raises ConfigError for a name of more than 120 characters, bad options, or if `ordered` for a topic with more than
+    one queue. Raises it for an `ordered` that differs from the queue's, too. Raises GroupInUseError for a `retry` that
+    differs from that of the group's live consumers. Raises InvalidMessageError for a name that no topic can have.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -184,12 +186,18 @@ class Queue:
             )
         broker.members.check_retry("this Queue", name, retry)
         topic = broker.topics.create(name, queues=1)
-        if topic.read_queues != 1 or topic.write_queues != 1:
-            raise ConfigError(f"topic {name!r} has {topic.write_queues} queues, a Queue is one; choose another name")
+        if ordered and not topic.read_queues == topic.write_queues == 1:
+            place = shlex.join([str(broker.store.path), name])
+            raise ConfigError(
+                f"topic {name!r} has {topic.read_queues} queues, and an ordered Queue has one. Choose another name, or "
+                f"consume what the topic holds (`mqstore consume {place} --group {name} --ordered --idle-exit 0`) and "
+                f"run `mqstore topics alter {place} --queues 1 --force`"
+            )
         enter_group(broker, name, ordered=ordered, retry=retry)
         if retry is not None:
             broker.members.set_retry("this Queue", name, retry)
-        broker.start_of(name, name, 0, "earliest")  # from now on unfinished items count, and retention keeps them
+        for queue_id in range(topic.read_queues):  # from now on unfinished items count, and retention keeps them
+            broker.start_of(name, name, queue_id, "earliest")
 
     # -- in ---------------------------------------------------------------------------------------------------------
 

@@ -563,10 +563,35 @@ def test_names_that_cannot_be(bench: Bench, name: str) -> None:
     assert bench.broker.topics.names() == []
 
 
-def test_a_topic_of_many_queues_is_no_queue(bench: Bench) -> None:
-    bench.broker.topics.create("jobs", queues=4)
-    with pytest.raises(mqstore.errors.ConfigError, match="4 queues"):
+@pytest.mark.parametrize("earlier", ["messages", "queue", "nothing"])
+def test_all_queues_of_an_older_topic_are_read(bench: Bench, earlier: str) -> None:
+    """A producer made the topic before `store.queue`, with four queues, and the queue was refused."""
+    if earlier == "queue":  # which somebody gave more queues
         bench.queue()
+        bench.broker.topics.alter("jobs", queues=4)
+    else:
+        bench.broker.topics.create("jobs", queues=4)
+    if earlier != "nothing":
+        for i in range(8):
+            bench.broker.put("jobs", b"%d" % i, queue_id=i % 4)
+    queue = bench.queue()
+    queue.put(b"8")
+    queue.put_many([b"9"])
+    expected = [b"%d" % i for i in range(8 if earlier == "nothing" else 0, 10)]
+    assert queue.qsize() == len(expected)
+    queue.get().nack(delay=0)
+    bench.advance(1)
+    assert queue.qsize() == len(expected)
+    assert sorted(taken(queue)) == expected
+    assert queue.join(0)
+
+
+def test_queues_of_an_older_topic_are_read_in_turn(bench: Bench) -> None:
+    bench.broker.topics.create("jobs", queues=4)
+    for queue_id in range(4):
+        bench.broker.put_many("jobs", [b"%d" % queue_id] * 100, queue_id=queue_id)
+    queue = bench.queue()
+    assert {queue.get().value for _ in range(100)} == {b"0", b"1", b"2", b"3"}
 
 
 def test_bad_arguments_take_nothing(bench: Bench) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import mqstore as library
+from mqstore.errors import ConfigError
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -115,3 +118,20 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
 
     assert "topics.json" in result.stderr
     assert "recover" in result.stderr
+
+
+def test_an_ordered_queue_names_commands_that_give_it_one_queue(tmp_path: Path) -> None:
+    path = tmp_path / "a store"
+    mqstore("produce", path, "jobs", stdin=b"1\n2\n3\n", exit_code=0)
+    with library.open(path) as store, pytest.raises(ConfigError, match="4 queues") as caught:
+        store.queue("jobs", ordered=True)
+
+    commands = re.findall("`mqstore (.*?)`", str(caught.value))
+    assert len(commands) == 2
+    for command in commands:
+        mqstore(*shlex.split(command), exit_code=0)
+
+    with library.open(path) as store:
+        queue = store.queue("jobs", ordered=True)
+        queue.put_many([b"4", b"5"])
+        assert [task.value for task in queue.get_many(9)] == [b"4", b"5"]
