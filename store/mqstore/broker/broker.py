@@ -161,9 +161,7 @@ class Broker(Closing, Sending):
             "transactions": self.transactions,
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
-        self._retention = RetentionService(
-            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.figures.held
-        )
+        self._retention = RetentionService(parts, [*keepers.values()], rollers=(self._delay, self._timer))
         self._metrics = Metrics(
             parts,
             reads=self._reads,

@@ -6,7 +6,7 @@
     the engine's own       the pins of the mechanism that owns it (`pins`)
     discarded half         none
 
-The bound is the smallest of these, with `unconsumed="drop"` only of the last three rows: the engine's undelivered
+The bound is the smallest of these, with `unconsumed="drop"` only of the last two rows: the engine's undelivered
 messages are kept under every policy. The oldest pin and its group are shown, because they keep the disk full.
 
 One message delayed by months must not keep all later ones:
@@ -23,7 +23,7 @@ them for good. Messages are not moved in circles, and hold at most twice their s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -97,12 +97,10 @@ class RetentionService(Mechanism):
         parts: Parts,
         mechanisms: Sequence[Mechanism],
         rollers: Sequence[Roller] = (),
-        held: Callable[[], Iterable[Pin]] = tuple,
     ) -> None:
-        """Set the store's bound. `held` yields the messages in flight, which every policy keeps."""
+        """Set the store's bound."""
         self._parts = parts
         self._mechanisms = mechanisms
-        self._held = held
         self._rollers = rollers
         self._due_ms = 0
         self._roll_before: int | None = None
@@ -122,7 +120,6 @@ class RetentionService(Mechanism):
             return
         for mechanism in self._mechanisms:
             yield from mechanism.pins()
-        yield from self._held()
 
     def bound(self, policy: Retention) -> int:
         """Return the smallest physical offset that is still needed, by the state on disk.

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
-from mqstore.broker.mechanism import Pin, Wake
+from mqstore.broker.mechanism import Wake
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.quick import PopFields
 from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
-from mqstore.broker.retention import physical_of
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
@@ -386,18 +384,3 @@ class PopFigures:
                     overdue += 1
                     first_ms = min(first_ms, at_ms)
         return overdue, now_ms - first_ms, batches
-
-    def held(self) -> Iterable[Pin]:
-        """Yield the oldest message in flight of each queue.
-        Retention that keeps nothing else for a group uses this. Messages that wait for a receiver are not included:
-        released ones, and FIFO ones that are visible again."""
-        store, now_ms = self._tables.store, self._tables.clock.now_ms()
-        for key, state in list(self._tables.states.items()):
-            with state.lock:
-                record = self._tables.order(state)
-                held = [] if record is None else record.held(state.cursor, now_ms)
-                offset = min(chain(state.in_flight, held), default=None)
-            if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
-                physical = physical_of(store, key.topic, key.queue_id, offset)
-                if physical is not None:
-                    yield Pin(physical, key.topic, key.queue_id, key.group, "in flight")
