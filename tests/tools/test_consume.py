@@ -17,6 +17,7 @@ import pytest
 
 import mqstore as library
 from mqstore.layout.properties import DLQ_REASON
+from tests.log.support import kill
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
 from tests.waiting import until
@@ -100,6 +101,21 @@ def test_several_topics(store: Path) -> None:
     result = mqstore("consume", store, "orders", "refunds", "orders", "--group", "g", "--idle-exit", 0)
 
     assert sorted(bodies(result.stdout)) == [*map(str, range(10)), "r"]
+
+
+def test_a_crashed_queue_gives_only_what_is_not_done(path: Path) -> None:
+    """Its reader died with more items leased than one run of the housekeeper moves."""
+    store = library.open(path, config=library.StoreConfig(clock=library.SimulatedClock()))
+    queue = store.queue("jobs", visibility=3600)
+    queue.put_many([b"%d" % i for i in range(9000)])
+    for i in range(9000):
+        task = queue.get()
+        if i % 3:
+            task.ack()
+    kill(store.log)
+
+    assert taken(path, topic="jobs", group="jobs") == sorted(str(i) for i in range(0, 9000, 3))
+    assert left(path, "jobs") == 0
 
 
 @pytest.mark.parametrize("only", [("--tags", "odd"), ("--sql", "TAGS = 'odd'")], ids=["tags", "sql"])

@@ -178,8 +178,9 @@ class Broker(Closing, Sending):
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         store.closer = self.close
         self._sender = parts.road._sender
+        # First: nothing is delivered or counted before the messages that an ended process held are back.
+        self._housekeeper.run("pop")
         if store.config.clock is None:
-            self._housekeeper.run("pop")  # first: messages held by receivers of the process before are visible
             self._housekeeper.start()
         store.room.settle = lambda: self._housekeeper.soon(self.save)
         store.room.start()

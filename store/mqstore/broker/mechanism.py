@@ -137,8 +137,11 @@ class Housekeeper:
         self._jobs[name] = _Job(mechanism)
 
     def run(self, name: str) -> None:
-        """Run the mechanism of that name now, before `start`."""
-        self._run(name, self._jobs[name], self._clock.now_ms())
+        """Run the mechanism of that name until nothing of it is due, before `start`."""
+        job, now_ms = self._jobs[name], self._clock.now_ms()
+        while job.is_due(now_ms):
+            job.woken = False
+            self._run(name, job, now_ms)
 
     def run_once(self, now_ms: int) -> int | None:
         """Run what is due. Return the next due time. One caller at a time."""

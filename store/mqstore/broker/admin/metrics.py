@@ -289,10 +289,11 @@ class Metrics(Mechanism):
     def lag(self, group: str) -> dict[tuple[str, int], int]:
         """Return (topic, queue id) -> number of messages, as `Broker.lag` does."""
         self._store.news.check_complete()
-        return {
-            queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
-            for queue, offset in self._offsets.of_group(group).items()
-        }
+        with self._pop.figures.moving:
+            return {
+                queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
+                for queue, offset in self._offsets.of_group(group).items()
+            }
 
     def prometheus(self) -> str:
         """Return all counters and gauges in Prometheus' text format 0.0.4. Raises StoreClosedError."""
@@ -340,10 +341,11 @@ class Metrics(Mechanism):
             "rocketmq_timing_messages": waiting,
         }
         of_groups: dict[str, Samples] = defaultdict(list)
-        for group, topic, queues in self._offsets.of_all():
-            labels = labels_of(group, topic)
-            for series, value in self._of_group(group, topic, queues, now_ms).items():
-                of_groups[series].append((labels, value))
+        with self._pop.figures.moving:
+            for group, topic, queues in self._offsets.of_all():
+                labels = labels_of(group, topic)
+                for series, value in self._of_group(group, topic, queues, now_ms).items():
+                    of_groups[series].append((labels, value))
         return {**gauges, **of_groups}
 
     def _of_group(self, group: str, topic: str, queues: dict[int, int], now_ms: int) -> dict[str, int]:

@@ -576,7 +576,7 @@ class PopService(Mechanism):
     def _visit(self, state: QueueState, now_ms: int) -> None:
         # Then it is the turn of the other mechanisms. The rest is announced as due at once.
         for _ in range(_CHUNKS):
-            with state.lock:  # released between
+            with self._tables.moving, self._durably(None), state.lock:  # released between
                 if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
                     return
                 state.announced_ms = None

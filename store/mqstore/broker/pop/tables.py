@@ -62,6 +62,9 @@ class PopTables(PopFields):
         self.states: dict[QueueKey, QueueState] = {}
         self.last_counts: list[tuple[QueueKey, Counts]] = []
         """Last counts of dropped states."""
+        self.moving = threading.RLock()
+        """Held while messages move to another queue, until they are visible there, and while messages are counted.
+        Otherwise a count would have a message twice, or not at all. Taken before the lock of a state."""
         self._wake = wake
         self._lock = threading.Lock()
         self._agenda: list[tuple[int, int, QueueState]] = []
@@ -349,6 +352,7 @@ class PopFigures:
     def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
         self._fifo = fifo
+        self.moving = tables.moving
 
     def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
         """Yield the counts of each queue since the last call. Queues without a change are left out."""
