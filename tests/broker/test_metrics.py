@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,30 @@ def test_lag_of_pop_leaves_out_what_was_settled_behind_a_message_in_flight(broke
     broker.ack("g", "t", [each.receipt for each in found[1:]])
     assert broker.committed("g", "t", 0) == 0
     assert broker.lag("g") == {QueueRef("t", 0): 5}  # four to come, one in flight
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("to", [6, 3])
+@pytest.mark.parametrize("restart", [Bench.again, Bench.kill])
+def test_lag_of_a_group_that_popped_follows_its_commits(
+    bench: Bench, broker: Broker, order: bool, to: int, restart: Callable[[Bench], Broker]
+) -> None:
+    """What the group had popped still counted. After a kill, the group fell back to the first of it."""
+    broker.topics.create("T", queues=1)
+    broker.groups.create("g", orderly=order)
+    broker.put_many("T", [b"x"] * 6, queue_id=0)
+    popped = broker.pop("g", "T", 4, order=order)
+    broker.ack("g", "T", [popped[0].receipt, popped[2].receipt])
+    broker.nack("g", "T", popped[1].receipt, delay=60)
+
+    broker.commit("g", "T", 0, to, durability="flush")
+
+    for _ in range(3):
+        assert broker.lag("g")[QueueRef("T", 0)] == 6 - to
+        assert broker.committed("g", "T", 0) == to
+        assert broker.pending("g") == []
+        broker = restart(bench)
+        bench.advance(HOUR)
 
 
 # -- gauges -----------------------------------------------------------------------------------------------------------

@@ -348,8 +348,9 @@ class Broker(Closing, Sending):
         owner: str | None = None,
     ) -> None:
         """Note that the group has consumed everything below `offset`.
-        With "flush" it is on disk before this returns. With `owner`, raises NotPermittedError if another client holds
-        the queue's lock. Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
+        With "flush" it is on disk before this returns. A group that commits reads, so what it has popped from the queue
+        ends, and receipts expire. With `owner`, raises NotPermittedError if another client holds the queue's lock.
+        Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
         self._check_open()
         self.groups.need(group)
         config = self.topics.need(topic)
@@ -359,9 +360,8 @@ class Broker(Closing, Sending):
         if owner is not None and self.locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         key = QueueKey(group, topic, queue_id)
+        self._pop.end(key)
         self.offsets.commit(key, offset, durability=durability)
-        if owner is not None:  # a late acknowledgement may have left state of the group in pop
-            self._pop.end(key)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Return the group's committed offset, or commit and return the offset where it begins.
@@ -529,10 +529,11 @@ class Broker(Closing, Sending):
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def end_pops(self, group: str, topic: str, queue_id: int) -> None:
-        """End popping from a queue that the group now reads by offset.
-        The group will read its unsettled messages, and existing receipts expire. Raises what a put raises."""
+        """End popping from a queue that the group now reads by offset, with its pop retry topics.
+        Messages popped without order and not settled move there, to be delivered at their time. In order they are read
+        from the first on. Existing receipts expire. Raises what a put raises."""
         self._check_open()
-        self._pop.end(QueueKey(group, topic, queue_id))
+        self._pop.end(QueueKey(group, topic, queue_id), move=True)
 
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics that hold failed messages of `topic` for a group that pops.

@@ -116,13 +116,12 @@ def measure(
     store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None, waiting: int
 ) -> Lag | None:
     """Return the lag of a group whose next offset is `committed`, or None if the queue does not exist.
-    `popped` is its standing by the pop log, if it has popped. `waiting` is the number of its `WaitingRetries`."""
+    `popped` is its standing by the pop log, if it pops. `waiting` is the number of its `WaitingRetries`."""
     bounds = store.offsets_or_none(key.topic, key.queue_id) or ((0, 0) if waiting else None)
     if bounds is None:
         return None
     low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
-    # A group without popped messages that is committed elsewhere than its pops ended reads by offset now.
-    if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
+    if popped is not None:
         first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
         return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high), waiting)
     # For a group that reads, the messages in flight are those that were read and not committed.

@@ -130,9 +130,11 @@ class PopLog:
         body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{_FAILED if failed else ""}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
-    def put_reset(self, head: str, offset: int) -> int:
-        """Append that the queue continues at `offset` with nothing in flight. -1: the queue is forgotten."""
-        return self._put[RESET](f'{head}"o":{offset}}}'.encode(), "append")[1]
+    def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:
+        """Append that the queue continues at `offset` with nothing in flight. -1: the queue is forgotten.
+        `reads`: the group commits what it reads from now on, so later positions are in the offset table."""
+        more = ',"r":1' if reads else ""
+        return self._put[RESET](f'{head}"o":{offset}{more}}}'.encode(), "append")[1]
 
     def bounds(self) -> tuple[int, int]:
         """Return (position of the first record kept, position of the next record)."""

@@ -49,7 +49,7 @@ class Replay:
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
-        """Queues whose position only the log decides, because a reset was seen."""
+        """Queues whose position only the log decides, because a reset was seen, and the group has not read since."""
         self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
             POP: self._pop,
             ACK: self._settled,
@@ -257,6 +257,8 @@ class Replay:
         if offset < 0:
             self._placed.discard(key)
             del self._tables.states[key]
+        elif value.get("r") == 1:
+            self._placed.discard(key)
         else:
             self._placed.add(key)
 

@@ -522,18 +522,18 @@ class PopService(Mechanism):
                 self._parts.offsets.take_reset(key)
         self._waiters.wake_one(*key)
 
-    def end(self, key: QueueKey) -> None:
+    def end(self, key: QueueKey, *, move: bool = False) -> None:
         """End popping from a queue that the group now reads, from its first unsettled message on.
-        Existing receipts expire and nothing is redelivered. The next pop begins at the offset up to which the group has
-        read."""
+        With `move` the unsettled messages of a group without order move to its retry topic, so that none behind them
+        is read again. Existing receipts expire. The next pop begins at the offset up to which the group has read."""
         if (state := self._tables.states.get(key)) is None or state.cursor < 0:
             return
-        with state.lock:
+        with self._tables.moving, self._durably(None), state.lock:
             if not state.gone:
-                if state.in_flight or state.released or self._tables.order(state) is not None:
-                    self._tables.reset(state, state.advance())
+                if move:
+                    self._standard.move_all(state)
+                self._tables.reset(state, state.advance(), reads=True)
                 state.cursor = state.committed = -1
-                state.drop_ahead()
 
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import DELAY, FIRST_POP_TIME
+from mqstore.layout.properties import DELAY, FIRST_POP_TIME, TIMER_DELIVER_MS
 from mqstore.log.message import Message, stored_bytes
+from mqstore.options import milliseconds
 
 __all__ = ["StandardQueues"]
 
@@ -292,8 +293,38 @@ class StandardQueues:
             yield from (found.get(offset) for offset in offsets[i:j])
             i = j
 
-    def _put_again(self, state: QueueState, message: Message, pop_time_ms: int, limit: int | None) -> None:
-        """Append the copy for the next attempt, or the dead letter after the last one."""
+    def move_all(self, state: QueueState) -> None:
+        """Copy every unsettled message to the retry topic, to be delivered at its time.
+        For a group that reads the queue from now on. It would otherwise read from the first of them, and get the
+        acknowledged messages behind it again."""
+        group = self._tables.parts.groups.get(state.key.group)
+        limit = None if group is None else group.max_attempts
+        for offset, batch in sorted((state.in_flight | state.released).items()):
+            message = self._tables.message(state.key, offset)
+            try:
+                if message is None:
+                    self._tables.lost(state, offset)
+                elif offset in state.released:  # unseen: no attempt has ended
+                    self._put_again(state, message, batch.pop_time_ms, None, attempts=0)
+                else:
+                    self._put_again(state, message, batch.pop_time_ms, limit, batch.visible_at(offset))
+            except InvalidMessageError as error:  # as in `_redeliver`
+                _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+                break
+            self._settle(state, REVIVE, batch, [offset])
+
+    def _put_again(
+        self,
+        state: QueueState,
+        message: Message,
+        pop_time_ms: int,
+        limit: int | None,
+        visible_ms: int = 0,
+        *,
+        attempts: int = 1,
+    ) -> None:
+        """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
+        `attempts` is the number of attempts that have ended."""
         parts, key = self._tables.parts, state.key
         ended = self._tables.ended_process(state, message.offset)
         if limit is not None and message.attempt >= limit:
@@ -312,8 +343,11 @@ class StandardQueues:
         for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
             del properties[name]  # its delay has ended already
         properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+        if visible_ms > (now_ms := self._tables.clock.now_ms()):
+            latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
+            properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
         try:
-            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
+            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + attempts)
             if ended:
                 self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:

@@ -132,9 +132,10 @@ class PopTables(PopFields):
                         self.orders.put(key, None)
                         self.states.pop(key, None)
 
-    def reset(self, state: QueueState, offset: int) -> None:
-        """Continue at `offset` with nothing in flight: existing receipts expire. Call under the state's lock."""
-        self.log.put_reset(state.head, offset)
+    def reset(self, state: QueueState, offset: int, *, reads: bool = False) -> None:
+        """Continue at `offset` with nothing in flight: existing receipts expire. Call under the state's lock.
+        `reads`: by offset."""
+        self.log.put_reset(state.head, offset, reads=reads)
         state.clear(offset)
         state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened, but perhaps before
         self.orders.put(state.key, None)
