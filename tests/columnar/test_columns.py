@@ -414,6 +414,20 @@ def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, 
     assert policy.corrupt == 1
 
 
+@pytest.mark.parametrize("scan", ["queue", "log"])
+def test_error_column_finds_the_same_damage_beside_any_column(tmp_path: Path, scan: str) -> None:
+    """`where error is not null` found nothing, unless another column had the records read."""
+    path = write_store(tmp_path / "s", [Odd(body=b"%04d" % i * 9, sys_flag=int(i == 5)) for i in range(12)])
+    with ReadOnlyMessageStore(path) as store:
+        places = store.units("t", 0, 0, 12)["physical_offset"].tolist()
+    flip(path / "commitlog" / f"{0:020d}", places[3] + 90)  # body: the checksum; 5 does not inflate
+    for name in COLUMNS:
+        names = [*dict.fromkeys([name, "physical_offset", "error"])]
+        policy = Policy(on_corrupt="keep")
+        batches = read_all(path, names, policy=policy) if scan == "queue" else by_log(path, [], names, policy=policy)
+        assert [row["physical_offset"] for row in rows_of(batches) if row["error"]] == [places[3], places[5]], name
+
+
 def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 500) for i in range(100)])
     with ReadOnlyMessageStore(path) as store:

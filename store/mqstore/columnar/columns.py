@@ -104,7 +104,7 @@ _TABLE: Final[tuple[tuple[str, str, Cost, str], ...]] = (
     ("physical_offset", "bigint", "unit", "position of the record in the commitlog"),
     ("size", "int", "unit", "bytes of the whole record"),
     ("tags_code", "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
-    ("error", "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    ("error", "string", "body", "why the row has no record; only with onCorrupt `keep`"),
     ("record", "binary", "record", "the stored bytes, for a copy; only if it is named"),
     ("key", "binary", "properties", "Kafka's name of `keys`; this one and the rest only if named"),
     ("value", "binary", "body", "Kafka's name of `body`"),
