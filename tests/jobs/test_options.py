@@ -11,6 +11,7 @@ import pytest
 
 from mqstore.errors import ConfigError
 from mqstore.jobs.options import ANY, ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
+from mqstore.jobs.optiontable import unknown_option
 from mqstore.jobs.plan import stores_of
 from mqstore.jobs.views import VIEWS
 
@@ -74,7 +75,7 @@ def test_values_become_what_they_mean(options: Any, name: str, text: str, field:
 
 NO_READING: list[tuple[dict[str, str], str]] = [
     ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
-    ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
+    ({"qwertz": "x"}, r"no option 'qwertz'; to read there are path, paths, .*, commitGroup$"),
     ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
     ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
     ({"minPartitions": "many"}, r"option minPartitions='many'"),
@@ -235,6 +236,26 @@ def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
             SourceOptions.parse(given)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        *(("startingOfsets", "startingOffsets"), ("startingoffset", "startingOffsets"), ("tag", "tags")),
+        *(("startingTimestmp", "startingTimestamp"), ("topci", "topic"), ("qeues", "queues"), ("key", "keys")),
+    ],
+)
+def test_hint_is_nearest_name_of_both_tables(name: str, near: str) -> None:
+    """Where a source is made, Spark does not say whether it is to read or to write. The sink's names came first:
+    `tag` was said to mean `target`."""
+    for tables in ((SOURCE_OPTIONS, SINK_OPTIONS), (SINK_OPTIONS, SOURCE_OPTIONS)):
+        assert str(unknown_option(name, *tables)) == f"no option {name!r}; did you mean {near!r}?"
+
+
+def test_options_of_kafka_connections_get_a_sentence() -> None:
+    for options in (SourceOptions, SinkOptions):
+        with pytest.raises(ConfigError, match=r"no option 'kafka.bootstrap.servers': a store is a folder.*load"):
+            options.parse({"path": "/p", "kafka.bootstrap.servers": "host:9092"})
+
+
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +286,8 @@ def test_relative_path_is_refused_in_a_session_folder(tmp_path: Path, monkeypatc
         with pytest.raises(ConfigError, match=r"option path='relstore'.*give the whole path"):
             options.parse({"path": "relstore"})
         options.parse({"path": str(tmp_path / "store")})
+    with pytest.raises(ConfigError, match=r"option pathsFile='fleet.json'.*give the whole path"):
+        SourceOptions.parse({"pathsFile": "fleet.json"})
 
 
 def test_relative_glob_may_be_below_a_folder_with_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,6 +166,45 @@ def test_a_session_of_somebody_else_gets_the_format_registered(store: Path, tmp_
     found = "DATA_SOURCE_NOT_FOUND" if broken else "found 30"
     assert done.stdout.splitlines() == [found, "registered 30", "sql 30"]
     assert sorted(bodies(tmp_path / "t")) == sorted(bodies(store))
+
+
+_REGISTERED = """
+from pyspark.sql import SparkSession
+from mqstore.errors import ConfigError
+from mqstore.spark import register
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+try:
+    register(spark)
+except ConfigError as error:
+    print(error)
+spark.stop()
+"""
+
+
+@pytest.mark.parametrize("kind", ["without mqstore", "broken"])
+def test_register_names_the_python_that_workers_lack(tmp_path: Path, kind: str) -> None:
+    """Spark's workers run `python3`. In an environment that is not activated that is another Python, and the first
+    query failed with an error of pickling or of a missing module."""
+    if kind == "broken":
+        python = java_at(tmp_path / "bin" / "python", "#!/bin/sh\nexit 3\n")
+    else:
+        venv.create(tmp_path / "other", symlinks=True)
+        python = tmp_path / "other" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", _REGISTERED],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, "PYSPARK_PYTHON": str(python)},
+        timeout=170,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == (
+        f"Spark's workers run {python}, which has no mqstore. Set the environment variable "
+        f"PYSPARK_PYTHON={sys.executable} before the session is made\n"
+    )
 
 
 _CUT_DOWN = """#!/bin/sh

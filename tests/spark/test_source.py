@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     ("options", "says"),
     [
         ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
+        ({"startingOffset": "latest"}, "no option 'startingoffset'; did you mean 'startingOffsets'"),
+        ({"kafka.bootstrap.servers": "h:1"}, "no option 'kafka.bootstrap.servers': a store is a folder, without"),
         ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
@@ -168,6 +171,44 @@ def test_a_table_by_name_is_refused_and_a_view_works(spark: Any, store: Path) ->
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW messages {options}")
     assert spark.sql("SELECT * FROM messages").columns == ["queue_offset"]
     spark.catalog.dropTempView("messages")
+
+
+_NEW_TABLES: dict[str, Callable[[Any, str], Any]] = {
+    "saveAsTable": lambda frame, path: (
+        frame.write.format("mqstore").mode("append").option("path", path).saveAsTable("messages")
+    ),
+    "saveAsTable, overwrite": lambda frame, path: (
+        frame.write.format("mqstore")
+        .mode("overwrite")
+        .options(path=path, confirmOverwrite="true")
+        .saveAsTable("messages")
+    ),
+    "writeTo.create": lambda frame, path: frame.writeTo("messages").using("mqstore").option("path", path).create(),
+    "CREATE TABLE AS SELECT": lambda frame, path: frame.sparkSession.sql(
+        f"CREATE TABLE messages USING mqstore OPTIONS (path '{path}') AS SELECT 'b' AS body, 't' AS topic"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", _NEW_TABLES)
+def test_write_that_makes_a_table_is_refused(spark: Any, tmp_path: Path, way: str) -> None:
+    """It left a table that could not be read, because Spark passes no option to a query of it."""
+    frame = spark.range(0, 4, 1, 2).selectExpr("cast(id as string) as body", "'t' as topic")
+    with pytest.raises(Exception, match="use CREATE TEMPORARY VIEW name USING mqstore OPTIONS"):
+        _NEW_TABLES[way](frame, str(tmp_path / "s"))
+    assert not spark.catalog.tableExists("messages")
+    assert not (tmp_path / "s" / "commitlog").exists()
+
+
+def test_table_with_columns_says_what_to_use(spark: Any, store: Path) -> None:
+    """Spark makes it without a call of ours, so its use is refused."""
+    spark.sql(f"CREATE TABLE messages (topic string, body binary) USING mqstore OPTIONS (path '{store}')")
+    try:
+        for statement in ("SELECT * FROM messages", "INSERT INTO messages VALUES ('t', X'62')"):
+            with pytest.raises(Exception, match="use CREATE TEMPORARY VIEW name USING mqstore OPTIONS"):
+                spark.sql(statement).collect()
+    finally:
+        spark.sql("DROP TABLE messages")
 
 
 def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Path, tmp_path: Path) -> None:

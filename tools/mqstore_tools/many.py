@@ -106,7 +106,7 @@ def duration(value: Any) -> float:
     """Convert the value of an option: a length of time, in seconds."""
     if isinstance(value, float):
         return value
-    from mqstore.jobs.options import duration_s
+    from mqstore.jobs.optiontable import duration_s
 
     try:
         return duration_s(value)

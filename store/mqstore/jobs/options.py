@@ -1,19 +1,15 @@
 """The options of `spark.read`, `readStream`, `write` and `writeStream` with format mqstore.
 
 Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
-strings under case-insensitive names. An unknown name is refused, with the nearest known one, or all if none is near. A
-value that does not fit is refused with what would fit.
-
-Long because the tables are the documentation, too.
+strings under case-insensitive names.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
@@ -22,6 +18,19 @@ from mqstore.broker.names import check_group, is_system_group
 from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError, FormatError
 from mqstore.files.beneath import resolved
+from mqstore.jobs.optiontable import (
+    Option,
+    OptionTable,
+    choice,
+    count,
+    duration_s,
+    flag,
+    names,
+    number,
+    option,
+    options_of,
+    text,
+)
 from mqstore.jobs.paths import checked_path
 from mqstore.layout.jsontext import decode
 from mqstore.log.tagfilter import parse_tags
@@ -30,9 +39,9 @@ if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.columnar.rows import OnCorrupt
 
 __all__ = [
-    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
-    *("Key", "Offsets", "SinkOptions", "SourceOptions", "duration_s", "flat_offsets", "interval_ms"),
-    *("nested_offsets", "not_for", "refuse_table"),
+    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "NO_TABLES", "ONLY_FOR_WRITING", "QUEUE_ID"),
+    *("SINK_OPTIONS", "SOURCE_OPTIONS", "Key", "Offsets", "SinkOptions", "SourceOptions"),
+    *("flat_offsets", "interval_ms", "nested_offsets", "not_for", "refuse_table"),
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
@@ -49,7 +58,6 @@ A batch may have as much again in bodies that were stored compressed.
 """
 _FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
 """Options of a `writeStream` that Spark itself reads."""
-_LAST: Final = (1 << 63) - 1
 
 
 # -- offsets -----------------------------------------------------------------------------------------------------------
@@ -100,169 +108,19 @@ def flat_offsets(stores: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Offse
     return found
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option. `accepts` and `meaning` are texts of the documentation and of errors."""
-
-    name: str
-    field: str
-    """Field of the dataclass that the table fills."""
-    default: str
-    accepts: str
-    meaning: str
-    parse: Callable[[str], Any]
-    """Raises ValueError for a value that does not fit."""
-
-
-def option(
-    default: Any, accepts: str, meaning: str, parse: Callable[[str], Any], *, name: str = "", shown: str | None = None
-) -> Any:
-    """Return a field of a dataclass that is an option.
-
-    The option has the field's name in camel case, without its unit (`_ms`, `_s`), unless `name` is another. `shown` is
-    the default as the documentation has it, if that is not its value.
-    """
-    return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
-
-
-def flag(default: bool, meaning: str) -> Any:
-    """Return a field that is true or false, as `option` does."""
-    return option(default, "true or false", meaning, lambda value: word("true", "false")(value) == "true")
-
-
-def choice(*words: str, meaning: str) -> Any:
-    """Return a field that is one of these words, in any case. The first one is the default."""
-    return option(words[0], f"{', '.join(words[:-1])} or {words[-1]}", meaning, word(*words))
-
-
-def number(default: int | None, meaning: str, most: int = 0, *, shown: str | None = None) -> Any:
-    """Return a field that is a whole number from 1, to `most`."""
-    accepts = "a number from 1" + (f" to {most}" if most else "")
-    return option(default, accepts, meaning, count(1, most or _LAST), shown=shown)
-
-
-def options_of(table: type) -> Iterator[Option]:
-    """Return the options among the fields of a dataclass, in their order."""
-    for each in fields(table):
-        if "option" in each.metadata:
-            name, shown, accepts, meaning, parse = each.metadata["option"]
-            if shown is None:
-                shown = "" if each.default is None else str(each.default).lower()
-            name = name or re.sub("_(.)", lambda found: found[1].upper(), re.sub("_m?s$", "", each.name))
-            yield Option(name, each.name, shown, accepts, meaning, parse)
-
-
-class OptionTable:
-    """Options by their names, in any case."""
-
-    def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = frozenset()) -> None:
-        """`passed_over`: names, in small letters, of options that Spark itself reads and passes on."""
-        self.options: Mapping[str, Option] = {option.name: option for option in options}
-        self.passed_over = passed_over
-        self._by_name = {option.name.lower(): option for option in options}
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._by_name
-
-    def parse(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Return the values, by field, of options as Spark gives them. ConfigError for a wrong name or value."""
-        values: dict[str, Any] = {}
-        said: dict[str, str] = {}
-        for name, value in given.items():
-            option = self._by_name.get(name.lower())
-            if option is None:
-                if name.lower() in self.passed_over:
-                    continue
-                there = self.nearest(name) or f"; there are {', '.join(self.options)}"
-                raise ConfigError(f"no option {name!r}{there}")
-            if option.field in said:
-                raise ConfigError(f"options {said[option.field]!r} and {name!r} are the same; give one of them")
-            said[option.field] = name
-            try:
-                values[option.field] = option.parse(value)
-            except (ValueError, RecursionError) as error:  # of re, with a traceback as long as the text
-                what = error if isinstance(error, ValueError) else "it is nested too deeply"
-                raise ConfigError(f"option {option.name}={value!r:.200}: {what}; {option.accepts}") from None
-        return values
-
-    def nearest(self, name: str) -> str:
-        """Return the end of a message such as `did you mean 'columns'?`, or an empty string."""
-        found = difflib.get_close_matches(name.lower(), self._by_name, 1, 0.6)
-        return f"; did you mean {self._by_name[found[0]].name!r}?" if found else ""
-
-    def as_markdown(self) -> str:
-        """Return the table of the documentation."""
-        lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
-        for option in self.options.values():
-            cells = [f"`{option.name}`", option.default or "-", option.accepts, option.meaning]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        return "\n".join(lines) + "\n"
+NO_TABLES: Final = (
+    "Spark keeps the options of a table (CREATE TABLE, saveAsTable, writeTo), but passes none of them to a query of "
+    "it: use CREATE TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
+)
 
 
 def refuse_table(given: Iterable[str]) -> None:
     """Raise ConfigError for the options of a table that Spark keeps: it passes none to a query."""
-    # `CREATE TABLE ... USING` and `saveAsTable` add this one; nothing else does.
-    if any(name.lower() == "provider" for name in given):
-        raise ConfigError(
-            "Spark keeps the options of a table (CREATE TABLE, saveAsTable), but passes none of them to a query of it: "
-            "use CREATE TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
-        )
+    if any(name.lower() == "provider" for name in given):  # added by CREATE TABLE without columns, and by nothing else
+        raise ConfigError(NO_TABLES)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-
-
-def word(*words: str) -> Callable[[str], str]:
-    """Return a parser of one of these words, given in small letters, in any case."""
-
-    def parse(value: str) -> str:
-        if value.lower() not in words:
-            raise ValueError("no such word")
-        return value.lower()
-
-    return parse
-
-
-def count(least: int, most: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        number = int(value)
-        if not least <= number <= most:
-            raise ValueError("out of range")
-        return number
-
-    return parse
-
-
-def names(value: str) -> tuple[str, ...]:
-    found = tuple(name.strip() for name in value.split(",") if name.strip())
-    if not found:
-        raise ValueError("it names nothing")
-    return found
-
-
-def text(value: str) -> str:
-    """Parse anything but blanks."""
-    if not value.strip():
-        raise ValueError("it is empty")
-    return value
-
-
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def duration_s(value: str) -> float:
-    """Return a length of time in seconds. ValueError for what is none.
-
-    >>> duration_s("30"), duration_s("1.5 h"), duration_s("7d")
-    (30.0, 5400.0, 604800.0)
-    """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?", value.strip().lower())
-    if found is None:
-        raise ValueError("no length of time")
-    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -373,7 +231,7 @@ def _paths(text: str) -> dict[str, str] | list[str]:
 
 def _paths_file(text: str) -> dict[str, str] | list[str]:
     try:
-        with open(text, encoding="utf-8") as file:
+        with open(checked_path(text), encoding="utf-8") as file:
             return _paths(file.read())
     except OSError as error:
         raise ValueError(f"it cannot be read: {error}") from error
@@ -496,7 +354,8 @@ class SourceOptions:
         options = cls(**SOURCE_OPTIONS.parse(given))
         if not options.paths:
             raise ConfigError(
-                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH)"
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). "
+                + NO_TABLES
             )
         for several in _EXCLUSIVE:
             if len(both := options.set_among(several)) > 1:
@@ -537,7 +396,7 @@ class SourceOptions:
         return self
 
 
-SOURCE_OPTIONS: Final = OptionTable((*_PLACES, *options_of(SourceOptions)))
+SOURCE_OPTIONS: Final = OptionTable("to read", (*_PLACES, *options_of(SourceOptions)))
 _CHOOSING: Final = (
     *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
     *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
@@ -585,7 +444,7 @@ class SinkOptions:
         "batch: who writes. With txnVersion: a version that was written, or a smaller one, is not written again",
         _app,
     )
-    txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0, _LAST))
+    txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0))
     max_rows_per_shard: int | None = number(
         None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
     )
@@ -604,7 +463,7 @@ class SinkOptions:
         """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
         options = cls(**SINK_OPTIONS.parse(given))
         if not options.path:
-            raise ConfigError("no target: give .save(PATH), or .option('path', PATH)")
+            raise ConfigError(f"no target: give .save(PATH), or .option('path', PATH). {NO_TABLES}")
         if (options.txn_app_id is None) != (options.txn_version is None):
             missing = "txnVersion" if options.txn_version is None else "txnAppId"
             raise ConfigError(f"options txnAppId and txnVersion go together; {missing} is missing")
@@ -630,7 +489,7 @@ class SinkOptions:
             raise ConfigError("overwrite does not go with target=inbox: the store belongs to another; append to it")
 
 
-SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], _FOR_THE_STREAM)
+SINK_OPTIONS: Final = OptionTable("to write", [*options_of(SinkOptions)], _FOR_THE_STREAM)
 """Every option of the sink."""
 ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | _FOR_THE_STREAM
 """Names in small letters. Spark makes one object for a format, and only these tell that it is to write."""

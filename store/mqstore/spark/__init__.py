@@ -13,8 +13,12 @@ the data source.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
+from mqstore.errors import ConfigError
 from mqstore.lazy import lazy
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ def register(spark: SparkSession) -> None:
     Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules. One
     broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
     are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed.
-    ImportError says what to install.
+    ImportError says what to install. Raises ConfigError if local workers run another Python, which has no mqstore.
     """
     from mqstore.jobs.runner import ship
     from mqstore.spark.source import register_source
@@ -50,4 +54,30 @@ def register(spark: SparkSession) -> None:
     context = getattr(spark, "sparkContext", None)  # a Connect client has none: there the server brings the package
     if context is not None and context.master.partition("[")[0] != "local":
         ship(context)
+    elif context is not None:
+        _check_python(context)
     register_source(spark)
+
+
+def _check_python(context: Any) -> None:
+    """Raise ConfigError if the workers of a local session run another Python, in which mqstore cannot be imported.
+    Costs a job of one task, only if their Python is not this one."""
+    found, own = shutil.which(context.pythonExec) or "", sys.executable
+    if os.path.dirname(found) == os.path.dirname(own) and os.path.samefile(found, own):
+        return
+
+    def is_there(_: int) -> bool:  # made here, so it is sent by value
+        import importlib.util
+
+        return importlib.util.find_spec("mqstore") is not None
+
+    cause = None
+    try:
+        if context.parallelize([0], 1).map(is_there).collect()[0]:
+            return
+    except Exception as error:  # it does not start, or Spark refuses its version
+        cause = error
+    raise ConfigError(
+        f"Spark's workers run {context.pythonExec}, which has no mqstore. Set the environment variable "
+        f"PYSPARK_PYTHON={own} before the session is made"
+    ) from cause

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import check_columns
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.jobs.options import APP_NAME, SinkOptions
+from mqstore.jobs.options import APP_NAME, NO_TABLES, SinkOptions
 from mqstore.jobs.publish import Commit, abort, check_lock, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.jobs.telling import plain_errors, settle
@@ -37,6 +37,8 @@ __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordere
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"
 """Local properties of a task of a streaming query."""
+EXECUTION_PROPERTIES: Final = ("spark.sql.execution.id", "spark.sql.execution.root.id")
+"""Local properties of a task: the execution that writes, and the one that the user has started."""
 
 
 @dataclass
@@ -96,6 +98,8 @@ class _Writer:
         settle()
         context = TaskContext.get()
         assert context is not None, "write() runs in a task"
+        if not self.is_stream:
+            _refuse_new_table(context.getLocalProperty)
         app, version = _batch_of(context.getLocalProperty) if self.is_stream else self.batch
         options, partition = self.options, context.partitionId()
         max_rows = options.max_rows_per_shard
@@ -158,6 +162,15 @@ class _StreamWriter(_Writer, DataSourceStreamArrowWriter):
     """Writer of a stream's batch."""
 
     is_stream = True
+
+
+def _refuse_new_table(local_property: Callable[[str], str | None]) -> None:
+    """Raise ConfigError for a write that makes a table of Spark's catalog, which Spark drops if the write fails.
+    Its options are those of `save`. Only a write that is a part of a larger execution makes a table, or is one of
+    several in `foreachBatch`."""
+    execution, root = map(local_property, EXECUTION_PROPERTIES)
+    if root is not None and execution != root and local_property(QUERY_PROPERTY) is None:
+        raise ConfigError(NO_TABLES)
 
 
 def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:

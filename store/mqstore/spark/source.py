@@ -43,6 +43,7 @@ from mqstore.jobs.options import (
     SourceOptions,
     refuse_table,
 )
+from mqstore.jobs.optiontable import unknown_option
 from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.telling import plain_errors, settle
@@ -81,13 +82,10 @@ class MQStoreDataSource(DataSource):
             if not unknown:
                 raise
             name = unknown[0]  # Spark does not say whether it is to read or to write
-            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
             if name in SINK_OPTIONS:
-                raise ConfigError(f"option {name!r} is for writing; to read there are {read}") from error
-            near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
-            raise ConfigError(
-                f"no option {name!r}{near or f'; to write there are {write}; to read, {read}'}"
-            ) from error
+                there = ", ".join(SOURCE_OPTIONS.options)
+                raise ConfigError(f"option {name!r} is for writing; to read there are {there}") from error
+            raise unknown_option(name, SINK_OPTIONS, SOURCE_OPTIONS) from error
 
     @cached_property
     def _columns(self) -> list[str]:
