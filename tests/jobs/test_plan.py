@@ -462,8 +462,8 @@ def test_a_hole_in_a_queue_leaves_it_as_it_is(tmp_path: Path, small_regions: Non
             data = bytearray(file.read_bytes())
             data[slot % 64 * 20 : (slot % 64 + 1) * 20] = bytes(20)
             file.write_bytes(data)
-        found = by_region(path)
-        assert whole(found) == planned(path)
+        found = by_region(path, failOnDataLoss="false")  # without its last unit a queue has lost a message
+        assert whole(found) == planned(path, failOnDataLoss="false")
         assert sum(map(len, found)) > 100  # the other queues are cut all the same
 
 

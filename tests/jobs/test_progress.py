@@ -20,6 +20,7 @@ from mqstore.jobs.options import Key, SourceOptions
 from mqstore.jobs.plan import Bounds
 from mqstore.jobs.progress import Limit, Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.jobs.tasks import read_slices
+from mqstore.log.consumequeue import ConsumeQueue
 from tests.columnar.support import exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import open_store
@@ -470,6 +471,36 @@ def test_what_is_new_is_reported(world: World) -> None:
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded"),
+    [({"subscribe": "t3"}, 2), ({"assign": '{"t3": [1]}'}, 1), ({"subscribe": "t3,none"}, 2), ({}, 40)],
+)
+def test_idle_trigger_loads_only_named_queues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], loaded: int
+) -> None:
+    """A stream of one queue cost what all 10,000 of the store cost. The first look of a run sees all, and with them
+    whether any are lost."""
+    with MessageStore(tmp_path / "s") as store:
+        for i in range(40):
+            store.put(f"t{i // 2}", b"x", queue_id=i % 2)
+    calls: list[str] = []
+    load = ConsumeQueue.load
+
+    def noted(queue: ConsumeQueue, *, exact: bool) -> None:
+        calls.append(queue.directory)
+        load(queue, exact=exact)
+
+    monkeypatch.setattr(ConsumeQueue, "load", noted)
+    progress = StreamProgress(options(tmp_path / "s", failOnDataLoss="false", startingOffsets="earliest", **given))
+    start = progress.initial()
+    for _ in range(3):
+        calls.clear()
+        end = progress.latest(start)
+        assert len(calls) == loaded
+        assert progress.latest(end) == end
+    assert sum(sum(each.values()) for topics in end["s"].values() for each in topics.values()) == loaded
 
 
 def at(path: Any, topic: str, queue_id: int, offset: int) -> dict[str, Any]:

@@ -328,7 +328,8 @@ class SourceOptions:
     on_corrupt: OnCorrupt = choice(
         *("fail", "skip", "keep"), meaning="for damaged messages; keep: a row with nulls, and why in column `error`"
     )
-    fail_on_data_loss: bool = flag(True, "fail if wanted messages, or a wanted queue, are gone; else read what is left")
+    fail_on_data_loss: bool = flag(True, "fail if wanted messages, a queue or a store are gone; else read what is left")
+    ignore_corrupt_files: bool = flag(False, "pass over a store that does not open, with a warning that names it")
     min_partitions: int = number(
         1, "least number of tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
     )

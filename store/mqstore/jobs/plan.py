@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_tables
-from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import ConfigError, MQStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.jobs.keyindex import KeyIndex
 from mqstore.jobs.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
@@ -52,11 +53,13 @@ __all__ = [
     "Weighed",
     "bounds_of",
     "bounds_of_log",
+    "check_queues",
     "is_wanted",
     "mean_size",
     "names_queue",
     "open_sliced",
     "open_store",
+    "opened",
     "partitions",
     "plan",
     "queues_of",
@@ -113,6 +116,7 @@ class LogSlice:
 
 
 Slice = QueueSlice | LogSlice
+_Store = TypeVar("_Store", bound=ReadOnlyMessageStore)
 
 
 class Bounds(NamedTuple):
@@ -178,6 +182,15 @@ class SlicedStore(ReadOnlyMessageStore):
     def _load_queues(self) -> None:
         pass
 
+    def named(self, options: SourceOptions) -> list[ConsumeQueue]:
+        """Return the queues of the topics that the options name, as `queues_of`."""
+        if options.assign is not None:
+            refs = {(topic, queue_id) for topic, ids in options.assign.items() for queue_id in ids}
+        else:
+            refs = {*self.queue_table.on_disk(options.topics or ())}
+        found = [queue for ref in sorted(refs) if (queue := self.load(*ref)) is not None]
+        return [queue for queue in found if queue.next_offset]
+
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
         """Return a queue with its bounds as opening finds them, None if it does not exist."""
         queue = self.queue_table.get(topic, queue_id)
@@ -194,6 +207,18 @@ def open_sliced(store: StoreName) -> SlicedStore:
     """Open the store as `open_store` does, to read slices."""
     with of_store(store.path):
         return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
+
+
+def opened(store: StoreName, options: SourceOptions, opening: Callable[[StoreName], _Store]) -> _Store | None:
+    """Open the store for a query. Return None, with a warning, if it does not open and the options pass over it."""
+    try:
+        return opening(store)
+    except (MQStoreError, OSError) as error:
+        if options.fail_on_data_loss and not options.ignore_corrupt_files:
+            raise
+        text = f"{store.path}: {error}" if store.path not in str(error) else str(error)
+        warn_once(f"mqstore: {text}; passed over, as failOnDataLoss=false or ignoreCorruptFiles=true has it")
+        return None
 
 
 def queues_of(store: StoreReader) -> list[ConsumeQueue]:
@@ -239,6 +264,8 @@ def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
     low, listed = store.min_offset, store.parts.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.parts.readable_end(max(low, listed)))
+    if store.clean_shutdown and store.parts.has_lost_queues():
+        listed = top
     if options.isolation == "flushed" and not store.clean_shutdown:
         return Bounds(low, min(listed, store.parts.checkpoint.flushed or 0), top)
     return Bounds(low, listed, top)
@@ -281,22 +308,19 @@ def plan(
     names = names_queue(options)
     found: list[Weighed] = []
     for name in stores:
-        try:
-            store = open_store(name)
-        except NotAStoreError:
-            if options.fail_on_data_loss:
-                raise
+        if (store := opened(name, options, open_store)) is None:
             continue
         with store:
             queues = queues_of(store)
-            if only_queues:
-                _check_queues(name, store, queues, options)
+            by_log = options.read_by == "log" or (options.read_by == "auto" and not queues and not only_queues)
+            if not by_log:
+                check_queues(name, store, queues, options, job=only_queues)
             if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(
                     f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
                     "for writing once, or `mqstore recover` it; a query does not see them"
                 )
-            if options.read_by == "log" or (options.read_by == "auto" and not queues and not only_queues):
+            if by_log:
                 wanted.missing = {}  # nobody knows the topics of a log before it is read
                 start, stop = wanted.part(Key(name.id), bounds_of_log(store, options))
                 found += [weigh(name, None, start, stop)] if start < stop else []
@@ -316,14 +340,22 @@ def plan(
     return [*partitions(found, options.min_partitions, slots)]
 
 
-def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object], options: SourceOptions) -> None:
-    """Raise ConfigError for a store that lost queues, or has records and no queue.
-    The latter is allowed by readBy=queue."""
-    none = options.read_by == "auto" and not queues and store.parts.has_records()
-    if none or (store.clean_shutdown and store.parts.has_lost_queues()):
-        raise ConfigError(
-            f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
-        )
+def check_queues(
+    name: StoreName, store: ReadOnlyMessageStore, queues: Sequence[object], options: SourceOptions, *, job: bool = False
+) -> None:
+    """Raise ConfigError for a store that lost queues: messages would be missing. `queues` have had a message.
+    It is a warning if data loss is allowed, except for a job, which notes how far it is and would pass over queues once
+    they are back. What a writer that is at work has not listed yet is not lost."""
+    parts = store.parts
+    if store.clean_shutdown and parts.checkpoint.queues is not None:
+        lost = parts.has_lost_queues()
+    else:
+        lost = not queues and parts.has_records() and not writer_alive(name.path)
+    if lost:
+        text = f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
+        if job or options.fail_on_data_loss:
+            raise ConfigError(f"{text}. spark.read with readBy=log needs none")
+        warn_once(f"{text}; failOnDataLoss=false reads what is left")
 
 
 class Losses:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -48,10 +49,12 @@ from mqstore.jobs.plan import (
     Weighed,
     bounds_of,
     bounds_of_log,
+    check_queues,
     mean_size,
     names_queue,
     open_sliced,
     open_store,
+    opened,
     partitions,
     queues_of,
     stores_of,
@@ -59,6 +62,7 @@ from mqstore.jobs.plan import (
 )
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.readonly import ReadOnlyMessageStore
 
 __all__ = [
     "Costs",
@@ -252,10 +256,11 @@ class Snapshot:
         return {key: bounds.high for key, bounds in self.bounds.items()}
 
 
-def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
+def look(options: SourceOptions, *, first: bool = False, again: bool = False) -> Snapshot:
     """Return the stores as they are now, and with `first` also where a new stream begins.
 
-    Each store is opened and closed again. Raises ConfigError, and with `first` NotAStoreError, TopicNotFoundError and
+    Each store is opened and closed again. Of named topics only the queues are loaded when a run looks `again`. Raises
+    ConfigError, also for queues that are lost, and with `first` NotAStoreError, TopicNotFoundError and
     OffsetOutOfRangeError as `plan` does. Without `first`, `advance` judges what is missing.
     """
     names = stores_of(options)
@@ -264,12 +269,12 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     bounds: dict[Key, Bounds] = {}
     starts: Offsets = {}
     absent = []
+    some = again and options.read_by != "log" and (options.assign or options.topics) is not None
     for name in names:
-        try:
-            store = open_store(name)
-        except NotAStoreError:
-            if first and options.fail_on_data_loss:
-                raise
+        store: ReadOnlyMessageStore | None = None
+        with nullcontext() if first else suppress(NotAStoreError):
+            store = opened(name, options, open_sliced if some else open_store)
+        if store is None:
             absent.append(name.id)
             continue
         with store:
@@ -277,7 +282,11 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
                 here = {Key(name.id): bounds_of_log(store, options)}
                 queues = []
             else:
-                queues = queues_of(store)
+                if isinstance(store, SlicedStore):
+                    queues = store.named(options)
+                else:
+                    queues = queues_of(store)
+                    check_queues(name, store, queues, options)
                 chosen = (queue for queue in queues if names_it(*queue.ref))
                 here = {Key(name.id, *queue.ref): bounds_of(store, queue, options) for queue in chosen}
             bounds |= here
@@ -322,7 +331,7 @@ def advance(
         if (bounds := now.bounds.get(key)) is not None:
             begin[key] = losses.clamp(key, position, bounds)
             end[key] = max(begin[key], bounds.high if target is None else min(bounds.high, target.get(key, 0)))
-        elif names_it(key.topic, key.queue_id):
+        elif names_it(key.topic, key.queue_id) and not (options.ignore_corrupt_files and key.store in now.absent):
             _gone(losses, key, position, now.stores, queue=key.store not in now.absent)
     losses.settle()
     return begin, end
@@ -363,7 +372,7 @@ class StreamProgress:
 
     def fix_target(self) -> None:
         """Leave out messages that are stored later: for a run that ends with what there is."""
-        self._seen = look(self._options)
+        self._seen = look(self._options, again=self._seen is not None)
         self._target = self._seen.ends
 
     def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
@@ -380,7 +389,7 @@ class StreamProgress:
             self._pin = False
             if self._initial == begin:
                 return self._encode(begin)
-        self._seen = look(self._options)
+        self._seen = look(self._options, again=self._seen is not None)
         at, end = advance(self._options, begin, self._seen, self._target)
         if limit is not None:
             with costs_of(self._options, limit) as costs:
@@ -406,12 +415,12 @@ class StreamProgress:
         moving = sorted(key for key in to if begin.get(key, -1) < to[key])
         for store_id, keys in groupby(moving, lambda key: key.store):
             name = names.get(store_id)
-            try:
-                store = None if name is None else open_store(name) if self._by_log else open_sliced(name)
-            except NotAStoreError:
-                store = None
+            store: ReadOnlyMessageStore | None = None
+            if name is not None:
+                with suppress(NotAStoreError):
+                    store = opened(name, self._options, open_store if self._by_log else open_sliced)
             if name is None or store is None:
-                for key in keys:
+                for key in keys if name is None or not self._options.ignore_corrupt_files else ():
                     _gone(losses, key, begin.get(key, 0), names)
                 continue
             with store:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Literal
 
 from mqstore.columnar.rows import Cost, Piece, PieceReader, Policy
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced
+from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced, opened
 from mqstore.jobs.telling import of_store
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]
@@ -50,7 +51,9 @@ def read_slices(
     filters = _filters(options)
     for name, run in groupby(slices, key=lambda piece: piece.store):
         before = policy.corrupt, policy.removed
-        with of_store(name.path), open_sliced(name) as store:
+        with of_store(name.path), opened(name, options, open_sliced) or nullcontext() as store:
+            if store is None:  # passed over
+                continue
             reader = ColumnReader(
                 store,
                 columns,
@@ -71,7 +74,9 @@ def read_pieces(
     """Yield the checked and filtered records of each slice, to be counted without columns.
     `costs` are those of `PieceReader`. Raises as `read_slices`."""
     for name, run in groupby(slices, key=lambda piece: piece.store):
-        with of_store(name.path), open_sliced(name) as store:
+        with of_store(name.path), opened(name, options, open_sliced) or nullcontext() as store:
+            if store is None:  # passed over
+                continue
             reader = PieceReader(store, costs, policy, **_filters(options))
             for each in run:
                 for piece in _pieces(options, reader, each):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -16,11 +17,10 @@ from mqstore.broker.parts import open_tables
 from mqstore.columnar.columns import ARROW_TYPES
 from mqstore.columnar.rows import PieceReader
 from mqstore.columnar.tally import Tally
-from mqstore.errors import NotAStoreError
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, Wanted, names_queue, open_store, queues_of, stores_of
+from mqstore.jobs.plan import StoreName, Wanted, names_queue, open_store, opened, queues_of, stores_of
 from mqstore.jobs.tasks import policy_of
-from mqstore.jobs.telling import of_store, warn_once
+from mqstore.jobs.telling import of_store
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
@@ -69,8 +69,8 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
     if options.view in _BY_QUEUE and options.fail_on_data_loss:
         wanted = Wanted(options, names)
         for name in names:
-            if wanted.missing:  # opening them all is work
-                with open_store(name) as store:
+            if wanted.missing and (store := opened(name, options, open_store)) is not None:  # opening them all is work
+                with store:
                     wanted.open(store, queues_of(store))
         wanted.check("reads what there is")
     return names
@@ -78,19 +78,12 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
 
 def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
     """Return the rows of one store, as a record batch with all columns of the view.
-    A store that is gone is NotAStoreError, or with `failOnDataLoss=false` a warning and None."""
+    A store that the options pass over has none."""
     table = VIEWS[view]
     rows: list[tuple[Any, ...]] = []
-    with of_store(store.path):
-        try:
-            opened = open_store(store)
-        except NotAStoreError as error:
-            if options.fail_on_data_loss:
-                raise
-            warn_once(f"mqstore: {error}; with failOnDataLoss=false the view {view} has no row of it")
-        else:
-            with opened:
-                rows = [(store.id, *row) for row in table.rows(opened, options)]
+    with of_store(store.path), opened(store, options, open_store) or nullcontext() as found:
+        if found is not None:
+            rows = [(store.id, *row) for row in table.rows(found, options)]
     return pa.RecordBatch.from_pylist([dict(zip(table.columns, row, strict=True)) for row in rows], table.schema)
 
 

@@ -466,7 +466,7 @@ class QueueTable:
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
         topics = sorted(self._folders(self.root, own=self.own))
         self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
-        for key in self._on_disk(topics):
+        for key in self.on_disk(topics):
             self.create(*key).load(exact=exact)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
@@ -485,7 +485,7 @@ class QueueTable:
             return []
         return self.fs.scandir_own(path)[1] if own else self.fs.scandir_directories(path)
 
-    def _on_disk(self, topics: Iterable[str]) -> Iterator[tuple[str, int]]:
+    def on_disk(self, topics: Iterable[str]) -> Iterator[tuple[str, int]]:
         """Yield the queues of `topics` that have a folder, by topic and queue id."""
         for topic in topics:
             if is_path_safe(topic):
@@ -495,7 +495,7 @@ class QueueTable:
 
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
         """Find and return queues that another process has made since, of the topic `only` or of all if None."""
-        keys = self._on_disk(self._folders(self.root) if only is None else [only])
+        keys = self.on_disk(self._folders(self.root) if only is None else [only])
         found = [self.create(*key) for key in keys if key not in self._queues]
         for queue in found:
             queue.load(exact=False)
