@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import MQStoreError
+from mqstore import MQStoreError, SimulatedClock
 from mqstore.broker.parts import open_tables
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
@@ -243,6 +243,9 @@ def initial(path: Any, **given: str) -> dict[str, Any]:
         ({"startingOffsets": '{"t":{"0":7}}'}, {"0": 7, "1": 0}),
         ({"startingOffsets": '{"t":{"0":-1,"1":-2}}'}, {"0": 20, "1": 0}),
         ({"startingTimestamp": str(T0 + 41)}, {"0": 11, "1": 10}),
+        ({"startingOffsetsByTimestamp": f'{{"t":{{"0":{T0 + 41},"1":{T0 + 3}}}}}'}, {"0": 11, "1": 1}),
+        ({"startingOffsetsByTimestamp": f'{{"t":{{"0":{T0 + 41}}}}}'}, {"0": 11, "1": 20}),
+        ({"startingOffsetsByTimestamp": '{"t":{"1":9999999999999}}', "startingOffsets": "earliest"}, {"0": 0, "1": 20}),
     ],
 )
 def test_a_stream_begins_where_it_is_told_and_else_at_the_end(store: Path, given: Any, expected: Any) -> None:
@@ -459,6 +462,23 @@ def test_only_what_no_power_cut_takes_back_is_read_if_so_wished(tmp_path: Path) 
         assert (end("dispatched", 0), end("flushed", 0)) == (15, 10)
         # Who has read further before, with another option, has lost nothing and goes on when the disk has come so far.
         assert end("flushed", 13) == 13
+
+
+def test_batch_waits_for_messages_or_for_the_longest_delay(world: World) -> None:
+    clock = SimulatedClock()
+    given = {"startingOffsets": "earliest", "minOffsetsPerTrigger": "10", "maxTriggerDelay": "1m"}
+    progress = StreamProgress(options(world.folder / "s0", **given), clock)
+    world.append(0, "t", 0, 3)
+    at = progress.latest(progress.initial())  # the first batch of a run waits for nothing
+    steps = ((0, 0, 3), (4, 59_000, 3), (5, 0, 3), (1, 0, 13), (1, 59_999, 13), (0, 1, 14), (10, 1, 24))
+    for messages, passed_ms, expected in steps:
+        world.append(0, "t", 0, messages)
+        clock.advance(passed_ms)
+        at = progress.latest(at)
+        assert at["s"][str(world.folder / "s0")]["t"]["0"] == expected, (messages, passed_ms)
+    world.append(0, "t", 0, 1)
+    progress.fix_target()  # a run that ends with what there is does not wait
+    assert progress.latest(at)["s"][str(world.folder / "s0")]["t"]["0"] == 25
 
 
 def test_what_is_new_is_reported(world: World) -> None:

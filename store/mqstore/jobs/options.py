@@ -192,6 +192,15 @@ def _offsets(others: int) -> Callable[[str], Offsets]:
     return parse
 
 
+def _instants(text: str) -> Offsets:
+    """Parse times by queue, in ms."""
+    found = _offsets(EARLIEST)(text)
+    del found[ANY]
+    if not found:
+        raise ValueError("not that form")
+    return found
+
+
 def _instant(text: str) -> int:
     if re.fullmatch(r"-?\d{1,18}", text):
         return int(text)
@@ -253,6 +262,7 @@ def _app(value: str) -> str:
 _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earliest and -1 for latest"
 _BEGIN = "earliest; of a stream: latest"
 _WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
+_DURATION: Final = "seconds, or a number with ms, s, m, h or d"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
 
 _PLACES: Final = (
@@ -303,6 +313,12 @@ class SourceOptions:
     ending_timestamp_ms: int | None = option(
         None, _WHEN, "up to the first message stored at or after it; wins over endingOffsets", _instant
     )
+    starting_offsets_by_timestamp: Offsets | None = option(
+        None,
+        "JSON {topic: {queue id: milliseconds since 1970}}",
+        "as startingTimestamp, for each queue; others begin by startingOffsets",
+        _instants,
+    )
     starting_group: str | None = option(
         None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
     )
@@ -317,6 +333,7 @@ class SourceOptions:
         shown="all",
     )
     include_properties: bool = flag(True, "column `properties`")
+    include_headers: bool = flag(True, "column `headers` of columns=kafka")
     body_as: Literal["binary", "string"] = choice(
         "binary", "string", meaning="type of `body`; string puts U+FFFD for what is not UTF-8"
     )
@@ -345,6 +362,10 @@ class SourceOptions:
     max_bytes_per_trigger: int | None = number(
         None, "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)"
     )
+    min_offsets_per_trigger: int | None = number(None, "stream: wait for so many messages, or for maxTriggerDelay")
+    max_trigger_delay_s: float = option(
+        900.0, _DURATION, "stream: longest time from batch to batch, if messages wait", duration_s, shown="15m"
+    )
     commit_group: str | None = option(
         None, "a consumer group", "stream: show its progress as that group's, in the lag of each store", _group
     )
@@ -363,6 +384,8 @@ class SourceOptions:
                 raise ConfigError(f"options {' and '.join(both)} exclude each other; give one of them")
         if not options.include_properties and "properties" in (options.columns or ()):
             raise ConfigError("options columns, with properties, and includeProperties=false exclude each other")
+        if any(name.lower() == "includeheaders" for name in given) and options.columns != ("kafka",):
+            raise ConfigError("option includeHeaders goes with columns=kafka; other columns: name `headers` or not")
         return options
 
     def set_among(self, options: Iterable[str]) -> list[str]:
@@ -400,7 +423,8 @@ class SourceOptions:
 SOURCE_OPTIONS: Final = OptionTable("to read", (*_PLACES, *options_of(SourceOptions)))
 _CHOOSING: Final = (
     *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
-    *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
+    *("startingTimestamp", "startingOffsetsByTimestamp", "endingTimestamp", "readBy", "includeProperties"),
+    *("includeHeaders", "bodyAs", "decompress", "minPartitions"),
 )
 """Options that choose messages of queues, or say how to read them. The small tables refuse them.
 
@@ -410,11 +434,13 @@ _TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopic
 _OF_STORES: Final = ("segments", "delay", "verify")
 _EXCLUSIVE: Final = (
     ("subscribe", "subscribePattern", "assign"),
-    ("startingGroup", "startingTimestamp"),
+    ("startingGroup", "startingTimestamp", "startingOffsetsByTimestamp"),
     ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
 )
 _ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view", "interval")
-_ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGroup")
+_ONLY_STREAM: Final = (
+    *("maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "commitGroup"),
+)
 
 
 def not_for(view: View) -> tuple[str, ...]:
@@ -423,9 +449,6 @@ def not_for(view: View) -> tuple[str, ...]:
 
 
 # -- the sink ----------------------------------------------------------------------------------------------------------
-
-
-_DURATION: Final = "seconds, or a number with ms, s, m, h or d"
 
 
 @dataclass(frozen=True, slots=True)

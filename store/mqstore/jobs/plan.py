@@ -22,25 +22,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_tables
 from mqstore.errors import ConfigError, MQStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.files.lock import writer_alive
-from mqstore.files.quiet import QUIET
 from mqstore.jobs.keyindex import KeyIndex
+from mqstore.jobs.opening import SlicedStore, StoreName, check_queues, open_sliced, open_store, opened, queues_of
 from mqstore.jobs.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
 from mqstore.jobs.sets import SET_FILE, read_set
-from mqstore.jobs.telling import of_store, warn_once
+from mqstore.jobs.telling import warn_once
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.options import StoreConfig
 
 __all__ = [
     "Bounds",
@@ -53,13 +49,11 @@ __all__ = [
     "Weighed",
     "bounds_of",
     "bounds_of_log",
-    "check_queues",
     "is_wanted",
     "mean_size",
     "names_queue",
     "open_sliced",
     "open_store",
-    "opened",
     "partitions",
     "plan",
     "queues_of",
@@ -73,8 +67,6 @@ _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Smallest share of the usual partition that is worth a task."""
-_FEW_MAPPINGS = StoreConfig(max_mappings=4)
-"""Mapped pages count as a worker's memory, and a mapping keeps the disk space of a deleted segment."""
 _REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 128 << 20
 """Limit, since a segment that was left may be unmapped when the next queue comes to it."""
@@ -84,15 +76,9 @@ _MOST_SLICES = 100_000
 _TAGGED = 0.25
 """Cost of a message if a tag is asked for. Its unit is read, its record only sometimes."""
 _GO_ON = " (failOnDataLoss=false goes on with what is left)"
-_FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreName:
-    """A store's absolute path, and its id in rows: a given name, else the path."""
-
-    id: str
-    path: str
+_FOR_QUEUES = (
+    *("endingOffsets", "startingTimestamp", "startingOffsetsByTimestamp", "endingTimestamp", "startingGroup", "assign"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +102,6 @@ class LogSlice:
 
 
 Slice = QueueSlice | LogSlice
-_Store = TypeVar("_Store", bound=ReadOnlyMessageStore)
 
 
 class Bounds(NamedTuple):
@@ -167,64 +152,6 @@ def _stores_at(path: str) -> Iterator[StoreName]:
             # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
             # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
             yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
-
-
-def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
-    """Open the store for reading, without a lock or a trace. Errors such as NotAStoreError name the path."""
-    with of_store(store.path):
-        return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
-
-
-class SlicedStore(ReadOnlyMessageStore):
-    """A store of which slices are planned or read. It knows only queues asked for by `load`.
-    To find the ends of all queues can take longer than to read a few messages of one."""
-
-    def _load_queues(self) -> None:
-        pass
-
-    def named(self, options: SourceOptions) -> list[ConsumeQueue]:
-        """Return the queues of the topics that the options name, as `queues_of`."""
-        if options.assign is not None:
-            refs = {(topic, queue_id) for topic, ids in options.assign.items() for queue_id in ids}
-        else:
-            refs = {*self.queue_table.on_disk(options.topics or ())}
-        found = [queue for ref in sorted(refs) if (queue := self.load(*ref)) is not None]
-        return [queue for queue in found if queue.next_offset]
-
-    def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """Return a queue with its bounds as opening finds them, None if it does not exist."""
-        queue = self.queue_table.get(topic, queue_id)
-        # A checkpoint may have any name.
-        place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
-        if queue is None and os.path.isdir(place):
-            queue = self.queue_table.create(topic, queue_id)
-            queue.load(exact=not self.clean_shutdown)
-            self._bound(queue)
-        return queue
-
-
-def open_sliced(store: StoreName) -> SlicedStore:
-    """Open the store as `open_store` does, to read slices."""
-    with of_store(store.path):
-        return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
-
-
-def opened(store: StoreName, options: SourceOptions, opening: Callable[[StoreName], _Store]) -> _Store | None:
-    """Open the store for a query. Return None, with a warning, if it does not open and the options pass over it."""
-    try:
-        return opening(store)
-    except (MQStoreError, OSError) as error:
-        if options.fail_on_data_loss and not options.ignore_corrupt_files:
-            raise
-        text = f"{store.path}: {error}" if store.path not in str(error) else str(error)
-        warn_once(f"mqstore: {text}; passed over, as failOnDataLoss=false or ignoreCorruptFiles=true has it")
-        return None
-
-
-def queues_of(store: StoreReader) -> list[ConsumeQueue]:
-    """Return the queues of a store opened a moment ago, by topic and queue id, with their bounds.
-    `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
-    return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
@@ -340,24 +267,6 @@ def plan(
     return [*partitions(found, options.min_partitions, slots)]
 
 
-def check_queues(
-    name: StoreName, store: ReadOnlyMessageStore, queues: Sequence[object], options: SourceOptions, *, job: bool = False
-) -> None:
-    """Raise ConfigError for a store that lost queues: messages would be missing. `queues` have had a message.
-    It is a warning if data loss is allowed, except for a job, which notes how far it is and would pass over queues once
-    they are back. What a writer that is at work has not listed yet is not lost."""
-    parts = store.parts
-    if store.clean_shutdown and parts.checkpoint.queues is not None:
-        lost = parts.has_lost_queues()
-    else:
-        lost = not queues and parts.has_records() and not writer_alive(name.path)
-    if lost:
-        text = f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
-        if job or options.fail_on_data_loss:
-            raise ConfigError(f"{text}. spark.read with readBy=log needs none")
-        warn_once(f"{text}; failOnDataLoss=false reads what is left")
-
-
 class Losses:
     """Wanted messages that are gone. They fail a query or stream, unless data loss is allowed."""
 
@@ -402,6 +311,7 @@ class Wanted:
         """`default` is where reading starts if no option says. ConfigError for offsets of other stores."""
         self._options = options
         self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
+        self._instants = _of_stores("startingOffsetsByTimestamp", options.starting_offsets_by_timestamp or {}, stores)
         self._ending = _of_stores("endingOffsets", options.ending_offsets or {ANY: LATEST}, stores)
         self._committed: dict[tuple[str, int], int] = {}
         self._knows_group = options.starting_group is None
@@ -414,6 +324,7 @@ class Wanted:
             self.missing |= {(key.topic, key.queue_id): "endingOffsets" for key in ending if key.topic}
             starting = {} if by_time else self._starting
             self.missing |= {(key.topic, key.queue_id): "startingOffsets" for key in starting if key.topic}
+            self.missing |= {(key.topic, key.queue_id): "startingOffsetsByTimestamp" for key in self._instants}
             self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
             self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
@@ -437,8 +348,8 @@ class Wanted:
         """Return where reading a queue of the store, or its log, starts."""
         options, ref = self._options, (key.topic, key.queue_id)
         at = self._starting.get(key, self._starting[ANY])
-        if options.starting_timestamp_ms is not None:
-            at = self._store.offset_at(*ref, options.starting_timestamp_ms)
+        if (instant := self._instants.get(key, options.starting_timestamp_ms)) is not None:
+            at = self._store.offset_at(*ref, instant)
         elif options.starting_group is not None:
             at = self._committed.get(ref, EARLIEST)
         return self.losses.clamp(key, at, bounds)

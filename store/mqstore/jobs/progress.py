@@ -37,26 +37,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.published import publish
+from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
+from mqstore.jobs.opening import SlicedStore, StoreName, check_queues, open_sliced, open_store, opened, queues_of
 from mqstore.jobs.options import ANY, LATEST, Key, Offsets, SourceOptions, flat_offsets, nested_offsets
 from mqstore.jobs.plan import (
     Bounds,
     Losses,
     Slice,
-    SlicedStore,
-    StoreName,
     Wanted,
     Weighed,
     bounds_of,
     bounds_of_log,
-    check_queues,
     mean_size,
     names_queue,
-    open_sliced,
-    open_store,
-    opened,
     partitions,
-    queues_of,
     stores_of,
     weigh,
 )
@@ -340,8 +335,11 @@ def advance(
 class StreamProgress:
     """One run of a stream: what Spark asks of it, offset by offset. No store stays open between calls."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, clock: Clock = SYSTEM_CLOCK) -> None:
         self._options = options
+        self._clock = clock
+        self._batch_ms: int | None = None
+        """Monotonic time of the last batch."""
         self._by_log = options.read_by == "log"
         self._encode = partial(encode_offset, by_log=self._by_log)
         self._decode = partial(decode_offset, by_log=self._by_log)
@@ -367,8 +365,8 @@ class StreamProgress:
     def _moves_with_time(self) -> bool:
         """Return True if the first offset, of messages that are there, depends on the moment."""
         options = self._options
-        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
-        return by_time or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
+        by_time = options.set_among(("startingTimestamp", "startingOffsetsByTimestamp", "startingGroup"))
+        return bool(by_time) or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
 
     def fix_target(self) -> None:
         """Leave out messages that are stored later: for a run that ends with what there is."""
@@ -391,11 +389,21 @@ class StreamProgress:
                 return self._encode(begin)
         self._seen = look(self._options, again=self._seen is not None)
         at, end = advance(self._options, begin, self._seen, self._target)
+        if self._waits(sum(end.values()) - sum(at.values())):
+            return self._encode(begin)
         if limit is not None:
             with costs_of(self._options, limit) as costs:
                 end = admit(at, end, limit.most, costs)
         self._last = end
         return self._encode(end)
+
+    def _waits(self, messages: int) -> bool:
+        """Return True if a batch of so many messages waits for more. The first one of a run does not."""
+        least, now_ms = self._options.min_offsets_per_trigger or 0, self._clock.monotonic_ms()
+        if self._target is None and self._batch_ms is not None and messages < least:
+            return now_ms - self._batch_ms < self._options.max_trigger_delay_s * 1000
+        self._batch_ms = now_ms
+        return False
 
     def reported(self) -> dict[str, Any] | None:
         """Return the end of the stores at the last look, for the progress report of a query."""

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from mqstore.columnar.rows import Cost, Piece, PieceReader, Policy
 from mqstore.errors import OffsetOutOfRangeError
+from mqstore.jobs.opening import StoreName, open_sliced, opened
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced, opened
+from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, is_wanted
 from mqstore.jobs.telling import of_store
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]

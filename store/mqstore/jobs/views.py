@@ -17,8 +17,9 @@ from mqstore.broker.parts import open_tables
 from mqstore.columnar.columns import ARROW_TYPES
 from mqstore.columnar.rows import PieceReader
 from mqstore.columnar.tally import Tally
+from mqstore.jobs.opening import StoreName, open_store, opened, queues_of
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, Wanted, names_queue, open_store, opened, queues_of, stores_of
+from mqstore.jobs.plan import Wanted, names_queue, stores_of
 from mqstore.jobs.tasks import policy_of
 from mqstore.jobs.telling import of_store
 from mqstore.layout.consumequeue import is_message

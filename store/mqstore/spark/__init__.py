@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import ConfigError
@@ -55,25 +56,19 @@ def register(spark: SparkSession) -> None:
     if context is not None and context.master.partition("[")[0] != "local":
         ship(context)
     elif context is not None:
-        _check_python(context)
+        _check_python(context, ship)
     register_source(spark)
 
 
-def _check_python(context: Any) -> None:
+def _check_python(context: Any, ship: Callable[[Any], bool]) -> None:
     """Raise ConfigError if the workers of a local session run another Python, in which mqstore cannot be imported.
     Costs a job of one task, only if their Python is not this one."""
     found, own = shutil.which(context.pythonExec) or "", sys.executable
     if os.path.dirname(found) == os.path.dirname(own) and os.path.samefile(found, own):
         return
-
-    def is_there(_: int) -> bool:  # made here, so it is sent by value
-        import importlib.util
-
-        return importlib.util.find_spec("mqstore") is not None
-
     cause = None
     try:
-        if context.parallelize([0], 1).map(is_there).collect()[0]:
+        if not ship(context):
             return
     except Exception as error:  # it does not start, or Spark refuses its version
         cause = error

@@ -142,7 +142,8 @@ def _columns_of(options: SourceOptions) -> list[str]:
             )
         return list(known if options.columns is None else check_once(options.columns))
     keep = options.on_corrupt == "keep"
-    return list(check_columns(options.columns, keep=keep, properties=options.include_properties))
+    columns = check_columns(options.columns, keep=keep, properties=options.include_properties)
+    return [name for name in columns if name != "headers" or options.include_headers]
 
 
 def _kinds(options: SourceOptions) -> dict[str, DataType]:
