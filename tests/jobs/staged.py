@@ -73,7 +73,14 @@ def stage(
         )
         pieces = encoder.encode(batch)
         for shard in write_shards(
-            pieces, folder, partition, attempt, profile=rules.profile, max_rows=options.max_rows_per_shard, fs=fs
+            pieces,
+            folder,
+            partition,
+            attempt,
+            profile=rules.profile,
+            durable=options.target == "inbox",
+            max_rows=options.max_rows_per_shard,
+            fs=fs,
         ):
             if options.target == "set":
                 make_member(folder, shard, options, fs=fs)

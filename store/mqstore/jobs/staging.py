@@ -2,7 +2,7 @@
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
-        shard.json     what they are; written last, then the folder is synced
+        shard.json     what they are; written last
         store/         target=set: in place of these, the same as a store
 
 `root` is the store, or the set: a commit is renames within one file system. A commit names one attempt of each
@@ -98,16 +98,17 @@ class ShardWriter:
         self._queues.update(piece.queues)
         self._topics.update(piece.topics)
 
-    def finish(self, profile: Profile) -> ShardInfo:
-        """Make the shard durable, records before the file that says they are whole."""
-        self._close(sync=True)
+    def finish(self, profile: Profile, *, durable: bool) -> ShardInfo:
+        """Write the file that says that the records are whole. If `durable`, the records are synced before it."""
+        self._close(sync=durable)
         content = shard_json(
             profile, records=self.records, size=self._size, crc=self._crc, largest=self._largest, queues=self._queues
         )
         self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
         self._fs.pwrite(self._fds[0], content, 0)
-        self._close(sync=True)
-        self._fs.sync_directory(self.folder)
+        self._close(sync=durable)
+        if durable:
+            self._fs.sync_directory(self.folder)
         return ShardInfo(self.folder.name, self.records, self._size, self._largest, dict(self._queues), self._topics)
 
     def _close(self, *, sync: bool) -> None:
@@ -127,24 +128,28 @@ def write_shards(
     attempt: int,
     *,
     profile: Profile,
+    durable: bool,
     max_rows: int | None = None,
     fs: FileSystem = REAL,
 ) -> Iterator[ShardInfo]:
     """Stage the encoded rows of a task, in their order. Without rows there is no shard.
+
+    Shards have to be `durable` for an inbox alone, whose owner takes them in later. A commit of another target reads
+    and checks them at once, and syncs what it makes of them; before that, nothing counts in any crash.
 
     `max_rows` limits the rows of a shard, so there may be several. If this raises, the unfinished shard is deleted."""
     with ExitStack() as begun:
         writer: ShardWriter | None = None
         for piece in pieces:
             if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
-                yield writer.finish(profile)
+                yield writer.finish(profile, durable=durable)
                 writer = None
             if writer is None:
                 writer = ShardWriter(transaction, partition, attempt, fs)
                 begun.callback(writer.abandon)
             writer.write(piece)
         if writer is not None:
-            yield writer.finish(profile)
+            yield writer.finish(profile, durable=durable)
 
 
 def clean(

@@ -114,6 +114,7 @@ class _Writer:
             partition,
             context.attemptNumber(),
             profile=self.rules.profile,
+            durable=options.target == "inbox",
             max_rows=max_rows,
         ):
             if options.target == "set":
