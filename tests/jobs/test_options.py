@@ -210,6 +210,10 @@ def test_properties_are_not_both_named_and_left_out() -> None:
     with pytest.raises(ConfigError, match=says):
         parse(columns="topic,properties", includeProperties="false")
     parse(columns="topic", includeProperties="false")
+    for columns in ({}, {"columns": "topic,headers"}):
+        with pytest.raises(ConfigError, match="option includeHeaders goes with columns=kafka"):
+            parse(**columns, includeHeaders="true")
+    assert not parse(columns="kafka", includeHeaders="false").include_headers
     parse(columns="topic,properties", includeProperties="true")
 
 

@@ -156,6 +156,20 @@ def test_shard_that_a_power_cut_has_torn_is_not_committed(root: Path, file: str,
     assert write(options, "a", 0, ONE) == len(ONE)
 
 
+@pytest.mark.parametrize("target", ["store", "inbox"])
+def test_body_of_the_stores_own_limit_is_written_and_no_larger_one(tmp_path: Path, target: str) -> None:
+    root, limit = tmp_path / "s", 6 << 20  # above the 4 MiB of a new store
+    with MessageStore(root, config=StoreConfig(max_message_size=limit)) as store:
+        store.put("seed", b"")
+    options = options_of(root, target=target)
+    assert write(options, "a", 0, ["x" * limit]) == 1
+    with pytest.raises(mqstore.errors.InvalidMessageError, match=f"at most {limit} bytes"):
+        write(options, "a", 1, ["x" * (limit + 1)])
+    with MessageStore(root) as store:
+        store.take_inbox()
+    assert bodies(root) == ["", "x" * limit]
+
+
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
