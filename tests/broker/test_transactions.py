@@ -12,6 +12,7 @@ import pytest
 
 from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
+from mqstore.broker.parts import open_parts
 from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,
@@ -24,7 +25,7 @@ from mqstore.errors import (
 )
 from mqstore.log.message import Message
 from mqstore.log.writer import Outlet
-from tests.broker.support import START_MS, ServiceBench, full, in_threads
+from tests.broker.support import START_MS, ServiceBench, full, in_threads, new_parts
 
 GROUP = "payments"
 
@@ -86,23 +87,25 @@ def test_a_half_lies_in_its_topic_and_its_commit_says_where_it_was(bench: Bench)
     assert message.stored_properties() == {**kept, "WAIT": "false"}
 
 
-def test_ops_are_gathered_for_three_seconds(bench: Bench) -> None:
+def test_ops_of_commits_are_collected_for_three_seconds(bench: Bench) -> None:
     handles = [bench.begin() for _ in range(4)]
     bench.transactions.end(handles[2], "commit")
     bench.pass_ms(OP_EVERY_MS - 1)
-    bench.transactions.end(handles[0], "rollback")
+    bench.transactions.end(handles[0], "commit")
     assert bench.messages(OP_TOPIC) == []
     bench.pass_ms(1)
     [op] = bench.messages(OP_TOPIC)
     assert (op.body, op.tag, op.stored_properties()) == (b"2,0,", "d", {"TAGS": "d"})
+    bench.transactions.end(handles[3], "commit")
     bench.transactions.end(handles[1], "rollback")
+    assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,"], "nothing else shows a rollback"
     bench.pass_ms(OP_EVERY_MS)
-    assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,"]
+    assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,", b"3,"]
 
 
 def test_ops_are_written_when_they_are_many(bench: Bench) -> None:
     for _ in range(1200):  # 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5: more than 4096
-        bench.transactions.end(bench.begin(), "rollback")
+        bench.transactions.end(bench.begin(), "commit")
     written = bench.bodies(OP_TOPIC)
     assert len(written) == 1
     assert 4096 < len(written[0]) <= 4096 + 5
@@ -234,13 +237,25 @@ def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, mo
     with monkeypatch.context() as patch:
         patch.setattr(Outlet, "put", full)
         for handle in handles:
-            bench.transactions.end(handle, "rollback")
+            bench.transactions.end(handle, "commit")
         with pytest.raises(StoreFullError):
             bench.transactions.run_once(START_MS + OP_EVERY_MS)
     bench.pass_ms(OP_EVERY_MS)
     named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
     assert named == [*range(1200)]
     assert all(len(body) <= 4096 + 5 for body in bench.bodies(OP_TOPIC))
+
+
+def test_a_rollback_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = bench.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(Outlet, "put", full)
+        with pytest.raises(StoreFullError):
+            bench.transactions.end(handle, "rollback")
+    assert bench.transactions.open_transactions() == [handle]
+    bench.transactions.end(handle, "rollback")
+    bench.crash()
+    assert bench.transactions.open_count() == 0
 
 
 # -- beginning -------------------------------------------------------------------------------------------------------
@@ -379,10 +394,36 @@ def test_a_commit_whose_op_was_lost_is_not_made_twice(bench: Bench, save: bool) 
     assert still not in bench.transactions.open_transactions()
 
 
-def test_a_rollback_with_flush_is_not_forgotten_by_a_kill(bench: Bench) -> None:
-    bench.transactions.end(bench.begin(), "rollback", durability="flush")
-    bench.crash()
-    assert bench.transactions.open_count() == 0
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("by_check", [False, True])
+def test_a_rollback_that_returned_survives_a_kill(bench: Bench, save: bool, by_check: bool) -> None:
+    """It was kept in memory for three seconds, and a checker that said commit made the message visible."""
+    handles = [bench.begin(str(i).encode()) for i in range(6)]
+    if by_check:
+        bench.transactions.on_check(GROUP, always(False))
+        bench.pass_ms(CHECK_AFTER_MS)
+    else:
+        for i in (4, 0, 3):
+            bench.transactions.end(handles[i], "rollback")
+    left = [] if by_check else [handles[i] for i in (1, 2, 5)]
+    bench.crash(save=save)
+    assert bench.transactions.open_transactions() == left
+    bench.transactions.on_check(GROUP, always(True))
+    bench.pass_ms(CHECK_AFTER_MS)
+    assert bench.bodies() == [str(handle.offset).encode() for handle in left]
+
+
+@pytest.mark.parametrize(
+    ("of_store", "of_call", "synced"),
+    [("append", None, False), ("append", "flush", True), ("flush", None, True), ("flush", "append", False)],
+)
+@pytest.mark.parametrize("outcome", ["commit", "rollback"])
+def test_an_end_is_as_durable_as_a_put(tmp_path: Path, of_store: Any, of_call: Any, synced: bool, outcome: Any) -> None:
+    with new_parts(tmp_path / "store", durability=of_store).store as store:
+        transactions = Transactions(open_parts(store), lambda: None)
+        handle = transactions.begin("orders", b"b", producer_group=GROUP, durability="flush")
+        transactions.end(handle, outcome, durability=of_call)
+        assert (store.stats().flush_lag_bytes == 0) is synced
 
 
 def test_halves_that_rocketmq_left_are_understood(bench: Bench) -> None:
@@ -572,7 +613,7 @@ def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Be
     bench.clock.advance(10)
     second = bench.begin()
     assert bench.wakes == 1, "it comes for the first anyway"
-    bench.transactions.end(second, "rollback")
+    bench.transactions.end(second, "commit")
     assert bench.wakes == 2, "for the op, in three seconds"
 
 

@@ -1386,6 +1386,11 @@ def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(flushing: Produce
         tx.send("orders", b"y")
         assert syncs.made() == 2  # a half must be known before the work begins
     assert syncs.made() == 1
+    with pytest.raises(ValueError, match="mine"), flushing.transaction() as tx:  # noqa: PT012
+        tx.send("orders", b"z")
+        syncs.made()
+        raise ValueError("mine")
+    assert syncs.made() == 1, "a rollback that a power cut takes back could become a commit"
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
     opened = {handle.transaction_id for handle in bench.service.open_transactions()}
     for identity in on_disk["begun"] - ending:
         assert identity in opened, f"{identity} was flushed and is forgotten"
+    for identity in on_disk["ended"]:
+        assert decided(identity) == "commit" or identity not in opened, f"{identity} was rolled back and is open"
     for identity in on_disk["ended"] - there.keys():
         gone = identity in script.places and script.places[identity] < dropping
         assert decided(identity) == "rollback" or gone, f"{identity} was committed, flushed, and is not there"

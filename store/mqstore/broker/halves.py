@@ -203,8 +203,8 @@ class OpLog:
 
     op         RMQ_SYS_TRANS_OP_HALF_TOPIC, queue 0, tag d, body "12,15," = queue offsets of halves that are done
 
-    add ---> collected, for 3 s or until they take 4096 bytes ---> written as one op
-        ---> needed, until all halves before its largest one are done
+    add ---> collected, for 3 s or until they take 4096 bytes ---> written as one op ---> needed, until all halves
+    write_now ---> written alone                                                   /     before its largest one are done
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -256,15 +256,25 @@ class OpLog:
                         size += len(str(self._gathered[count])) + 1
                         count += 1
                     halves = self._gathered[:count]
-                if self._outlet is None:
-                    self._parts.topics.ensure(OP_TOPIC, 1)
-                    self._outlet = self._parts.store.outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
-                receipt = self._outlet.put("".join(f"{half}," for half in halves).encode(), "append")
+                self._put(halves)
                 with self._lock:
                     del self._gathered[:count]
                     self._gathered_bytes -= size
-                    self._written.append((receipt.offset, max(halves)))
-                    self._end = receipt.offset + 1
+
+    def write_now(self, half: int) -> None:
+        """Put an op for one half. Raises what a put raises, and then there is no op."""
+        with self._writing:
+            self._put([half])
+
+    def _put(self, halves: list[int]) -> None:
+        """Put one op. Call under `_writing`."""
+        if self._outlet is None:
+            self._parts.topics.ensure(OP_TOPIC, 1)
+            self._outlet = self._parts.store.outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
+        receipt = self._outlet.put("".join(f"{half}," for half in halves).encode(), "append")
+        with self._lock:
+            self._written.append((receipt.offset, max(halves)))
+            self._end = receipt.offset + 1
 
     def needed_from(self, half_done: int) -> int:
         """Return the queue offset of the first op still needed if all halves before `half_done` are done."""

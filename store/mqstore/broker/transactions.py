@@ -4,8 +4,8 @@ The clients' side is in clients#transaction.
     begin      half message -> RMQ_SYS_TRANS_HALF_TOPIC, queue 0          REAL_TOPIC, REAL_QID, PGROUP, TRAN_MSG,
                                                                           __transactionId__ = UNIQ_KEY
     commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
-    rollback   an op
-    op         notes that a half is done (`OpLog`)
+    rollback   an op, written before `end` returns
+    op         notes that a half is done (`OpLog`). Those of commits are collected
 
     open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
       |  ^
@@ -18,7 +18,6 @@ The two topics are the state. At open the table is built from them: the halves f
 
     lost with the process           then
     an op of a commit               the commit's copy is found by its key and its half's address: not committed twice
-    an op of a rollback             asked again
     the count of checks             begins at 0, because another producer gave no answer; age still ends it
 
 Half messages do not pass the road. A timer takes effect at the commit, and a delay level is refused. Times are the
@@ -32,6 +31,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Final, Literal, cast
 
@@ -214,7 +214,7 @@ class Transactions(Mechanism):
         """Store a half message with stored properties, reserved ones included. See `begin`.
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
         the topic does not have, and a producer group without a name. If it raises FlushTimeoutError, the half is stored
-        and rolled back. The caller must not run the transaction's work."""
+        and rolled back, or its producer group is asked. The caller must not run the transaction's work."""
         if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:
@@ -264,10 +264,11 @@ class Transactions(Mechanism):
             half = Half(handle, receipt.store_timestamp_ms, immunity, recovered=False)
         finally:
             self._halves.enter(identity, half)
-        if late is not None:
-            self.end(handle, "rollback", from_check=True)
-            raise late
         self._due_at(half.next_ms)
+        if late is not None:
+            with suppress(MQStoreError):  # nothing can be written now: its producer group is asked
+                self.end(handle, "rollback", from_check=True, durability="append")
+            raise late
         return handle
 
     # -- ending -----------------------------------------------------------------------------------------------------
@@ -283,11 +284,11 @@ class Transactions(Mechanism):
         """Commit or roll back, by handle or id. The outcome "unknown" changes nothing.
 
         Returns the receipt of the visible message. It is None for a rollback, and for a commit of an earlier process.
-        The same end again returns the same, and writes nothing. With "flush" it is on disk on return. Raises
+        On return either outcome is as durable as a put. The same end again returns the same, and writes nothing. Raises
         ConfigError for another outcome. Raises InvalidMessageError (field "transaction_id") for a transaction never
         seen, or one that ended before the last 20,000. Raises TransactionStateError for one that ended the other way or
         whose immunity is over, and LookupError if its record was damaged. Raises what a put raises. Then it is still
-        open, but after FlushTimeoutError it is committed, of unknown durability."""
+        open, but after FlushTimeoutError it has ended, of unknown durability."""
         if outcome not in ("commit", "rollback", "unknown"):
             raise ConfigError(f"a transaction ends with 'commit' or 'rollback' ('unknown': not yet), not {outcome!r}")
         if outcome == "unknown":
@@ -302,6 +303,8 @@ class Transactions(Mechanism):
                     self._refuse_late(half)
                 if outcome == "commit":
                     late = self._commit(half, durability)
+                else:
+                    self._ops.write_now(half.handle.offset)
                 self._end(half, outcome)
             elif half.ended != outcome:
                 raise TransactionStateError(
@@ -309,9 +312,9 @@ class Transactions(Mechanism):
                 )
         if late is not None:
             raise late
+        if outcome == "rollback":  # a commit has waited for its copy
+            durability = durability or self._store.durability
         if durability == "flush":
-            if outcome == "rollback":  # only the op has it; a commit is known by its copy
-                self._ops.write()
             self._store.flush()
         return half.receipt
 
@@ -367,10 +370,11 @@ class Transactions(Mechanism):
         return False
 
     def _end(self, half: Half, outcome: Ended) -> None:
-        """Note that a half has ended, and collect its op. Never fails, because the decision is final."""
+        """Note that a half has ended, and collect its op. Never fails, because the decision is final.
+        The op of a rollback is written already: nothing else in the log shows it."""
         self._halves.end(half, outcome)
         self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
-        if self._ops.add(half.handle.offset):
+        if outcome != "rollback" and self._ops.add(half.handle.offset):
             try:
                 self._ops.write()
             except MQStoreError as error:  # it has ended anyway; `run_once` writes them when it can

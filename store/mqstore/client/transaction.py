@@ -205,9 +205,14 @@ class Transaction:
     def _roll_back(self, cause: BaseException) -> None:
         """Roll back all messages. Errors are logged, so that the caller sees why it was rolled back."""
         self._state = "rollback"
-        for _, error in self._end_all("rollback", cause):
-            if error is not None:
-                _log.warning("a transaction could not be rolled back yet: %s", error)
+        errors = [error for _, error in self._end_all("rollback", cause) if error is not None]
+        if self._flush:
+            try:
+                self._sync()
+            except MQStoreError as late:
+                errors.append(late)
+        for each in errors:
+            _log.warning("a transaction could not be rolled back yet: %s", each)
 
     def _end_all(
         self, outcome: Literal["commit", "rollback"], cause: BaseException | None
