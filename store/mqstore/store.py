@@ -283,6 +283,9 @@ class Store(Closing, Sending):
         except TopicNotFoundError:
             if not self._is_empty(topic, queue_id):
                 raise
+        except OffsetOutOfRangeError:
+            self.queues(topic)  # raises TopicNotFoundError if it was deleted
+            raise
         if offset:
             raise OffsetOutOfRangeError(f"{topic!r}, queue {queue_id} is empty: offset {offset} is not there", 0, 0)
         return []
@@ -311,11 +314,15 @@ class Store(Closing, Sending):
         yield from self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
 
     def _is_empty(self, topic: str, queue_id: int | None) -> bool:
-        """Return True if an existing queue, or all queues of an existing topic, never had a message."""
+        """Return True if an existing queue, or all queues of an existing topic, never had a message.
+        A topic that was deleted and created again counts as new."""
         if self._broker is None or (config := self._broker.topics.get(topic)) is None:
             return False
         if queue_id is None:
-            return all(self.log.offsets_or_none(*ref) is None for ref in self.queues(topic))
+            try:
+                return not self.log.queues(topic)
+            except TopicNotFoundError:
+                return True
         known = 0 <= queue_id < max(config.read_queues, config.write_queues)
         return known and not self.closed and self.log.offsets_or_none(topic, queue_id) is None
 

@@ -167,7 +167,7 @@ static int choose_queue(Sender *self, Outgoing *message)
     PyObject *queues = config ? PyObject_GetAttr(config, write_queues_name) : NULL;
     int beyond = 0, done = 0;
     long count = queues && PyLong_CheckExact(queues) ? PyLong_AsLongAndOverflow(queues, &beyond) : 0;
-    if (beyond || count < 1) {
+    if (beyond || count < 1 || (wanted && group)) {
         done = 0;
     } else if (wanted) {
         long id = PyLong_AsLongAndOverflow(wanted, &beyond);

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey
+from mqstore.broker.names import QueueKey
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
@@ -323,12 +323,12 @@ def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
     reopened = _Topics(topics.path)
     for table, offsets in ((topics.table, topics.offsets), (reopened.table, reopened.offsets)):
         assert table.entered("a") is None
-        assert [offsets.start_of("a", queue_id) for queue_id in range(3)] == [3, 0, 1]
+        assert [offsets.bounds("a", queue_id) for queue_id in range(3)] == [(3, 3), (0, 0), (1, 1)]
     assert reopened.table.get("a") is None
     assert reopened.table.names() == []
     assert reopened.table.for_send("a").write_queues == 4
     assert reopened.store.put("a", b"new", 0).offset == 3
-    assert reopened.offsets.start_of("a", 0) == 3
+    assert reopened.offsets.bounds("a", 0) == (3, 4)
     reopened.store.close()
     topics.store = open_store(topics.path)
 
@@ -339,7 +339,7 @@ def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics)
     assert topics.table.get("a") is None
     topics.fill("a", 1)
     assert topics.table.need("a").read_queues == 2
-    assert topics.offsets.start_of("a", 1) == 2
+    assert topics.offsets.bounds("a", 1) == (2, 3)
 
 
 def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
@@ -356,7 +356,8 @@ def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
     assert topics.table.for_send("a")
     with pytest.raises(ConfigError):
         topics.table.create("a", exist_ok=False)
-    topics.table.delete("a")  # START_GROUP's progress is nobody's
+    topics.offsets.move_start("a", 0, 1)
+    topics.table.delete("a")  # a logical start is no group's progress
 
 
 def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> None:
@@ -390,11 +391,11 @@ def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path)
         topics.table = table = topics.again()
         offsets = topics.offsets
         entered = table.get("a") is not None
-        start, progress = offsets.start_of("a", 0), offsets.committed(QueueKey("g", "a", 0))
-        assert (entered, start, progress) in {(True, 0, 2), (True, 3, None), (False, 3, None)}
+        first, progress = offsets.bounds("a", 0)[0], offsets.committed(QueueKey("g", "a", 0))
+        assert (entered, first, progress) in {(True, 0, 2), (True, 3, 2), (True, 3, None), (False, 3, None)}
         if entered:
             table.delete("a", force=True)
-        assert (table.get("a"), offsets.start_of("a", 0)) == (None, 3)
+        assert (table.get("a"), offsets.bounds("a", 0)) == (None, (3, 3))
         topics.store.close()
         if done:
             assert not entered
@@ -485,11 +486,26 @@ def test_listeners_may_ask_and_change_the_table(topics: _Topics) -> None:
     assert topics.table.names() == ["%RETRY%g", "a"]
 
 
-def test_a_deleted_topics_start_is_the_engines_group_in_the_offsets_file(topics: _Topics) -> None:
+def test_the_place_of_a_deletion_is_in_a_file_of_the_log(topics: _Topics) -> None:
     topics.fill("a", 0, 2)
-    topics.table.delete("a")
-    table = json.loads((topics.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
-    assert table == {f"a@{START_GROUP}": {"0": 2}, f"a@{DELETED_GROUP}": {"0": topics.store.max_offset}}
+    topics.offsets.commit(QueueKey("g", "a", 0), 1)
+    topics.table.delete("a", force=True)
+    config = topics.path / "config"
+    assert json.loads((config / "consumerOffset.json").read_text())["offsetTable"] == {}
+    noted = {"topics": {"a": topics.store.max_offset}, "ends": {"a": {"0": 2}}}
+    assert json.loads((config / "deletedTopics.json").read_text()) == noted
+
+
+def test_offsets_left_by_a_deletion_cut_short_can_be_deleted(topics: _Topics) -> None:
+    """Without an entry such a topic does not exist any more once its messages are gone."""
+    topics.fill("a", 0, 2)
+    topics.offsets.commit(QueueKey("g", "a", 0), 1)
+    topics.store.delete_topics(["a"])
+    assert topics.table.get("a") is None
+    topics.table.delete("a", force=True)
+    assert topics.offsets.groups_of("a") == set()
+    with pytest.raises(TopicNotFoundError):
+        topics.table.delete("a")
 
 
 def test_queues_count_for_both_when_altered_as_when_created(topics: _Topics) -> None:

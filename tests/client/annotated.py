@@ -21,3 +21,18 @@ def use(consumer: mqstore.PushConsumer) -> None:
 
     @consumer.subscribe("orders")  # type: ignore[type-var]
     def none(number: int) -> None: ...
+
+
+class Words:
+    """A codec with parameter names of its own. pyright refused it, and those of the pages."""
+
+    def encode(self, words: list[str]) -> bytes:
+        return " ".join(words).encode()
+
+    def decode(self, data: bytes) -> list[str]:
+        return data.decode().split()
+
+
+def queue_of(store: mqstore.Store) -> mqstore.Queue:
+    codec: mqstore.Codec = Words()
+    return store.queue("words", codec=codec)

@@ -787,8 +787,9 @@ def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) 
 async def test_one_send_may_have_its_selector(store: aio.Store, way: str) -> None:
     await store.create_topic("t", queues=8)
     async with store.producer() as producer:
-        await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
-    [message] = await store.read("t", 5, 0)
-    assert message.message_group == "7"
+        await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5])
+        with pytest.raises(mqstore.errors.InvalidMessageError, match="message_group chooses"):
+            await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
+    assert len(await store.read("t", 5, 0)) == 1
     with pytest.raises(mqstore.errors.InvalidMessageError, match="send_many"):
         await store.put_many("t", [b"x"], delay=5)

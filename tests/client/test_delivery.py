@@ -3,7 +3,8 @@ for groups with and without order, whose engines differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,39 @@ def test_one_that_comes_again_is_shown_as_it_was_sent(bench: Bench, consumer: Si
     assert (message.body, message.tag, message.keys, dict(message.properties)) == (b"a", "red", ("k",), {"p": "1"})
     assert message.unique_key == first.unique_key
     assert message.queue.topic == ("t" if consumer.ordered else "%RETRY%g+t")
+
+
+FACTS = (
+    *("topic", "queue", "offset", "body", "text", "tag", "keys", "properties", "unique_key", "message_id", "attempt"),
+    *("reconsume_times", "tags_code", "message_group", "born_host", "store_timestamp_ms", "physical_offset", "flag"),
+)
+
+
+def facts_of(message: Message) -> list[Any]:
+    found = [getattr(message, name) for name in FACTS]
+    return [each() if callable(each) else dict(each) if isinstance(each, Mapping) else each for each in found]
+
+
+@pytest.mark.parametrize("batch", [1, 40], ids=["one", "a batch of arrays"])
+def test_messages_can_be_pickled(bench: Bench, consumer: SimpleConsumer, batch: int) -> None:
+    """The pages offer a process pool for handlers that compute: a task's message could not be passed to it."""
+    producer = mqstore.Producer(bench.broker, compress_over=100)
+    for body in (b"small", b"large" * 1000):
+        producer.send("t", body, tag="a", keys="k", properties={"p": "x"}, flag=7, queue_id=0)
+    bench.broker.put_many("t", [b"more"] * (batch - 1), queue_id=0)
+    [delivery] = consumer.receive(1, wait=0)
+    first = delivery.message
+    delivery.nack(0)
+    bench.advance(1)
+    received = (each.message for _ in range(20) for each in consumer.receive(32, wait=0))
+    again = next(message for message in received if message.attempt == 2)
+    messages = [first, again, *bench.broker.read("t", 0, 0, 64).messages]
+    expected = [facts_of(message) for message in messages]
+    copies = pickle.loads(pickle.dumps(messages))
+    assert copies == messages
+    bench.broker.close()
+    assert [facts_of(copy) for copy in copies] == expected
+    assert again.topic == "t", "as it was sent"
 
 
 def test_a_receipt_settles_from_elsewhere(bench: Bench, consumer: SimpleConsumer) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -371,25 +372,51 @@ def test_a_message_group_goes_to_the_queue_that_the_jump_hash_names(bench: Bench
         assert found["4711"] == found["'4711'"] == (found["4711"][0], "4711")  # it may be a number
 
 
-def test_a_selector_decides_for_groups_and_for_none(bench: Bench) -> None:
+def test_a_selector_decides_unless_a_queue_is_named(bench: Bench) -> None:
     asked: list[tuple[int, str | None]] = []
 
     def like_4x(queues: Any, group: str | None) -> QueueRef:
         asked.append((len(queues), group))
-        return queues[java_selector_queue(group or "", len(queues))]  # type: ignore[no-any-return]
+        return queues[java_selector_queue("order-1", len(queues))]  # type: ignore[no-any-return]
 
     bench.broker.topics.create("orders", queues=8)
     producer = bench.producer(selector=like_4x)
 
-    for group, (_, queue_id) in VECTORS.items():
-        assert producer.send("orders", b"x", message_group=group).queue_id == queue_id
-        producer.submit("orders", b"x", message_group=group)
-    producer.flush()
-    assert producer.send("orders", b"x").queue_id == 0
+    assert producer.send("orders", b"x").queue_id == VECTORS["order-1"][1]
     assert producer.send("orders", b"x", queue_id=5).queue_id == 5
-    assert {receipt.queue_id for receipt in producer.send_many("orders", [b"x", b"y"])} == {0}
-    assert asked[-2:] == [(8, None), (8, None)]
-    assert {message.message_group for message in bench.stored()} == {None, *VECTORS}
+    assert {receipt.queue_id for receipt in producer.send_many("orders", [b"x", b"y"])} == {6}
+    assert asked == [(8, None), (8, None)]
+
+
+def _third(queues: Any, group: str | None) -> Any:
+    return queues[3]
+
+
+_GROUP: dict[str, Any] = {"message_group": "g"}
+TWO_CHOICES: dict[str, Callable[[Bench], object]] = {
+    "send": lambda bench: bench.producer().send("orders", b"x", queue_id=3, **_GROUP),
+    "send_oneway": lambda bench: bench.producer().send_oneway("orders", b"x", queue_id=3, **_GROUP),
+    "submit": lambda bench: bench.producer().submit("orders", b"x", queue_id=3, **_GROUP),
+    "send_many": lambda bench: bench.producer().send_many("orders", [OutgoingMessage(b"x", queue_id=3, **_GROUP)]),
+    "send_many to a queue": lambda bench: bench.producer().send_many("orders", [b"x"], queue_id=3, **_GROUP),
+    "send, selector": lambda bench: bench.producer().send("orders", b"x", selector=_third, **_GROUP),
+    "submit, selector": lambda bench: bench.producer().submit("orders", b"x", selector=_third, **_GROUP),
+    "selector of the producer": lambda bench: bench.producer(selector=_third).send("orders", b"x", **_GROUP),
+    "a hook": lambda bench: bench.producer(interceptors=[Recorder(lambda message: replace(message, queue_id=3))]).send(
+        "orders", b"x", **_GROUP
+    ),
+    "put": lambda bench: bench.broker.put("orders", b"x", queue_id=3, **_GROUP),
+    "put_async": lambda bench: bench.broker.put_async("orders", b"x", queue_id=3, **_GROUP).result(0),
+}
+
+
+@pytest.mark.parametrize("way", TWO_CHOICES)
+def test_a_message_group_excludes_another_choice_of_queue(bench: Bench, way: str) -> None:
+    """The message went to the other queue, and the order of its group was lost without a word."""
+    bench.broker.put("orders", b"first")  # so that compiled parts know the topic
+    with pytest.raises(InvalidMessageError, match="message_group chooses the queue"):
+        TWO_CHOICES[way](bench)
+    assert bench.sent() == [b"first"]
 
 
 @pytest.mark.parametrize("chosen", [None, 0, ("others", 0), QueueRef("orders", 4), QueueRef("orders", -1)], ids=str)
@@ -412,7 +439,6 @@ def test_a_selector_names_a_queue_of_the_topic(bench: Bench, chosen: Any) -> Non
         ({"message_group": "g"}, 3),
         ({"queue_id": 1}, 1),
         ({"selector": True}, 1),
-        ({"selector": True, "message_group": "g"}, 1),
         ({"retries": 0}, 1),
     ],
     ids=str,
@@ -1393,6 +1419,46 @@ def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(flushing: Produce
     assert syncs.made() == 1, "a rollback that a power cut takes back could become a commit"
 
 
+@pytest.mark.parametrize(
+    ("answers", "outcome", "sent", "open_after"),
+    [
+        ((True, True), "commit", 2, 0),
+        ((True, False), "rollback", 0, 0),
+        ((False, None), "rollback", 0, 0),
+        ((True, None), None, 0, 2),
+        ((True, ValueError("database gone")), None, 0, 2),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_checked_ends_by_the_checkers_answers(
+    bench: Bench, answers: Any, outcome: str | None, sent: int, open_after: int
+) -> None:
+    """SQLAlchemy's `with Session()` does not commit: the message was sent all the same, and nobody was asked."""
+    said = list(answers)
+
+    def committed(message: Message) -> Any:
+        answer = said.pop(0) if said else True
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with bench.producer(checker=committed) as producer:
+        tx = producer.transaction(check=True)
+        with nullcontext() if outcome == "commit" else pytest.raises(TransactionStateError) as caught, tx:
+            tx.send("orders", b"x")
+            tx.send("orders", b"y")
+        if caught is not None:
+            assert caught.value.outcome == outcome
+        assert (len(bench.sent()), bench.broker.stats().open_transactions) == (sent, open_after)
+        bench.advance(CHECK_MS + AGAIN_MS)  # what was not known is asked again
+        assert (len(bench.sent()), bench.broker.stats().open_transactions) == (sent + open_after, 0)
+
+
+def test_a_block_is_checked_only_with_a_checker(bench: Bench) -> None:
+    with pytest.raises(mqstore.errors.ConfigError, match="checker"):
+        bench.producer().transaction(check=True)
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
@@ -1472,7 +1538,7 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
     hooks = [Recorder()] if hooked else []
     with bench.producer(selector=lambda queues, group: queues[2], interceptors=hooks) as producer:
         send = getattr(producer, way)
-        send("orders", b"mine", selector=last, message_group=7)
+        send("orders", b"mine", selector=last)
         send("orders", b"its")
         producer.run_once()
         with pytest.raises(InvalidMessageError, match="exclude"):
@@ -1480,4 +1546,4 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
         with pytest.raises(mqstore.errors.ConfigError, match="selector"):
             send("orders", b"none", selector="last")
     assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
-    assert asked == [(8, "7")]
+    assert asked == [(8, None)]

@@ -208,11 +208,11 @@ class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer])
 
     # -- transactions -----------------------------------------------------------------------------------------------
 
-    def transaction(self) -> Transaction:
+    def transaction(self, *, check: bool = False) -> Transaction:
         """Return a transaction for `async with`, as `mqstore.Producer.transaction` does.
         A cancelled block is rolled back."""
         self._check()
-        return Transaction(self._bridge, self.sync.transaction)
+        return Transaction(self._bridge, partial(self.sync.transaction, check=check))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

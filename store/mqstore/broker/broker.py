@@ -186,7 +186,9 @@ class Broker(Closing, Sending):
         store.room.start()
 
     def _topic_changed(self, topic: str) -> None:
-        if (config := self.topics.get(topic)) is None or not config.readable:
+        if (config := self.topics.get(topic)) is None:
+            self._metrics.forget(topic=topic)
+        if config is None or not config.readable:
             self._waiters.wake_all(topic)  # a waiter then finds that it is gone or not readable, and raises
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:
@@ -401,6 +403,8 @@ class Broker(Closing, Sending):
         if members := self.members.members(group):
             raise GroupInUseError(f"group {group!r} has members: {', '.join(members[:10])}; let them leave first")
         delete_group(self._parts, group)
+        self.locks.forget(group)
+        self._metrics.forget(group=group)
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Return the failed attempts of an orderly group, by offset."""

@@ -167,7 +167,8 @@ class ConfigFile:
         self.problems.append(problem)
         _log.warning("%s", problem)
 
-    def _writable(self) -> MessageStore:
+    def writable(self) -> MessageStore:
+        """Return the store. Raises ReadOnlyStoreError if it is open for reading."""
         if self._store.mode != "rw":
             raise ReadOnlyStoreError(refusal_to_reader(self._store.path, self._store.fs))
         return cast("MessageStore", self._store)
@@ -175,14 +176,14 @@ class ConfigFile:
     def flush_log(self) -> None:
         """Flush the log, because the next save rests on all messages that were put before it.
         Raises what `MessageStore.flush` raises, and ReadOnlyStoreError."""
-        self._writable().flush()
+        self.writable().flush()
 
     def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
         """Save `value`, and the members of the loaded file that it does not name.
         A save is durable, except with `quick_log_end`. That is a quick save, which rests on the log up to there and is
         allowed only after `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError. The
         file is then as it was before."""
-        store = self._writable()
+        store = self.writable()
         fs = store.fs
         store.check_open()  # else another process may hold the lock now and have saved another value
         if not self.has_saved:  # the process before may have been killed before it synced folder and file

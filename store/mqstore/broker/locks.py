@@ -146,6 +146,12 @@ class QueueLocks:
             self._tell(group)
         return given
 
+    def forget(self, group: str) -> None:
+        """Forget the locks of a deleted group, unless one is at work."""
+        with self._mutex:
+            if not any(lease.at_work for lease in self._leases.get(group, {}).values()):
+                self._leases.pop(group, None)
+
     def owner(self, group: str, queue: QueueRef) -> str | None:
         """Return the client that holds `queue`, or None if it is free or expired. Renews nothing."""
         with self._mutex:

@@ -13,7 +13,6 @@ from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.log.names import HALF_TOPIC, MAX_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, TIMER_TOPIC
 
 __all__ = [
-    "DELETED_GROUP",
     "DLQ_PREFIX",
     "HALF_TOPIC",
     "MAX_GROUP",
@@ -50,12 +49,9 @@ SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
 """Group whose dead letters are delayed messages that could not be restored."""
 POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
 TRANS_GROUP = "CID_RMQ_SYS_TRANS"
-DELETED_GROUP = "CID_RMQ_SYS_DELETED"
-"""Group whose offset in queue 0 is the log end at the last deletion of a topic of that name.
-Earlier messages that wait for their time are not delivered to it."""
 START_GROUP = "CID_RMQ_SYS_START"
 """Group whose offset is a queue's logical start.
-Earlier messages were purged, replayed, expired, or belonged to a deleted topic of that name."""
+Earlier messages were purged, replayed or expired."""
 
 MAX_GROUP = 120
 _NO_GROUP = "DEFAULT_CONSUMER"

@@ -26,9 +26,8 @@ The file is `config/consumerOffset.json` (delivery#saved-offsets). Between two s
 Offsets that processes beside the owner publish (`published.py`; Spark's `commitGroup`) are added as commits at opening,
 every `commit_interval` and at closing. A process that opens the store for reading sees them earlier.
 
-The group `START_GROUP` keeps each queue's *logical start* in the same table: earlier messages were purged, or belonged
-to a deleted topic of that name. A start only moves forward, and survives the removal of groups and topics. So does the
-offset of `DELETED_GROUP`, which is an offset of the log and not of a queue.
+The group `START_GROUP` keeps each queue's *logical start* in the same table: earlier messages were purged. A start only
+moves forward, and survives the removal of groups. It is removed with its topic: the log hides what was deleted.
 
 Dead letters behind a logical start that were sent again are in the file as `"sentLetters": {TOPIC: [[start, stop],
 ...]}`, ascending and apart. Without any, the file has no such member. A start that reaches a range moves to its end.
@@ -45,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
 from mqstore.broker.mechanism import Mechanism
-from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey, is_system_group
+from mqstore.broker.names import START_GROUP, QueueKey, is_system_group
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import ConfigError
 from mqstore.files.jsonfile import EncodedEntry
@@ -274,33 +273,28 @@ class OffsetTable(OffsetFields, Mechanism):
         if self._store.mode == "rw":
             self._published.forget(group)
 
-    def _remove_topic(self, topic: str) -> None:
-        """Forget every group's offsets in a topic. Its logical starts stay, because numbering continues."""
-        groups = self._committed.pop(topic, {})
-        if kept := {group: groups[group] for group in (START_GROUP, DELETED_GROUP) if group in groups}:
-            self._committed[topic] = kept
-        self._changes += len(groups)
-        self._forget(lambda key: key.topic == topic)
+    def remove_topics(self, topics: Iterable[str]) -> None:
+        """Forget all offsets in deleted topics, on disk when this returns.
+        If it raises what `save` raises, the next save writes it."""
+        with self._lock:
+            for topic in topics:
+                self._changes += len(self._committed.pop(topic, {}))
+                self._sent.pop(topic, None)
+            self._forget(lambda key: key.topic in topics)
+        self.save()
 
-    def move_starts(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
+    def move_starts(self, topics: Mapping[str, Mapping[int, int]]) -> None:
         """Move the logical starts of queues (topic -> queue id -> offset). They are on disk on return.
-        A group behind a start continues there. Offsets beyond the start stay, so a late call redelivers nothing. With
-        `deleted` every group's offsets in the topics are forgotten, and messages that wait for these topics are
-        dropped, too (`deleted_at`). Raises what `save` raises, and then nothing changed."""
+        A group behind a start continues there. Offsets beyond the start stay, so a late call redelivers nothing. Raises
+        what `save` raises, and then nothing changed."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
             sent = dict(self._sent)
             for topic, ends in topics.items():
                 before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
-                if deleted:
-                    self._remove_topic(topic)
-                else:
-                    self._raise_to(topic, ends)
+                self._raise_to(topic, ends)
                 for queue_id, offset in ends.items():
                     self._move_start(topic, queue_id, offset)
-                if deleted:
-                    self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
-                    self._changes += 1
         try:
             self.save()
         except BaseException:
@@ -362,17 +356,15 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def start_of(self, topic: str, queue_id: int) -> int:
         """Return the logical start of a queue, before which no message counts. It is usually 0."""
-        return self.committed(QueueKey(START_GROUP, topic, queue_id)) or 0
+        start = self.committed(QueueKey(START_GROUP, topic, queue_id)) or 0
+        if self._store.deleted_at(topic) and (bounds := self._store.offsets_or_none(topic, queue_id)) is not None:
+            return max(start, bounds[0])
+        return start
 
     def bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
         """Return (offset of the first message that counts, offset of the next one), equal without messages."""
         low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
         return min(high, max(low, self.start_of(topic, queue_id))), high
-
-    def deleted_at(self, topic: str) -> int:
-        """Return the physical offset of the topic's last deletion. It is usually 0.
-        Waiting messages before it do not belong to the topic."""
-        return self.committed(QueueKey(DELETED_GROUP, topic, 0)) or 0
 
     def move_start(self, topic: str, queue_id: int, offset: int) -> None:
         """Move a queue's logical start to `offset`. A lower offset changes nothing."""
@@ -529,10 +521,7 @@ class OffsetTable(OffsetFields, Mechanism):
                 self._change(f"{where}: offset {offset} is negative; it counts as never committed")
             else:
                 topic, _, group = key.partition("@")
-                offset = self._lowered(where, topic, queue_id, offset, group=group)
-                # No message can wait for a topic whose deletion is before the log's first record.
-                if group != DELETED_GROUP or self._store.mode != "rw" or offset > self._store.min_offset:
-                    yield queue_id, offset
+                yield queue_id, self._lowered(where, topic, queue_id, offset, group=group)
 
     def _fold(self) -> None:
         """Take over published offsets, except in queues that do not exist."""
@@ -554,17 +543,15 @@ class OffsetTable(OffsetFields, Mechanism):
                     self.commit(key, offset)
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, *, group: str = "") -> int:
-        of_log = group == DELETED_GROUP
         end = offset
         if self._store.mode == "rw":  # for a reader the writer may be ahead of the queues that this process has seen
-            end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+            end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         noted = self._noted
-        if noted is not None and (noted.readable or group not in (START_GROUP, DELETED_GROUP)):
-            end = min(end, noted.log_end if of_log else noted.of(topic, queue_id))
+        if noted is not None and (noted.readable or group != START_GROUP):
+            end = min(end, noted.of(topic, queue_id))
         if offset <= end:
             return offset
-        what = "log" if of_log else "queue"
-        self._change(f"{where}: offset {offset} lies behind the end of the {what}; it is lowered to {end}")
+        self._change(f"{where}: offset {offset} lies behind the end of the queue; it is lowered to {end}")
         return end
 
     def _change(self, problem: str) -> None:

@@ -61,7 +61,8 @@ __all__ = ["AsyncPuts", "DelayedReceipt", "Road", "SendOptions"]
 class SendOptions(PutOptions, total=False):
     """Options of a put: those of `MessageStore.put`, delays, and `compressed`.
 
-    At most one of `message_group`, `delay`, `deliver_at` and `delay_level` may be given. With `compressed` the body is
+    At most one of `message_group`, `delay`, `deliver_at` and `delay_level` may be given. A message group chooses the
+    queue, so it excludes `queue_id`. With `compressed` the body is
     already a zlib stream, and readers get it inflated.
 
     >>> import mqstore, tempfile
@@ -107,6 +108,7 @@ class Road(Sending):
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
+        topics.on_change.append(self._turns.forget)
         self._sender = self._writer.sender(
             topics=topics,
             counters=self._turns.counters,
@@ -130,12 +132,14 @@ class Road(Sending):
         `recall_handle`. `delay_level` delays it by a level of the table. Raises InvalidMessageError,
         TopicNotFoundError, NotPermittedError, and what `MessageStore.put` raises."""
         config = self._topics.for_send(topic)
+        group = options.get("message_group")
         if queue_id is None:
-            group = options.get("message_group")
             if group is None:
                 queue_id = self._turns.next(topic, config.write_queues)
             else:
                 queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
+        elif group is not None:
+            raise InvalidMessageError("message_group chooses the queue: leave out queue_id", "queue_id")
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
                 f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
@@ -213,7 +217,7 @@ class Road(Sending):
         """Return the queue of `topic` for a message that waited for `queue_id`.
         If there is no such queue now, the message goes to another, as if it were put again. None: the topic was deleted
         meanwhile."""
-        if message.physical_offset < self._offsets.deleted_at(topic):
+        if message.physical_offset < self._store.deleted_at(topic):
             return None
         config = self._topics.entered(topic)
         if config is None or queue_id < _queues_read(config):
@@ -224,7 +228,7 @@ class Road(Sending):
 
     def settled_queues(self, topic: str) -> int:
         """Return the queue id below which all waiting messages keep their queue. For others call `home`."""
-        if self._offsets.deleted_at(topic):
+        if self._store.deleted_at(topic):
             return 0
         return _queues_read(self._topics.entered(topic))
 

@@ -152,6 +152,10 @@ class RoundRobin:
         self.counters: dict[str, Iterator[int]] = {}
         self._lock = threading.Lock()
 
+    def forget(self, topic: str) -> None:
+        """Begin with a new number at the next message of a topic that was changed or deleted."""
+        self.counters.pop(topic, None)
+
     def next(self, topic: str, queues: int) -> int:
         """Return the next queue id of `topic`, 0 <= id < `queues`. Raises ZeroDivisionError without queues."""
         counter = self.counters.get(topic)

@@ -10,12 +10,11 @@ found      nowhere; it has consume queues     read = write = highest queue id + 
                                               only, until `alter` or `ensure` enters it or it is deleted
 =========  =================================  ==========================================================================
 
-    unknown --create, ensure, for_send--> entered --delete--> unknown, its queues out of reach
+    unknown --create, ensure, for_send--> entered --delete--> unknown, its messages out of reach
     found --alter, ensure--> entered;  found --delete--> unknown
 
-Deletion does not remove queues, but moves each one's logical start to its end (delivery#topics). A topic without an
-entry does not exist if all its queues end at their logical start. Offsets are saved first, then the entry. A crash in
-between leaves an empty topic that can be deleted again.
+Deletion first removes the messages (`MessageStore.delete_topics`), then offsets, then the entry. A crash in between
+leaves an empty topic, or offsets in an unknown one. It can be deleted again.
 
 A put costs one dict look-up here: `_sendable` holds only the topics that any user may send to. The store is never asked
 under the table's lock, because it may dispatch meanwhile, and call waiters.
@@ -198,22 +197,11 @@ class TopicTable:
 
     def _found(self, name: str) -> TopicConfig | None:
         """Return the configuration of a topic without an entry, by its queues, or None."""
-        queue_ids = self._queue_ids(name)
-        if not any(self._holds(name, queue_id) for queue_id in queue_ids):
-            return None  # never created, or deleted
-        count = max(queue_ids) + 1
-        return TopicConfig(name, count, count)
-
-    def _queue_ids(self, name: str) -> list[int]:
         try:
-            return [queue.queue_id for queue in self._store.queues(name)]
+            count = self._store.queues(name)[-1].queue_id + 1
         except TopicNotFoundError:
-            return []
-
-    def _holds(self, name: str, queue_id: int) -> bool:
-        """Return True if a queue ever had a message that counts, even one that was dropped."""
-        bounds = self._store.offsets_or_none(name, queue_id)
-        return bounds is not None and bounds[1] > self._offsets.start_of(name, queue_id)
+            return None
+        return TopicConfig(name, count, count)
 
     def _admit(self, name: object) -> TopicConfig:
         if not isinstance(name, str):
@@ -330,12 +318,13 @@ class TopicTable:
 
         Disk space is freed as segments are dropped. A message that is put meanwhile may create the topic again, with
         only itself. Raises TopicNotFoundError, NotPermittedError for a system topic, and without `force` ConfigError
-        while a group has committed offsets in it. If it cannot be saved, raises what `OffsetTable.save` and `create`
-        raise. The topic may then be empty, but exists and can be deleted again."""
+        while a group has committed offsets in it. If it cannot be saved, raises what `MessageStore.delete_topics`,
+        `OffsetTable.save` and `create` raise. The topic may then be empty, and can be deleted again."""
         self._refuse_system(name, "deleted")
-        self.need(name)
         groups = self._offsets.groups_of(name)
-        if groups and not force:
+        if not groups:
+            self.need(name)
+        elif not force:
             raise ConfigError(
                 f"topic {name!r} is consumed by {', '.join(sorted(groups))}; deleting it takes `force`, "
                 f"and what they have not consumed is lost"
@@ -378,13 +367,10 @@ class TopicTable:
     def _remove(self, names: Sequence[str]) -> None:
         if not names:
             return
-        ends = {}
-        for gone in names:
-            bounds = {queue_id: self._store.offsets_or_none(gone, queue_id) for queue_id in self._queue_ids(gone)}
-            ends[gone] = {queue_id: each[1] for queue_id, each in bounds.items() if each is not None}
-        self._offsets.move_starts(ends, deleted=True)
+        self._file.writable().delete_topics(names)
+        self._offsets.remove_topics(names)
         with self._lock:
-            self._write({key: value for key, value in self._entered.items() if key not in ends})
+            self._write({key: value for key, value in self._entered.items() if key not in names})
         for gone in names:
             self._tell(gone)
 

@@ -113,6 +113,7 @@ class Transactions(Mechanism):
         self._clock = parts.clock
         self._wake = wake
         self._turns = RoundRobin()
+        parts.topics.on_change.append(self._turns.forget)
         age = (parts.config.retention or Retention()).age
         self._age_ms = None if age is None else milliseconds(age, "retention.age")
         self._callbacks: dict[str | None, CheckCallback] = {}
@@ -528,6 +529,10 @@ class Transactions(Mechanism):
             yield Pin(half.handle.physical_offset, HALF_TOPIC, _QUEUE, TRANS_GROUP, why)
 
     # -- inspection -------------------------------------------------------------------------------------------------
+
+    def half_message(self, transaction: TransactionHandle) -> Message:
+        """Return the half message, as checks get it. Raises LookupError if its record is damaged."""
+        return self._store.at(transaction.physical_offset)
 
     def get(self, transaction_id: str) -> TransactionHandle | None:
         """Return the open transaction of that id, or None."""

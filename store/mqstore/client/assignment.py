@@ -413,7 +413,7 @@ class Assignment:
         if not messages_max:
             self._full_times += 1
             if self._full_times % 1_000 == 1:
-                _log.info("group %s: %s/%d is full: %s", self.group, *queue.queue, queue.info(queue.last_pull_ms))
+                _log.info("group %s: prefetch of %s/%d is full", self.group, *queue.queue)
             if queue.begins_to_have_room():
                 self._submit_pull(queue)
             return

@@ -36,10 +36,10 @@ class Codec(Protocol):
     7
     """
 
-    def encode(self, item: Any) -> bytes:
+    def encode(self, item: Any, /) -> bytes:
         """Return the bytes to store. Raises InvalidMessageError, ValueError or TypeError for a bad item."""
 
-    def decode(self, body: bytes) -> Any:
+    def decode(self, body: bytes, /) -> Any:
         """Return the item of these bytes. Raises ValueError if they hold none."""
 
 

@@ -66,6 +66,10 @@ class _Shown(Message):
         self._topic = topic
         self._redeliveries = redeliveries
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        stored = Message(self._batch, self._start, self.offset, self._body_end)
+        return _Shown, (stored, self._topic, self._redeliveries)
+
     @property
     def topic(self) -> str:
         """Topic it was sent to."""

@@ -4,7 +4,7 @@ validate -> unique key -> `before_send` hooks -> validate what they return -> qu
 
 queue                           chosen by                                                        tried again
 `queue_id=`                     the caller; below the topic's write queues                       no
-`selector`                      its function of (queues, message group)                          no
+`selector`                      its function of (queues, None)                                   no
 `message_group=`                the store's group hash: all of a group in one queue              on that queue
 else                            turns, a counter a topic from a random start                     on that queue
 """
@@ -30,7 +30,6 @@ from mqstore.log.outgoing import (
     Body,
     OutgoingMessage,
     check_integer,
-    checked_group,
     checked_pairs,
     flat_body,
     key_words,
@@ -136,7 +135,7 @@ def one_of(value: object, name: str, allowed: tuple[object, ...]) -> None:
 
 
 Selector = Callable[[Sequence[QueueRef], "str | None"], QueueRef]
-"""Function (the topic's queues, message group) -> the queue to send to."""
+"""Function (the topic's queues, None) -> the queue to send to. A message with a group has its queue by the group."""
 
 _LEVEL: Final = 5
 
@@ -202,6 +201,12 @@ class Preparer:
         elif queue_id is not None:
             raise InvalidMessageError("queue_id and selector exclude each other: give one of them", "queue_id")
         queues = self._for_send(topic).write_queues
+        if options and options.get("message_group") is not None:
+            if queue_id is not None or selector is not None:
+                raise InvalidMessageError(
+                    "message_group chooses the queue: leave out queue_id and selector", "message_group"
+                )
+            return None, self._retries
         if queue_id is not None:
             if type(queue_id) is not int or not 0 <= queue_id < queues:
                 raise InvalidMessageError(
@@ -209,15 +214,12 @@ class Preparer:
                     "queue_id",
                 )
             return queue_id, 0
-        group = options.get("message_group") if options else None
-        if group is not None:
-            return (None, self._retries) if selector is None else (_selected(selector, topic, queues, group), 0)
         if batch is not None and topic in batch:
             return batch[topic]
         if selector is None:
             placed = self._turns.next(topic, queues), self._retries
         else:
-            placed = _selected(selector, topic, queues, None), 0
+            placed = _selected(selector, topic, queues), 0
         if batch is not None:
             batch[topic] = placed
         return placed
@@ -352,12 +354,11 @@ def plain(ready: Ready) -> OutgoingMessage:
     )
 
 
-def _selected(selector: Selector, topic: str, queues: int, group: str | int | None) -> int:
+def _selected(selector: Selector, topic: str, queues: int) -> int:
     """Return the queue that `selector` chooses among those of `topic` for writing."""
     if not callable(selector):
-        raise ConfigError(f"a selector is a function of (queues, message group), not {selector!r:.80}")
-    name = None if group is None else checked_group(group)
-    chosen: object = selector([QueueRef(topic, queue_id) for queue_id in range(queues)], name)
+        raise ConfigError(f"a selector is a function of (queues, None), not {selector!r:.80}")
+    chosen: object = selector([QueueRef(topic, queue_id) for queue_id in range(queues)], None)
     if isinstance(chosen, tuple) and len(chosen) == 2 and chosen[0] == topic:
         queue_id = chosen[1]
         if type(queue_id) is int and 0 <= queue_id < queues:

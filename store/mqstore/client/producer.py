@@ -439,16 +439,25 @@ class Producer(Closing):
 
     # -- transactions -----------------------------------------------------------------------------------------------
 
-    def transaction(self) -> Transaction:
+    def transaction(self, *, check: bool = False) -> Transaction:
         """Return a `with` block whose messages become visible at its end, one by one, and never if it raises.
 
         If the process dies inside, the `checker` of a producer of the same group is asked about each message. Without a
-        checker, messages are given up after 15 fruitless questions.
+        checker, messages are given up after 15 fruitless questions. With `check` the checker is also asked at a clean
+        end. If it says False of a message, all are rolled back, and TransactionStateError is raised. It is also raised
+        if the checker does not know, and then asked again later.
         """
         self._check_open()
+        if check and self._checker is None:
+            raise ConfigError("check=True asks the producer's checker: give the producer one")
         self._join()
         return Transaction(
-            self._broker.transactions, self._checks, preparer=self._preparer, prepare=self._prepare, sync=self._sync
+            self._broker.transactions,
+            self._checks,
+            preparer=self._preparer,
+            prepare=self._prepare,
+            sync=self._sync,
+            check=check,
         )
 
     def _join(self) -> None:

@@ -8,6 +8,8 @@
     the process died inside    the engine asks the group's checker, once there is a producer that has one:
                                True commits, False rolls back, None: ask again. After 15 times None it is given up
 
+With `check` the checker is asked at a clean end, too: a database session may end without a commit.
+
 The engine asks about a half message after 6 s, and a block may take longer. So the engine's callback is not the user's
 checker but a `GroupChecks`, which knows the transactions of this process:
 
@@ -97,10 +99,15 @@ class GroupChecks:
             decided = self._decided.get(message.unique_key)
             if decided is not None:
                 return decided
-            checker = next((each for each in reversed(self._checkers) if each is not None), None)
-            if checker is None:
+            if not any(self._checkers):
                 return None if self._checkers else NOT_ASKED
-        return checker(message)
+        return self.ask(message)
+
+    def ask(self, message: Message) -> bool | None:
+        """Return the answer of the newest checker, or None without one."""
+        with self._lock:
+            checker = next((each for each in reversed(self._checkers) if each is not None), None)
+        return None if checker is None else checker(message)
 
 
 # State that the producers of an engine share, deleted with the engine. A `GroupChecks` must not hold its key, so each
@@ -136,13 +143,15 @@ class Transaction:
         preparer: Preparer,
         prepare: Callable[[Ready], TransactionHandle],
         sync: Callable[[], None],
+        check: bool,
     ) -> None:
         self._preparer = preparer
         self._prepare = prepare
         self._sync = sync
         self._transactions = transactions
         self._checks = checks
-        self._state: Literal["new", "open", "commit", "rollback"] = "new"
+        self._check = check
+        self._state: Literal["new", "open", "commit", "rollback", "unknown"] = "new"
         self._halves: list[tuple[TransactionHandle, OutgoingMessage | None]] = []
         self._flush = False
         self.receipts: list[SendReceipt | None] = []
@@ -178,10 +187,32 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self._commit()
+        denied = self._denial() if error is None and self._check else None
+        if denied is not None and denied.outcome is None:
+            self._state = "unknown"
+            self._end_all("unknown", denied)
+        elif (cause := error or denied) is not None:
+            self._roll_back(cause)
         else:
-            self._roll_back(error)
+            self._commit()
+        if denied is not None:
+            raise denied
+
+    def _denial(self) -> TransactionStateError | None:
+        """Return the error for messages that the checker does not say True of. None if it does of all."""
+        answers: list[bool | None] = []
+        for handle, _ in self._halves:
+            try:
+                answers.append(self._checks.ask(self._transactions.half_message(handle)))
+            except Exception:
+                _log.exception("the check of transaction %r failed", handle.transaction_id)
+                answers.append(None)
+        if all(answer is True for answer in answers):
+            return None
+        if False in answers:
+            text = "the checker says that it was not committed, so it is rolled back; commit the session in the block"
+            return TransactionStateError(text, "rollback")
+        return TransactionStateError("the checker does not know yet whether it was committed; it is asked again", None)
 
     def _commit(self) -> None:
         """Make all messages visible. An error of one message is raised after the others are done.
@@ -215,11 +246,12 @@ class Transaction:
             _log.warning("a transaction could not be rolled back yet: %s", each)
 
     def _end_all(
-        self, outcome: Literal["commit", "rollback"], cause: BaseException | None
+        self, outcome: Literal["commit", "rollback", "unknown"], cause: BaseException | None
     ) -> list[tuple[SendReceipt | None, MQStoreError | None]]:
         """End every half message. Return the receipt or the error of each.
         Ends that fail, or that Ctrl-C prevents, are noted, and made when the engine asks."""
         ended: list[tuple[SendReceipt | None, MQStoreError | None]] = []
+        decided = None if outcome == "unknown" else outcome == "commit"
         try:
             for handle, message in self._halves:
                 receipt: SendReceipt | None = None
@@ -229,10 +261,10 @@ class Transaction:
                 except (MQStoreError, LookupError) as raised:
                     error = raised if isinstance(raised, MQStoreError) else MQStoreError(str(raised))
                 later = error is not None and not isinstance(error, TransactionStateError)
-                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit" if later else None)
+                self._checks.end(self._transactions, handle.transaction_id, decided if later else None)
                 ended.append((receipt, error))
                 self._preparer.tell(message, receipt, error or cause)
         finally:
             for handle, _ in self._halves[len(ended) :]:
-                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit")
+                self._checks.end(self._transactions, handle.transaction_id, decided)
         return ended

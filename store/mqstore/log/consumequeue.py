@@ -85,9 +85,8 @@ class ConsumeQueue(Numbered):
         self._last_path = (-1, "")
 
     def extent(self) -> str:
-        """Return the queue's name, files and end as text."""
-        first = self._starts[0] if self._starts else -1
-        return f"{self.topic}/{self.queue_id}/{first}/{len(self._starts)}/{self.max_offset}"
+        """Return the queue's name, files and end as text. It must have files."""
+        return f"{self.topic}/{self.queue_id}/{self._starts[0]}/{len(self._starts)}/{self.max_offset}"
 
     def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Return `wanted`, the units that records ask for, with data that only the `found` units have."""
@@ -213,8 +212,7 @@ class ConsumeQueue(Numbered):
             index = self.max_offset % per
             sizes = self.units(self.max_offset, min(per - index, 4096))["size"]
             end = np.flatnonzero(sizes <= 0)
-            count = int(end[0]) if len(end) else len(sizes)
-            self.max_offset += count
+            self.max_offset += int(end[0]) if len(end) else len(sizes)
             self.next_offset = self.max_offset
             if len(end):
                 return
@@ -289,9 +287,7 @@ class ConsumeQueue(Numbered):
         if offset > self.max_offset:
             # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a
             # lower offset that is not here is lost (format#void).
-            first = self.max_offset
-            if not self._starts:
-                first = offset // self._table.units_per_segment * self._table.units_per_segment
+            first = self.max_offset if self._starts else offset - offset % self.units_per_file
             while first < offset:
                 count = min(offset - first, _CHUNK_UNITS)
                 self._pwrite(first, VOID_UNIT * count)
@@ -358,6 +354,17 @@ class ConsumeQueue(Numbered):
         return removed
 
     # -- the front --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_there(self) -> bool:
+        """True if it ever had a message that was not deleted with its topic."""
+        return self.next_offset > (0 if self._starts else self.max_offset)
+
+    def forget_files(self) -> None:
+        """Forget files that are gone. The end of the queue stays. Files of the same names may come."""
+        for segment in self._starts:
+            self._table.descriptors.forget(self._path(segment))
+        self._starts = []
 
     def correct_min(self, min_physical: int) -> None:
         """Set `min_offset` to the first unit that is not void and lies at or above `min_physical`.
@@ -436,6 +443,8 @@ class QueueTable:
         """Lengths of files that are shorter than a segment, by path."""
         self.unsafe_names: list[str] = []
         """Names of folders that cannot be queues (format#names)."""
+        self.deleted: dict[str, int] = {}
+        """Physical offset of each topic's deletion (`log.deleted`). Replaced as a whole."""
         self.batch_topics: frozenset[str] = frozenset()
         """Topics with RocketMQ's batch queues, in a separate folder, which mqstore does not write.
         RocketMQ does not start with a topic that has queues of both kinds."""
@@ -453,7 +462,7 @@ class QueueTable:
         """Lock of readers for moving the end of a queue."""
         self._dirty: set[str] = set()
         self._dirty_directories: set[str] = set()
-        self._made_directories: set[str] = set()
+        self.made_directories: set[str] = set()
 
     # -- the table --------------------------------------------------------------------------------------------------
 
@@ -476,9 +485,8 @@ class QueueTable:
 
     def digest(self) -> int:
         """Return a number for the existing queues, their files, and their ends."""
-        return sum(
-            crc32c.crc32c(queue.extent().encode("utf-8", "surrogateescape")) for queue in self if queue.max_offset
-        )
+        extents = (queue.extent() for queue in self if queue.max_offset and queue.list_files())
+        return sum(crc32c.crc32c(extent.encode("utf-8", "surrogateescape")) for extent in extents)
 
     def _folders(self, path: str, *, own: bool = False) -> list[str]:
         if not os.path.isdir(path):
@@ -529,14 +537,12 @@ class QueueTable:
     def create_file(self, directory: str, path: str) -> None:
         """Create a sparse file of full length at `path`. It is prepared in tmp/, so its name is never short."""
         fs = self.fs
-        if directory not in self._made_directories:
-            parent = os.path.dirname(directory)
-            for folder in (self.root, parent, directory):
-                if folder not in self._made_directories:
+        if directory not in self.made_directories:
+            for folder in (self.root, os.path.dirname(directory), directory):
+                if folder not in self.made_directories:
                     fs.mkdir(folder, exist_ok=True)
-                    self._made_directories.add(folder)
-            with self._lock:
-                self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
+                    self.made_directories.add(folder)
+            self.note_names(directory)
         with new_file(fs, self._tmp, "cq", path, self._file_mode) as fd:
             fs.truncate_sparse(fd, self.segment_bytes)
         self.descriptors.forget(path)
@@ -585,7 +591,8 @@ class QueueTable:
                 except FileNotFoundError:  # retention took it
                     continue
             for directory in sorted(directories):
-                self.fs.sync_directory(directory)
+                with suppress(FileNotFoundError):  # it took all files of a deleted topic
+                    self.fs.sync_directory(directory)
         except BaseException:
             with self._lock:
                 self._dirty |= files

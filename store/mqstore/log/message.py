@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mqstore.layout.compression import inflate
+from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
 from mqstore.layout.jsontext import BODY, decode
 from mqstore.layout.messageid import encode_message_id
@@ -319,6 +320,11 @@ class Message(Located):
     def __copy__(self) -> Message:
         return self  # immutable
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the record alone, so that another process needs no store to read it."""
+        unit = UNIT.pack(self.physical_offset, self.size, self.tags_code)
+        return _restored, (tuple(self.queue), self.record_bytes(), unit, self.offset)
+
     def record_bytes(self) -> bytes:
         """Return the whole record as stored."""
         return self._batch.buffer[self._start : self._start + self.size]
@@ -336,6 +342,10 @@ class Message(Located):
         shown = bytes(body[:32])
         more = f"... {len(body)} bytes" if len(body) > 32 else ""
         return f"Message({self.topic!r}, queue_id={self.queue_id}, offset={self.offset}, body={shown!r}{more})"
+
+
+def _restored(queue: tuple[str, int], record: bytes, unit: bytes, offset: int) -> Message:
+    return Message(UnitBatch(QueueRef(*queue), record, unit, offset), 0, offset)
 
 
 def stored_bytes(messages: Iterable[Message]) -> int:

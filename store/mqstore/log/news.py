@@ -11,6 +11,7 @@ from typing import Protocol
 from mqstore.errors import StoreFullError
 from mqstore.log.bulk.txn import Intent, IntentWatch
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.deleted import load_deleted
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.log.wakeups import Wakeups
@@ -91,6 +92,7 @@ class FileNews:
         """Bulk append that the writer, or a dead one, has under way."""
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
         self._check_open = check_open
+        self._root, self._fs = parts.root, parts.fs
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = threading.RLock()
         self._first_listed = 0
@@ -126,6 +128,7 @@ class FileNews:
             self._next_listing = now + 1.0
             self._check_open()  # without its directory a store looks like one where nothing happens
             self.list_again()
+            self._take_deletions()
             if queue is not None:
                 changed = [queue]
             else:
@@ -141,6 +144,16 @@ class FileNews:
                 self._first_listed = first
             for each in changed:
                 each.correct_min(first)
+
+    def _take_deletions(self) -> None:
+        """Look at the files of topics again that were deleted since: others of the same names may be there."""
+        before = self._queues.deleted
+        self._queues.deleted, _ = load_deleted(self._root, self._fs, writer=False)
+        for topic in [topic for topic, at in self._queues.deleted.items() if at != before.get(topic)]:
+            for queue in self._queues.of(topic):
+                queue.forget_files()
+                queue.load(exact=False)
+                queue.correct_min(self._run.min_offset)
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
         """Look repeatedly until the queue has grown, or the time is up."""

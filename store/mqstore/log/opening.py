@@ -21,6 +21,7 @@ from mqstore.files.tmp import remove_temporaries
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import Undone, undo
 from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnFile
+from mqstore.log.deleted import continue_numbers, load_deleted, remove_queues, save_deleted
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.misnamed import (
     MisnamedSegmentsError,
@@ -103,14 +104,21 @@ class Opening:
             # Puts before it may not have been synced. Then the log ends earlier, and later segments are gone.
             end = min(undone.start, parts.log_files.end)
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
+        deleted, ends = load_deleted(self._path, self._fs, writer=True)
+        parts.queue_table.deleted = deleted
         with self._taking_mark_back(clean):
             parts.queue_table.load(exact=not clean or options.full)
+        remove_queues(parts.queue_table, deleted)
         parts.index_findings = parts.index.load()
         parts.clean = clean
         parts.has_checkpoint |= created
         with self._taking_mark_back(clean, MisnamedSegmentsError):
             outcome = recover(parts, options, progress)
         parts.index_findings = ()
+        continue_numbers(parts.queue_table, ends)
+        if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and later messages come there
+            lowered = {topic: min(at, outcome.end) for topic, at in deleted.items()}
+            save_deleted(self._path, lowered, parts.queue_table, parts.config.file_mode)
         report = outcome.report
         report_renamed(report, renamed, surplus)
         report_undone(report, undone)

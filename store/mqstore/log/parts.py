@@ -163,7 +163,8 @@ class StoreParts:
         """Return True if the log holds records and no queue exists.
         A Java broker's directory does not save which queues there were."""
         queues = self.queue_table
-        return not (len(queues) or queues.in_rocksdb or queues.batch_topics) and self.has_records()
+        others = queues.in_rocksdb or queues.batch_topics or queues.deleted
+        return not (len(queues) or others) and self.has_records()
 
     def has_lost_queues(self) -> bool:
         """Return True if queues lack files or ends that the last clean close saved."""
@@ -180,11 +181,12 @@ class StoreParts:
         The checkpoint has it, and opening looks there for proof of a clean end."""
         newest = -1
         for queue in self.queue_table:
-            if queue.max_offset > queue.min_offset:
+            if queue.max_offset > 0:
                 physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
                 if size < VOID_SIZE:
                     newest = max(newest, physical)
-        return newest if newest >= 0 else min(self.checkpoint.confirm_physical_offset, end)
+        known = newest >= self.log_files.min_offset
+        return newest if known else min(self.checkpoint.confirm_physical_offset, end)
 
     def index_doubt(self) -> str:
         """Return why the index of a reader may lack keys, by its files, or "" if they show nothing."""

@@ -234,13 +234,13 @@ class StoreReader(Closing):
         """Return the names of the topics that have a queue, sorted."""
         self.check_open()
         self.news.catch_up(None)
-        return sorted({queue.topic for queue in self.queue_table if queue.max_offset or queue.next_offset})
+        return sorted({queue.topic for queue in self.queue_table if queue.is_there})
 
     def queues(self, topic: str) -> list[QueueRef]:
         """Return the queues of `topic`, by queue id. Raises TopicNotFoundError if there is none."""
         self.check_open()
         self.news.catch_up(None, topic)
-        found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
+        found = [queue.ref for queue in self.queue_table.of(topic) if queue.is_there]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
         return found
@@ -304,6 +304,10 @@ class StoreReader(Closing):
         if self.mode == "rw":
             self.news.catch_up(queue)
         return (queue.min_offset, queue.max_offset) if queue.next_offset else None
+
+    def deleted_at(self, topic: str) -> int:
+        """Return the physical offset before which no message of the topic counts. It is usually 0."""
+        return self.queue_table.deleted.get(topic, 0)
 
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
         """Return units of a queue from `offset` on as an array (physical_offset, size, tags_code).
@@ -425,7 +429,10 @@ class StoreReader(Closing):
             _, physical_offset = decode_message_id(message_id)
         except FormatError as error:
             raise InvalidMessageError(f"{message_id!r} is no message id: {error}", "message_id") from error
-        return self.at(physical_offset)
+        message = self.at(physical_offset)
+        if physical_offset < self.deleted_at(message.topic):
+            raise LookupError(f"{message_id!r} is a message of topic {message.topic!r}, which was deleted")
+        return message
 
     def find(
         self,
@@ -453,7 +460,7 @@ class StoreReader(Closing):
         while True:
             offsets = self.index.query(topic, wanted, start_ms, stop_ms, asked)
             for physical_offset in offsets:
-                if physical_offset in found:
+                if physical_offset in found or physical_offset < self.deleted_at(topic):
                     continue
                 try:
                     message = self.at(physical_offset)

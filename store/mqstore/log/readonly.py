@@ -18,6 +18,7 @@ from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import would_undo
 from mqstore.log.bulk.txn import Intent
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.deleted import load_deleted
 from mqstore.log.news import FileNews
 from mqstore.log.opening import report_renamed, report_undone
 from mqstore.log.parts import StoreParts
@@ -88,6 +89,7 @@ class ReadOnlyMessageStore(StoreReader):
         for problem in self.parts.missing_in_front():  # no read reaches these segments
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.tell_lost(finding, "Its messages are passed over")
+        self.queue_table.deleted, _ = load_deleted(self.path, self.fs, writer=False)
         self.queue_table.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):

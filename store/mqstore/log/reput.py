@@ -142,6 +142,11 @@ class Dispatcher:
                 raise
             return self.position - begin
 
+    def between_passes(self, work: Callable[[], object]) -> None:
+        """Call `work` while no pass runs."""
+        with self._lock:
+            work()
+
     def catch_up(self) -> bool:
         """Dispatch as `run_once` does, for a reader. Return True if all is dispatched.
         An error of dispatch is noted and shows in `stats()`. Dispatched messages can still be read."""

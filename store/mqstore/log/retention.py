@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
 from mqstore.log.background import AHEAD_MS, Checkpointer
 from mqstore.log.commitlog import CommitLog
+from mqstore.log.deleted import remove_queues, save_deleted
 from mqstore.log.parts import StoreParts
+from mqstore.log.reput import Dispatcher
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 
@@ -37,6 +40,7 @@ class Retainer:
         self,
         parts: StoreParts,
         log: CommitLog,
+        dispatcher: Dispatcher,
         checkpointer: Checkpointer,
         errors: TaskErrors,
         *,
@@ -48,6 +52,7 @@ class Retainer:
         self._checkpointer = checkpointer
         self._errors = errors
         self._settled = settled
+        self._dispatcher = dispatcher
         self._lock = threading.Lock()
         self._newest_times: dict[int, int] = {}
         self._dropped_before = 0
@@ -83,7 +88,26 @@ class Retainer:
                     for queue in parts.queue_table:
                         queue.drop_before(first)
                     parts.index.drop_before(first)
+                    self._forget_deleted(first)
                     self._dropped_before = first
+
+    def delete(self, topics: Iterable[str]) -> None:
+        """Delete all messages of `topics` that are dispatched, as `MessageStore.delete_topics` does."""
+        with self._lock:
+            self._dispatcher.between_passes(partial(self._delete, [*topics]))
+
+    def _delete(self, topics: Sequence[str]) -> None:
+        parts, table = self._parts, self._parts.queue_table
+        places = table.deleted | dict.fromkeys(topics, self._dispatcher.position)
+        save_deleted(parts.root, places, table, parts.config.file_mode)
+        remove_queues(table, topics)
+
+    def _forget_deleted(self, first: int) -> None:
+        """Forget topics whose messages were deleted before the log's start `first`."""
+        table = self._parts.queue_table
+        kept = {topic: at for topic, at in table.deleted.items() if at > first}
+        if kept != table.deleted:
+            save_deleted(self._parts.root, kept, table, self._parts.config.file_mode)
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:

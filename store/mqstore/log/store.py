@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -200,6 +200,7 @@ class MessageStore(StoreReader, Sending):
         self._retainer = Retainer(
             parts,
             self._log,
+            self._dispatcher,
             self._checkpointer,
             errors,
             settled=lambda: min(self._dispatcher.position, self._commit.flushed),
@@ -374,6 +375,13 @@ class MessageStore(StoreReader, Sending):
         cannot be made durable."""
         self.check_open()
         return self._retainer.drop_before(physical_offset)
+
+    def delete_topics(self, topics: Collection[str]) -> None:
+        """Delete all messages of `topics` that were put before. No reader finds them any more, also after a crash.
+        Queue offsets continue. Retention frees the space in the log. Raises what `dispatch` raises, StoreFullError and
+        StoreIOError. Then nothing has changed."""
+        self.dispatch()
+        self._retainer.delete(topics)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete segments that `retention` (default: the store's) does not keep. Return their names."""

@@ -206,6 +206,15 @@ class Metrics(Mechanism):
             self._store.dispatch()
         self.harvest()
 
+    def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
+        """Forget all counters of a deleted topic or group."""
+        self.harvest()  # first, or the next one would bring them back
+        self._statistics.forget(topic=topic, group=group)
+        with self._lock:
+            rests = self._rest_ns.items(), self._put_rest_ns.items()
+            self._rest_ns = {key: rest for key, rest in rests[0] if key.topic != topic and key.group != group}
+            self._put_rest_ns = {key: rest for key, rest in rests[1] if key[0] != topic}
+
     def harvest(self) -> None:
         """Update the counters with what readers can see."""
         with self._lock:

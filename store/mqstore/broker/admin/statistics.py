@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
 from mqstore.clock import Clock
@@ -115,6 +115,11 @@ class _Window:
         self._last: dict[CounterKey, tuple[int, int]] = {}
         self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # one between each two samples
 
+    def forget(self, keys: Iterable[CounterKey]) -> None:
+        """Forget counters that may begin at 0 again."""
+        for key in keys:
+            self._last.pop(key, None)
+
     def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
         # A total is replaced when it changes, never altered: the same object means the same numbers.
         changes = {
@@ -193,6 +198,17 @@ class Statistics:
             return
         with self._lock:
             self._lost[key] = self._lost.get(key, 0) + messages
+
+    def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
+        """Forget all counters of a deleted topic or group. Windows show what they have of it until they move on."""
+        with self._window_lock, self._lock:
+            tables: tuple[dict[Any, Any], ...] = (self._totals, self._latest, self._lost)
+            for table in tables:
+                gone = [key for key in table if topic == _owners(*key)[0] or group == _owners(*key)[1]]
+                for key in gone:
+                    del table[key]
+                for window in (self._minute, self._hour, self._day):
+                    window.forget(gone)
 
     def run_once(self, now_ms: int) -> int:
         """Take the samples that are due. Return the wall time of the next one in ms.
@@ -288,6 +304,22 @@ _COUNTED: Final[dict[str, str]] = {
     "ROLLBACK_NUMS": "rocketmq_rollback_messages_total",
 }
 """Series by counter. Keys are `topic` or `topic@group`."""
+
+
+def _owners(name: str, key: str, *queue: int) -> tuple[str, str]:
+    """Return topic and group of a counter, or of the (group, topic, queue id) of lost messages. "" if it has none.
+
+    >>> _owners("TOPIC_PUT_LATENCY", "0@orders"), _owners("QUEUE_GET_NUMS", "orders@0@billing")
+    (('orders', ''), ('orders', 'billing'))
+    """
+    if queue:
+        return key, name
+    parts = key.split("@")
+    if name.startswith("QUEUE_"):
+        del parts[1]
+    elif name.startswith("GROUP_GET_FALL_") or name in ("TOPIC_PUT_LATENCY", "GROUP_GET_LATENCY"):
+        del parts[0]
+    return parts[0], parts[1] if len(parts) > 1 else ""
 
 
 _FROM_THE_START: Final = ("DLQ_PUT_NUMS", "COMMIT_NUMS", "ROLLBACK_NUMS")

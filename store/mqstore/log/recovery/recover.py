@@ -109,7 +109,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
     `whole` all), up to the first such record. Changes nothing."""
     if not parts.log_files.starts:
         return None
-    generations = TopicGenerations(parts.log_files, parts.checksum)
+    generations = TopicGenerations(parts.log_files, parts.queue_table, parts.checksum)
     start = ScanStart(parts, whole=whole).start()
     found = scan_log(parts.log_files, start, parts.checksum, checksums=False)
     for event in until_torn(found, lambda: parts.torn_from(start)):
@@ -119,9 +119,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
         for topic, queue_id, _, offsets, units, _ in rows.listed():
             if queue_id < 0 or not is_path_safe(topic) or not wanted(topic):
                 continue
-            queue = parts.queue_table.get(topic, queue_id)
-            if queue is None:
-                return QueueRef(topic, queue_id)
+            queue = parts.queue_table.create(topic, queue_id)
             kept = generations.current(queue, offsets, units["physical_offset"])
             if kept is not None:
                 offsets = offsets[kept]

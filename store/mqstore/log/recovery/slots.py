@@ -103,7 +103,7 @@ class SlotAssigner:
     """Assigns slots to the records of a log. `first_slot` is called when a queue's first record is met."""
 
     def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum, first_slot: FirstSlot) -> None:
-        self.generations = TopicGenerations(run, checksum)
+        self.generations = TopicGenerations(run, queues, checksum)
         self._run = run
         self._queues = queues
         self._checksum = checksum
@@ -415,11 +415,13 @@ class TopicGenerations:
     below that of the first listed one. A log of one generation has no such record, since offsets before the first
     listed one are smaller. So a lost unit, or one that leads elsewhere, is still missed.
 
-    The answer for a queue rests on its files as they were when they were first asked for.
+    The answer for a queue rests on its files as they were when they were first asked for. A topic that mqstore deleted
+    needs none of this: the place of its deletion is known (`log.deleted`).
     """
 
-    def __init__(self, run: SegmentRun, checksum: Checksum) -> None:
+    def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum) -> None:
         self._run = run
+        self._queues = queues
         self._checksum = checksum
         self._begins: dict[ConsumeQueue, tuple[int, int]] = {}
         self._listed: dict[ConsumeQueue, int] = {}
@@ -457,6 +459,8 @@ class TopicGenerations:
         """Return the slot and the physical offset that delimit the earlier generations of a queue.
         Their records have at least that slot and lie before that offset. Returns (0, -1) if the record `offset` at
         `physical`, and all behind it, are of the current generation."""
+        if physical < (place := self._queues.deleted.get(queue.topic, 0)):
+            return 0, place
         if physical >= self._listed.get(queue, 1 << 62):
             return _NONE
         begin = self._begins.get(queue)

@@ -31,6 +31,7 @@ from mqstore.layout.consumequeue import differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.log.bulk.txn import TXN_FILE, TxnState
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.deleted import DELETED_FILE, check_deleted
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
@@ -65,7 +66,12 @@ def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, 
     """Yield (path within the store, its check or None) of the JSON files except the manifest.
     These are the files in `config` and `config/spark`, and those that the patterns in `checks` find. A file counts even
     if only its backup exists."""
-    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, **checks}
+    known: dict[str, Check] = {
+        TXN_FILE: TxnState.from_json,
+        KNOWN_FILE: check_known,
+        DELETED_FILE: check_deleted,
+        **checks,
+    }
     for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
         for path in sorted(found):

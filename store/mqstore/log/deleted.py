@@ -1,0 +1,91 @@
+"""Deleted topics: the place in the log before which a topic's records do not count any more (delivery#topics).
+
+    config/deletedTopics.json   {"topics": {"orders": 8192}, "ends": {"orders": {"0": 5}}}
+
+The records stay in the log until retention takes them. Their queues' files are deleted at once, and nothing builds them
+again (`TopicGenerations`). The next message of such a queue continues at its `ends`, so that no queue offset is used
+twice. Retention removes the entry of a topic once the log begins behind its place.
+
+The file is saved before the files of queues are deleted. The next opening for writing does what a crash prevented.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from mqstore.errors import CorruptStoreError, StoreIOError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import load_json, save_json
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+
+__all__ = ["DELETED_FILE", "check_deleted", "continue_numbers", "load_deleted", "remove_queues", "save_deleted"]
+
+_log = logging.getLogger("mqstore")
+
+DELETED_FILE: Final = "config/deletedTopics.json"
+
+
+def check_deleted(value: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `value` has places and queue ends by topic."""
+    topics, ends = value.get("topics"), value.get("ends")
+    if type(topics) is not dict or type(ends) is not dict or any(type(each) is not dict for each in ends.values()):
+        raise ValueError("topics and ends must be objects")
+    for number in (*topics.values(), *(end for queues in ends.values() for end in queues.values())):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r:.80} is no offset")
+
+
+def load_deleted(root: Path, fs: FileSystem, *, writer: bool) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Return the place of each topic's deletion, and the queue ends then. Both are empty without a good file."""
+    try:
+        value, problems = load_json(root / DELETED_FILE, writer=writer, fs=fs, root=root, check=check_deleted)
+    except CorruptStoreError as error:
+        value, problems = None, [f"{error}; messages of deleted topics may come back"]
+    for problem in problems:
+        _log.warning("%s", problem)
+    return ({}, {}) if value is None else (value["topics"], value["ends"])
+
+
+def save_deleted(root: Path, topics: Mapping[str, int], queues: QueueTable, file_mode: int) -> None:
+    """Save the place of each deletion, durably, and let `queues` know. Raises what `save_json` raises."""
+    ends = {topic: {str(queue.queue_id): queue.max_offset for queue in queues.of(topic)} for topic in topics}
+    path = root / DELETED_FILE
+    queues.fs.mkdir(path.parent, exist_ok=True)
+    queues.fs.sync_directory(root)
+    value = {"topics": dict(topics), "ends": ends}
+    save_json(path, value, queues.fs, check=check_deleted, file_mode=file_mode)
+    queues.deleted = dict(topics)
+
+
+def remove_queues(queues: QueueTable, topics: Iterable[str]) -> None:
+    """Delete the files of queues whose messages all lie before the deletion of their topic. Their ends stay.
+    Nothing may be dispatched meanwhile."""
+    for topic in topics:
+        for queue in queues.of(topic):
+            if queue.last_message()[0] < queues.deleted[topic]:
+                _remove(queue, queues)
+
+
+def _remove(queue: ConsumeQueue, queues: QueueTable) -> None:
+    for name in queue.list_files():
+        queues.remove_file(os.path.join(queue.directory, name))
+    queue.forget_files()
+    queue.min_offset = queue.max_offset
+    for folder in (queue.directory, os.path.dirname(queue.directory)):
+        with suppress(StoreIOError):  # another queue of the topic is there
+            queues.fs.rmdir(folder)
+            queues.made_directories.discard(folder)
+
+
+def continue_numbers(queues: QueueTable, ends: Mapping[str, Mapping[str, int]]) -> None:
+    """Let queues without files end where they ended when their topics were deleted."""
+    for topic, numbers in ends.items():
+        for queue_id, end in numbers.items():
+            queue = queues.create(topic, int(queue_id))
+            if not queue.list_files():
+                queue.min_offset = queue.max_offset = queue.next_offset = end
