@@ -218,11 +218,24 @@ def test_a_redelivered_copy_is_counted_where_it_lay(bench: Bench, broker: Broker
     assert totals(broker, "GROUP_GET_NUMS", "GROUP_ACK_NUMS", key=f"{RETRY}@g") == [1, 1]
 
 
-def test_counts_of_a_group_that_is_deleted_are_not_lost(broker: Broker) -> None:
+def test_counts_of_a_deleted_group_or_topic_stay_in_those_of_the_store(broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 4)
     broker.pop("g", "t", 4)
     broker.delete_group("g")
-    assert totals(broker, "GROUP_GET_NUMS", "GROUP_CK_NUMS", key="t@g") == [4, 1]
+    assert totals(broker, "GROUP_GET_NUMS", "GROUP_CK_NUMS", key="t@g") == [0, 0]
+    assert totals(broker, "TOPIC_PUT_NUMS", key="t") == [4]
+    broker.topics.delete("t")
+    assert totals(broker, "TOPIC_PUT_NUMS", key="t") == [0]
+    assert totals(broker, "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC", "BROKER_GET_NUMS", "BROKER_CK_NUMS") == [4, 4, 1]
+
+
+def test_rates_of_a_topic_that_is_created_again_begin_at_nothing(bench: Bench, broker: Broker) -> None:
+    for puts in (50, 5):
+        broker.put_many("t", [b"x"] * puts)
+        bench.advance(20_000)
+        assert broker.stats().counters.minute["TOPIC_PUT_NUMS", "t"].value >= 0
+        broker.topics.delete("t")
+        broker.topics.create("t", queues=1)
 
 
 def test_lateness_of_delayed_messages(bench: Bench, broker: Broker) -> None:

@@ -164,7 +164,7 @@ def test_how_long_puts_took_is_counted_by_queue(
     broker.topics.create("u", queues=2)
     for _ in range(65):
         broker.put("u", b"x", queue_id=1)
-    broker.put("u", b"x", queue_id=0, message_group="a")
+    broker.put("u", b"x", queue_id=0, tag="a")
     totals = broker.stats().counters.totals
     assert totals["TOPIC_PUT_LATENCY", "1@u"].times == 2  # one of 64
     assert totals["TOPIC_PUT_LATENCY", "0@u"].times == 1

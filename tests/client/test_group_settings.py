@@ -153,7 +153,7 @@ def test_the_policy_that_a_consumer_asks_for_becomes_its_groups(
     assert bench.broker.groups.need("g").retry_policy == THREE
     if there is not None:
         [line] = [record.getMessage() for record in caplog.records if "retry policy" in record.getMessage()]
-        assert line == "group g: retry policy changed: 3 attempts, levels (was 4 attempts, levels)"
+        assert line == "group g: retry policy changed: 3 attempts, levels (was 4, levels)"
 
 
 @MODES

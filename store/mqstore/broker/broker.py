@@ -162,13 +162,9 @@ class Broker(Closing, Sending):
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
         self._retention = RetentionService(parts, [*keepers.values()], rollers=(self._delay, self._timer))
+        pop, delay, timer = self._pop, self._delay, self._timer
         self._metrics = Metrics(
-            parts,
-            reads=self._reads,
-            pop=self._pop,
-            delay=self._delay,
-            timer=self._timer,
-            transactions=self.transactions,
+            parts, reads=self._reads, pop=pop, delay=delay, timer=timer, transactions=self.transactions
         )
         # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
         for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():

@@ -129,18 +129,6 @@ class RetryPolicy:
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
-    @property
-    def text(self) -> str:
-        """The policy in a few words, such as "5 attempts, levels".
-
-        >>> RetryPolicy(5).text, RetryPolicy(None, [0.2, 60]).text, RetryPolicy.exponential(5, 2, 60).text
-        ('5 attempts, levels', 'no limit, 0.2..60 s', '17 attempts, 5..60 s')
-        """
-        attempts = "no limit" if self.max_attempts is None else f"{self.max_attempts} attempts"
-        times = self.table_ms if self.kind == "custom" else (self.initial_ms, self.max_ms)
-        pauses = "levels" if self.kind == "levels" else f"{times[0] / 1000:g}..{times[-1] / 1000:g} s"
-        return f"{attempts}, {pauses}"
-
     def with_attempts(self, max_attempts: int | None) -> RetryPolicy:
         """Return a policy with the same delays and another number of attempts."""
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -502,7 +490,8 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
     old = config.retry_policy
     new = replace(config, **given)
     if new.retry_policy != old:
-        _log.info("group %s: retry policy changed: %s (was %s)", config.name, new.retry_policy.text, old.text)
+        facts = (new.retry_policy.max_attempts, new.retry_policy.kind, old.max_attempts, old.kind)
+        _log.info("group %s: retry policy changed: %s attempts, %s (was %s, %s)", config.name, *facts)
     return new
 
 

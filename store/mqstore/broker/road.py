@@ -139,7 +139,7 @@ class Road(Sending):
             else:
                 queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
         elif group is not None:
-            raise InvalidMessageError("message_group chooses the queue: leave out queue_id", "queue_id")
+            raise InvalidMessageError("message_group chooses the queue: leave out queue_id", "message_group")
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
                 f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "

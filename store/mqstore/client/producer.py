@@ -444,21 +444,14 @@ class Producer(Closing):
 
         If the process dies inside, the `checker` of a producer of the same group is asked about each message. Without a
         checker, messages are given up after 15 fruitless questions. With `check` the checker is also asked at a clean
-        end. If it says False of a message, all are rolled back, and TransactionStateError is raised. It is also raised
-        if the checker does not know, and then asked again later.
+        end. Unless it says True of each message, TransactionStateError is raised, and the checker is asked again later.
         """
         self._check_open()
         if check and self._checker is None:
             raise ConfigError("check=True asks the producer's checker: give the producer one")
         self._join()
-        return Transaction(
-            self._broker.transactions,
-            self._checks,
-            preparer=self._preparer,
-            prepare=self._prepare,
-            sync=self._sync,
-            check=check,
-        )
+        engine, preparer = self._broker.transactions, self._preparer
+        return Transaction(engine, self._checks, preparer=preparer, prepare=self._prepare, sync=self._sync, check=check)
 
     def _join(self) -> None:
         """Have the engine ask here about open transactions of the group."""

@@ -8,7 +8,8 @@
     the process died inside    the engine asks the group's checker, once there is a producer that has one:
                                True commits, False rolls back, None: ask again. After 15 times None it is given up
 
-With `check` the checker is asked at a clean end, too: a database session may end without a commit.
+With `check` the checker is asked at a clean end, too: a database session may end without a commit. Unless it says True
+of each message, the engine asks later, as if the process had died.
 
 The engine asks about a half message after 6 s, and a block may take longer. So the engine's callback is not the user's
 checker but a `GroupChecks`, which knows the transactions of this process:
@@ -187,32 +188,26 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        denied = self._denial() if error is None and self._check else None
-        if denied is not None and denied.outcome is None:
-            self._state = "unknown"
-            self._end_all("unknown", denied)
-        elif (cause := error or denied) is not None:
-            self._roll_back(cause)
-        else:
+        if error is None and self._check:
+            self._check_committed()
+        if error is None:
             self._commit()
-        if denied is not None:
-            raise denied
+        else:
+            self._roll_back(error)
 
-    def _denial(self) -> TransactionStateError | None:
-        """Return the error for messages that the checker does not say True of. None if it does of all."""
-        answers: list[bool | None] = []
-        for handle, _ in self._halves:
-            try:
-                answers.append(self._checks.ask(self._transactions.half_message(handle)))
-            except Exception:
-                _log.exception("the check of transaction %r failed", handle.transaction_id)
-                answers.append(None)
-        if all(answer is True for answer in answers):
-            return None
-        if False in answers:
-            text = "the checker says that it was not committed, so it is rolled back; commit the session in the block"
-            return TransactionStateError(text, "rollback")
-        return TransactionStateError("the checker does not know yet whether it was committed; it is asked again", None)
+    def _check_committed(self) -> None:
+        """Leave all messages to the checks of the engine unless the checker says True of each now."""
+        self._state = "unknown"
+        denial = TransactionStateError("the checker does not say that the block was committed: nothing is sent", None)
+        try:
+            if all(self._checks.ask(self._transactions.half_message(handle)) is True for handle, _ in self._halves):
+                return
+            raise denial
+        except BaseException as error:
+            for handle, message in self._halves:
+                self._checks.end(self._transactions, handle.transaction_id)
+                self._preparer.tell(message, None, error)
+            raise
 
     def _commit(self) -> None:
         """Make all messages visible. An error of one message is raised after the others are done.
@@ -246,12 +241,11 @@ class Transaction:
             _log.warning("a transaction could not be rolled back yet: %s", each)
 
     def _end_all(
-        self, outcome: Literal["commit", "rollback", "unknown"], cause: BaseException | None
+        self, outcome: Literal["commit", "rollback"], cause: BaseException | None
     ) -> list[tuple[SendReceipt | None, MQStoreError | None]]:
         """End every half message. Return the receipt or the error of each.
         Ends that fail, or that Ctrl-C prevents, are noted, and made when the engine asks."""
         ended: list[tuple[SendReceipt | None, MQStoreError | None]] = []
-        decided = None if outcome == "unknown" else outcome == "commit"
         try:
             for handle, message in self._halves:
                 receipt: SendReceipt | None = None
@@ -261,10 +255,10 @@ class Transaction:
                 except (MQStoreError, LookupError) as raised:
                     error = raised if isinstance(raised, MQStoreError) else MQStoreError(str(raised))
                 later = error is not None and not isinstance(error, TransactionStateError)
-                self._checks.end(self._transactions, handle.transaction_id, decided if later else None)
+                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit" if later else None)
                 ended.append((receipt, error))
                 self._preparer.tell(message, receipt, error or cause)
         finally:
             for handle, _ in self._halves[len(ended) :]:
-                self._checks.end(self._transactions, handle.transaction_id, decided)
+                self._checks.end(self._transactions, handle.transaction_id, outcome == "commit")
         return ended

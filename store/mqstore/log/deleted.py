@@ -31,13 +31,11 @@ DELETED_FILE: Final = "config/deletedTopics.json"
 
 
 def check_deleted(value: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `value` has places and queue ends by topic."""
-    topics, ends = value.get("topics"), value.get("ends")
-    if type(topics) is not dict or type(ends) is not dict or any(type(each) is not dict for each in ends.values()):
-        raise ValueError("topics and ends must be objects")
-    for number in (*topics.values(), *(end for queues in ends.values() for end in queues.values())):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r:.80} is no offset")
+    """Raise ValueError unless `value` has offsets by topic, and by topic and queue."""
+    ends = value.get("ends")
+    tables = [value.get("topics"), *(ends.values() if type(ends) is dict else [None])]
+    if not all(type(each) is dict and all(type(at) is int and at >= 0 for at in each.values()) for each in tables):
+        raise ValueError("topics and ends must be offsets by topic, and by topic and queue")
 
 
 def load_deleted(root: Path, fs: FileSystem, *, writer: bool) -> tuple[dict[str, int], dict[str, dict[str, int]]]:

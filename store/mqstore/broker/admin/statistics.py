@@ -115,22 +115,22 @@ class _Window:
         self._last: dict[CounterKey, tuple[int, int]] = {}
         self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # one between each two samples
 
-    def forget(self, keys: Iterable[CounterKey]) -> None:
-        """Forget counters that may begin at 0 again."""
-        for key in keys:
-            self._last.pop(key, None)
-
     def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
         # A total is replaced when it changes, never altered: the same object means the same numbers.
         changes = {
             key: Total(total[0] - before[0], total[1] - before[1])
             for key, total in totals.items()
-            if (before := self._last.get(key, _NOTHING)) is not total
+            if (before := self._before(key, total)) is not total
         }
         self._rounds.append(_Round(self.sampled_ms, now_ms, changes))
         self._last = totals
         self.sampled_ms = now_ms
         self.due_ms = now_ms + self.period_ms
+
+    def _before(self, key: CounterKey, total: tuple[int, int]) -> tuple[int, int]:
+        """Return the last total of a counter. It is nothing if the counter was forgotten since, and began again."""
+        before = self._last.get(key, _NOTHING)
+        return before if before[1] <= total[1] else _NOTHING
 
     def span_ms(self) -> int:
         return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
@@ -201,14 +201,11 @@ class Statistics:
 
     def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
         """Forget all counters of a deleted topic or group. Windows show what they have of it until they move on."""
-        with self._window_lock, self._lock:
-            tables: tuple[dict[Any, Any], ...] = (self._totals, self._latest, self._lost)
+        tables: tuple[dict[Any, Any], ...] = (self._totals, self._latest, self._lost)
+        with self._lock:
             for table in tables:
-                gone = [key for key in table if topic == _owners(*key)[0] or group == _owners(*key)[1]]
-                for key in gone:
+                for key in [key for key in table if topic == _owners(*key)[0] or group == _owners(*key)[1]]:
                     del table[key]
-                for window in (self._minute, self._hour, self._day):
-                    window.forget(gone)
 
     def run_once(self, now_ms: int) -> int:
         """Take the samples that are due. Return the wall time of the next one in ms.
@@ -307,11 +304,7 @@ _COUNTED: Final[dict[str, str]] = {
 
 
 def _owners(name: str, key: str, *queue: int) -> tuple[str, str]:
-    """Return topic and group of a counter, or of the (group, topic, queue id) of lost messages. "" if it has none.
-
-    >>> _owners("TOPIC_PUT_LATENCY", "0@orders"), _owners("QUEUE_GET_NUMS", "orders@0@billing")
-    (('orders', ''), ('orders', 'billing'))
-    """
+    """Return topic and group of a counter, or of the (group, topic, queue id) of lost messages. "" if it has none."""
     if queue:
         return key, name
     parts = key.split("@")
