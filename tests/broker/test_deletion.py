@@ -34,7 +34,8 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.popsupport import PopBench, bodies, fail_once
 from tests.broker.support import Bench
-from tests.log.support import kill
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import kill, open_store
 
 DAY = 86_400_000
 
@@ -195,10 +196,11 @@ def test_messages_of_a_deleted_topic_are_out_of_every_readers_reach(
         assert list(store.verify()) == []
 
 
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_rebuild_from_the_log_brings_no_deleted_message_back(tmp_path: Path, again: bool) -> None:
+def test_a_rebuild_from_the_log_brings_no_deleted_message_back(tmp_path: Path, again: bool, profile: Any) -> None:
     path = tmp_path / "s"
-    with mqstore.open(path) as store:
+    with mqstore.open(path, profile=profile) as store:
         put_three(store, 0)
         store.put("other", b"x")
         store.broker.topics.delete("t")
@@ -212,6 +214,33 @@ def test_a_rebuild_from_the_log_brings_no_deleted_message_back(tmp_path: Path, a
         assert READERS["iter"](store, "") == ([b"3", b"4", b"5"] if again else [])
         assert store.put("t", b"", queue_id=0).offset == (6 if again else 3)
         assert list(store.verify()) == []
+
+
+def test_a_process_that_dies_in_a_deletion_leaves_all_messages_or_none(tmp_path: Path) -> None:
+    seen = set()
+    for nth in range(1, 60):
+        path, fs = tmp_path / str(nth), FaultyFileSystem()
+        broker = Broker(open_store(path, fs=fs))
+        broker.put_many("t", [b"0", b"1", b"2"], queue_id=0)
+        broker.put("t", b"3", queue_id=1)
+        broker.commit("g", "t", 0, 1, durability="flush")
+        fs.crash(nth, torn=True)
+        try:
+            broker.topics.delete("t", force=True)
+            done = True
+        except Crash:
+            done = False
+        kill(broker.store)
+        with mqstore.open(path, config=StoreConfig(clock=SimulatedClock())) as store:
+            left = READERS["iter"](store, "")
+            assert sorted(left) in ([], [b"0", b"1", b"2", b"3"])
+            assert list(store.verify()) == []
+            assert store.put("t", b"new", queue_id=0).offset == 3
+            assert READERS["iter one queue"](store, "")[-1:] == [b"new"]
+        seen.add((done, bool(left)))
+        if done:
+            break
+    assert seen == {(False, True), (False, False), (True, False)}
 
 
 def test_a_reader_in_another_process_sees_the_new_topic_alone(tmp_path: Path) -> None:

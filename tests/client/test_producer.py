@@ -799,7 +799,10 @@ def test_many_of_any_kind_lie_in_the_order_given(
             item.clear()
             bodies.append(body)
         else:
-            bodies.append(OutgoingMessage(body, **item.pop("routing", {}), **item))
+            routing = item.pop("routing", {})
+            if queue_id is not None or item.get("queue_id") is not None:
+                routing.pop("message_group", None)  # it chooses the queue itself
+            bodies.append(OutgoingMessage(body, **routing, **item))
     producer = bench.producer(interceptors=[Recorder()] if hooked else [])
 
     receipts = producer.send_many("orders", iter(bodies), queue_id=queue_id)

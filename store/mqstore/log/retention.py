@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -107,7 +108,8 @@ class Retainer:
         table = self._parts.queue_table
         kept = {topic: at for topic, at in table.deleted.items() if at > first}
         if kept != table.deleted:
-            save_deleted(self._parts.root, kept, table, self._parts.config.file_mode)
+            with suppress(OSError):  # on a full disk this waits, and the segments are gone all the same
+                save_deleted(self._parts.root, kept, table, self._parts.config.file_mode)
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
