@@ -103,6 +103,8 @@ class Room:
         """True if `tmp/room` exists."""
         self._wanted = _Append()
         """Largest append that waits for room."""
+        self._paced_to = 0
+        """End of the log up to which records of the engine do not wait."""
         self._cleaned_ms = 0
         self._cleaned = Gate()
         """Opened when the next run has cleaned."""
@@ -132,6 +134,13 @@ class Room:
         self._wait_for_run()
         if not self._has_room(new):
             raise self._error(new)
+
+    def pace(self) -> None:
+        """Wait for the flusher once consumers have used an eighth of what is kept back. The caller holds no lock.
+        Else a thread that consumes without pause may use all of it before the segments that it has settled are gone."""
+        if self._log.end > max(self._log.free_until, self._paced_to):
+            self._wait_for_run()
+            self._paced_to = self._log.end + self._kept // _SHARE
 
     def run_once(self) -> None:
         """Delete what retention does not keep and, on a full disk, what nobody needs. For the flusher."""

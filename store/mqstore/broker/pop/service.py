@@ -438,8 +438,9 @@ class PopService(Mechanism):
         return late
 
     def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
-        """Return the state of the queue that the receipts name.
+        """Return the state of the queue that the receipts name, once there is room to settle them.
         Raises InvalidReceiptError if the group never popped from it, or it has no such message."""
+        self._store.room.pace()
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
         route = self._routes.known.get((group, topic))
