@@ -21,8 +21,7 @@ from mqstore.log.ahead import Ahead
 
 
 def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:
-    with Runner(spark=spark) as runner:
-        return runner.run(tasks, function)
+    return Runner(spark=spark).run(tasks, function)
 
 
 class Seen(NamedTuple):

@@ -39,7 +39,7 @@ def run(path: Path, text: str | bytes, *options: object) -> Any:
 
 
 def test_each_line_is_a_message_with_what_the_options_say(tmp_path: Path) -> None:
-    options = ["--key", "k1", "--key", "@@k2", "--tag", "t", "--message-group", "g", "--property", "a=b=c"]
+    options = ["--key", "k1", "--key", "@@k2", "--tag", "t", "--property", "a=b=c"]
 
     result = run(tmp_path / "s", b"one\n\nthr\xffee\r\nlast", *options, "--queue-id", 3, "--flush")
 
@@ -50,7 +50,7 @@ def test_each_line_is_a_message_with_what_the_options_say(tmp_path: Path) -> Non
     assert [message.body for message in messages] == [b"one", b"", b"thr\xffee\r", b"last"]
     assert len({message.unique_key for message in messages}) == 4
     for message in messages:
-        assert (message.tag, message.keys, message.message_group) == ("t", ("k1", "@k2"), "g")
+        assert (message.tag, message.keys) == ("t", ("k1", "@k2"))
         assert dict(message.properties) == {"a": "b=c"}
 
 

@@ -388,7 +388,9 @@ class Broker(Closing, Sending):
         self.members.check_clustering(group)
         if not (lags := self._metrics.lag(group)):
             if self.groups.get(group) is None:
-                raise GroupNotFoundError(f"{self.store.path} has no group {group!r}: no settings, no progress, no lag")
+                raise GroupNotFoundError(
+                    f"{self.store.path} has no group {group!r}: no settings, no progress, so its lag is not known"
+                )
             refuse_clients(group, clients_of(self.store, group))
         return {QueueRef(*queue): messages for queue, messages in lags.items()}
 
