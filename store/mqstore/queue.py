@@ -19,7 +19,6 @@ There are no priorities. An item that must overtake others needs another queue.
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import threading
 import time
@@ -157,7 +156,6 @@ class Queue:
         check_whole("maxsize", maxsize, 0)
         self.name = name
         self._retries = retry_topic(name)
-        self._pid = os.getpid()
         self._broker = broker
         self._codec = codec
         self._ordered = ordered
@@ -485,7 +483,7 @@ class Queue:
         """Refuse further puts. `get` continues until nothing is ready, or with `immediate` stops at once.
         Waiting callers get QueueShutDown. The items stay stored, and leased tasks can still be settled. Allowed in a
         signal handler. In a forked child it does nothing."""
-        if os.getpid() != self._pid:  # other threads of the parent may hold locks
+        if self._changed.is_inherited:
             return
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"

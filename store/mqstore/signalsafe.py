@@ -4,14 +4,15 @@ CPython runs signal handlers in the main thread, between two bytecodes: at the s
 compiled code, and where a loop turns back. A handler may raise there, as Ctrl-C does. These rules follow for everything
 that an application's thread can run:
 
-* A lock is taken by `with` on a `threading.Lock` or `RLock` itself. Between `lock.acquire()` and a `try` an exception
-  leaves the lock held for ever. So does one inside the `__enter__` of a class written in Python, such as
-  `threading.Condition`, `threading.Event` and `contextlib.contextmanager`: those are for background threads only.
+* Every lock is a `Lock`, taken by `with`. Between `lock.acquire()` and a `try` an exception leaves the lock held for
+  ever. So does one inside the `__enter__` of a class written in Python, such as `threading.Condition`,
+  `threading.Event` and `contextlib.contextmanager`: those are for background threads only.
   (CPython 3.14 may raise behind the `with` of any lock: docs/design.md, Signals.)
+* A handler may call the store, too. It then interrupts its own thread, which may hold any lock. A `Lock` is not
+  reentrant, and refuses its owner with StoreBusyError. For the code under it this is one more exception of a handler.
 * State that has to be taken back (a count, a mark, an entry in a list) is set inside the `try` whose `finally` takes it
   back, and taking it back is harmless where it was not set. Better is no such state: derive it.
 * Under a lock, the step that makes a change visible is one bytecode, and it comes last.
-* `RLock`, where a signal handler may call the function that it interrupts.
 
 `Bell` and `Gate` stand in for `threading.Event`, `Condition` for `threading.Condition`, `Future` for
 `concurrent.futures.Future`.
@@ -20,12 +21,20 @@ that an application's thread can run:
 from __future__ import annotations
 
 import concurrent.futures
+import gc
+import inspect
+import os
+import re
 import threading
 from _thread import RLock, allocate_lock
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
 
-__all__ = ["Bell", "Condition", "Future", "Gate", "is_held_here"]
+from mqstore.errors import StoreBusyError, StoreClosedError
+
+__all__ = ["Bell", "Condition", "Future", "Gate", "Lock", "check_holds_none"]
 
 Result = TypeVar("Result")
 
@@ -37,9 +46,124 @@ def _timeout(timeout_s: float | None) -> float:
     return max(timeout_s, 0.0)
 
 
-def is_held_here(lock: RLock) -> bool:
-    """Return True if the calling thread holds `lock`: it is a signal handler that interrupted the holder."""
-    return lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # threading.Condition relies on it, too
+class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
+    """Lock that knows its owner and its process. All locks of a store are of this kind.
+
+    If a thread wants a lock that it has, it runs a signal handler that interrupted it, and gets StoreBusyError. So does
+    a handler that wants a lock of a thread which waits for the interrupted one. In a forked child the locks of the
+    parent raise StoreClosedError, since nobody there could release them.
+
+    >>> lock = Lock()
+    >>> with lock:
+    ...     lock.is_held_here
+    True
+    """
+
+    __slots__ = ("_process", "is_lent")
+
+    if TYPE_CHECKING:
+
+        def _is_owned(self) -> bool:
+            """Return True if the calling thread has this lock. `threading.Condition` relies on it, too."""
+
+    def __init__(self) -> None:
+        self._process = _process
+        self.is_lent = False
+        """True while the owner runs a callback of the application, which may call methods that take this lock."""
+
+    @property
+    def __enter__(self):  # type: ignore[no-untyped-def, override]
+        """Compiled function that `with` calls. It looks it up here, which takes the lock or raises."""
+        if self._process is not _process or self._is_owned():
+            self.refuse_owner()
+            return super().__enter__
+        try:
+            if not self.acquire(False):
+                self._wait()
+            return self._is_owned
+        except (
+            BaseException
+        ):  # an exception of a signal handler. There is no call, and so no other one, until the block
+            if self._is_owned():
+                self.release()
+            raise
+
+    def _wait(self) -> None:
+        """Take the lock, which another thread has."""
+        me = threading.get_ident()
+        try:
+            _waiting[me] = self
+            while not self.acquire(timeout=_LOOK_S if me == threading.main_thread().ident else -1):
+                if me in self._owners():
+                    raise StoreBusyError("called by a signal handler that keeps another thread waiting; do it later")
+        finally:
+            _waiting.pop(me, None)
+
+    def _owners(self) -> Iterator[int]:
+        """Yield the thread that has this lock, the one that has the lock for which that thread waits, and so on."""
+        lock: Lock | None = self
+        for _ in range(len(_waiting) + 1):
+            found = None if lock is None else _OWNER.search(repr(lock))
+            if found is None:
+                return
+            yield int(found[1])
+            lock = _waiting.get(int(found[1]))
+
+    @property
+    def is_held_here(self) -> bool:
+        """True if the calling thread has this lock."""
+        return self._is_owned()
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child of the process that made this lock."""
+        return self._process is not _process
+
+    def refuse_owner(self) -> None:
+        """Raise what `with` would raise without waiting."""
+        if self.is_inherited:
+            steps = f"use it in process {os.getppid()}, which forked this one, or close it there and open it here"
+            raise StoreClosedError(f"this belongs to another process: {steps}")
+        if self._is_owned() and not self.is_lent:
+            raise StoreBusyError("called by a signal handler that interrupted a call with the same lock; do it later")
+
+
+_LOOK_S = 0.01
+"""Interval at which the main thread, where signal handlers run, makes sure that nobody waits for it."""
+_OWNER = re.compile(r"owner=([1-9]\d*)")
+_waiting: dict[int, Lock] = {}
+"""Lock for which each thread waits."""
+_process = object()
+"""Identity of this process for its locks."""
+
+
+def _begin_child() -> None:
+    global _process
+    _process = object()
+    _waiting.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+_CLOSING = ("__exit__", "check_holds_none", "close", "stop")
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("mqstore.")
+
+
+def check_holds_none() -> None:
+    """Raise StoreBusyError if the calling thread has a lock, other than one that is lent.
+    For calls that wait for threads, which may want that lock. Such a call comes from a signal handler. It looks at all
+    objects of the process, but only if it was made within another call of this package."""
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_name in _CLOSING or not _is_ours(frame)):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name != "__del__":
+        for each in gc.get_objects():
+            if issubclass(type(each), Lock) and each.is_held_here and not each.is_lent:
+                raise StoreBusyError("called by a signal handler that interrupted a call with a lock; do it later")
 
 
 class Bell:
@@ -70,8 +194,8 @@ class Bell:
         return self._lock.acquire(timeout=_timeout(timeout_s))
 
 
-class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
-    """`threading.Condition` that is its own lock, taken by `with`. The caller of `wait` holds it once.
+class Condition(Lock):  # type: ignore[misc]
+    """`threading.Condition` that is its own lock, taken by `with`.
 
     >>> changed = Condition()
     >>> with changed:
@@ -80,10 +204,10 @@ class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPy
     False
     """
 
-    # Derived from RLock, and not made of one: so `with` runs compiled code only.
     __slots__ = ("_bells",)
 
     def __init__(self) -> None:
+        super().__init__()
         self._bells: list[Bell] = []
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -97,7 +221,7 @@ class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPy
             self.acquire()
             return rung
         except BaseException:  # not `finally`: a signal handler may raise in there, too
-            if not is_held_here(self):
+            if not self.is_held_here:
                 self.acquire()
             raise
         finally:

@@ -48,6 +48,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue
+from mqstore.signalsafe import check_holds_none
 
 __all__ = ["Store"]
 
@@ -489,8 +490,10 @@ class Store(Closing, Sending):
     def close(self, timeout: Duration = 30) -> None:
         """Stop all consumers, then all producers, write every table, and release the directory.
         From the call on no handler begins. Running handlers together have `timeout` seconds, and so have the producers
-        after them. Repeating it is harmless. In a forked child it does nothing, since everything is the parent's."""
+        after them. Repeating it is harmless. In a forked child it does nothing, since everything is the parent's.
+        Raises StoreBusyError in a signal handler that interrupted a call with a lock."""
         timeout_s = seconds(timeout, "timeout")
+        check_holds_none()
         until = time.monotonic() + timeout_s
         self.halt()
         self.close_halted(timeout_s, until)
@@ -500,8 +503,6 @@ class Store(Closing, Sending):
 
         It waits for none, so that a hanging consumer does not leave the others running. An application calls `close`.
         """
-        if os.getpid() != self._pid:  # other threads of the parent may hold locks
-            return
         self._end_all(consumer.halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
 
     def close_halted(self, timeout_s: float, until: float) -> None:

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static PyObject *acquire_name, *release_name, *heappush;
+static PyObject *acquire_name, *is_owned_name, *release_name, *heappush;
 
 /* --- a batch --- */
 
@@ -164,6 +164,13 @@ bool is_whole(PyObject *object)
 int try_lock(QueueFields *state)
 {
     PyObject *args[] = {state->lock, Py_False};
+    /* A signal handler's call: Python refuses it. */
+    PyObject *owned = PyObject_CallMethodNoArgs(state->lock, is_owned_name);
+    if (!owned || owned == Py_True) {
+        Py_XDECREF(owned);
+        return owned ? 0 : -1;
+    }
+    Py_DECREF(owned);
     PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
     if (!granted)
         return -1;
@@ -193,11 +200,12 @@ PyObject *unlocked(PyObject *lock, PyObject *result)
 int pop_fields_init(void)
 {
     acquire_name = PyUnicode_InternFromString("acquire");
+    is_owned_name = PyUnicode_InternFromString("_is_owned");
     release_name = PyUnicode_InternFromString("release");
     PyObject *module = PyImport_ImportModule("heapq");
     heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
     Py_XDECREF(module);
-    if (!acquire_name || !release_name || !heappush)
+    if (!acquire_name || !is_owned_name || !release_name || !heappush)
         return -1;
     return PyType_Ready(&BatchFieldsType) < 0 || PyType_Ready(&OffsetFieldsType) < 0 || PyType_Ready(&TimelineFieldsType) < 0 || PyType_Ready(&QueueFieldsType) < 0 ? -1 : 0;
 }

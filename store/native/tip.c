@@ -47,7 +47,7 @@ typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
     bool plain;           /* the checksum covers the whole record: what is done here */
-    bool appending;       /* Python appends, and would have to begin again behind a put */
+    bool appending;       /* Python appends, in this thread or another: every put is for Python, which has the lock */
     int fd;               /* of the segment of `mapping`; -1: nothing but that is to be written to */
     PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
@@ -165,7 +165,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
         return -1;
     Py_buffer view;
     /* From here to the end of this block nothing of Python runs: no signal, no other thread. So the log's lock is not needed.
-       Who has it sees in `end` that there was a put, as it sees one of a signal handler. */
+       While Python appends under that lock, `appending` is true. */
     if (self->end + size <= self->limit && self->mapping && self->mapping != Py_None) {
         if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
             return -1;
@@ -237,44 +237,7 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
     return tip_receipt((PyObject *)self, queue, &stored, args[3]);
 }
 
-/* _store_at(position, data, end, queue, next_offset): whether `data` was stored and `end` moved. It was not if the log does not
-   end at `position` any more, or was closed. `queue` may be None. */
-static PyObject *tip_store_at(Tip *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!has_arguments("_store_at", nargs, 5))
-        return NULL;
-    long long position = PyLong_AsLongLong(args[0]), end = PyLong_AsLongLong(args[2]);
-    bool counts = PyObject_TypeCheck(args[3], &NumberedType);
-    long long next_offset = counts ? PyLong_AsLongLong(args[4]) : 0;
-    if (PyErr_Occurred())
-        return NULL;
-    if (!self->mapping || self->mapping == Py_None)
-        Py_RETURN_FALSE; /* closed by a signal handler: `_roll` says so */
-    Py_buffer data, view;
-    if (PyObject_GetBuffer(args[1], &data, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&data);
-        return NULL;
-    }
-    /* As in `tip_store`: nothing of Python from here on. */
-    long long at = position - self->base;
-    bool fits = at >= 0 && at <= view.len && data.len <= view.len - at, ours = fits && self->end == position;
-    if (ours) {
-        lay((uint8_t *)view.buf + at, data.buf, data.len);
-        if (counts)
-            ((Numbered *)args[3])->next_offset = next_offset;
-        self->end = end;
-    }
-    PyBuffer_Release(&view);
-    PyBuffer_Release(&data);
-    if (!fits && self->end == position)
-        return PyErr_Format(PyExc_ValueError, "_store_at: %lld is not in the segment", position);
-    return PyBool_FromLong(ours);
-}
-
 static PyMethodDef tip_methods[] = {
-    {"_store_at", (PyCFunction)(void (*)(void))tip_store_at, METH_FASTCALL, "Whether bytes were stored: see tip.py."},
     {"_put", (PyCFunction)(void (*)(void))tip_put, METH_FASTCALL, "One ordinary record, or None: see `CommitLog.append`."},
     {NULL},
 };

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import mqstore.aio
 from mqstore.errors import StoreClosedError
 from tests.children import in_child
 from tests.client.support import ended, every_lock_held, in_thread, subscribed, until
+from tests.publiccalls import CALLS, CLOSING, opened
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -88,3 +91,50 @@ def test_forked_child_closes_nothing_and_hangs_at_no_lock_of_another_thread(tmp_
         assert submitted.result(0).topic == "orders"
         assert [message.body for message in store.iter("orders")] == [b"parent"]
     assert seen == [b"0"]
+
+
+RETURNING = frozenset(
+    [
+        *("Store.broker", "Store.closed", "Store.mode", "Store.path", "Store.recovery", "Store.stats"),
+        *("Store.producer", "Store.push_consumer", "Broker.filter", "Broker.pop_retry_topics", "Broker.take_losses"),
+        *("Broker.wait", "Members.get", "Transactions.get", "Transactions.open_count"),
+        *("TopicTable.entered", "TopicTable.get", "TopicTable.need", "TopicTable.problems"),
+        *("GroupTable.get", "GroupTable.may_read", "GroupTable.names"),
+        *("Queue.full", "Queue.get_at_once", "Producer.closed", "SimpleConsumer.closed"),
+        *("SimpleConsumer.subscriptions", "PullConsumer.closed"),
+        *("Task.attempt", "Task.expires_at", "Task.message", "Task.settled", "Task.value", "Task.ack_at_once"),
+        *("Delivery.attempt", "Delivery.expires_at", "Delivery.message", "Delivery.receipt", "Delivery.received_at"),
+        *("Delivery.settled", "Delivery.ack_at_once"),
+        *CLOSING,
+    ]
+)
+"""Calls that tell what is in memory, or have nothing to do in a forked child."""
+
+
+def test_every_call_in_a_forked_child_is_refused_at_once(tmp_path: Path) -> None:
+    """Each call with every lock held by a thread that the child does not have."""
+    report = tmp_path / "report"
+
+    def child() -> None:
+        for name, call in CALLS.items():
+            report.write_text(f"{name} hung")
+            signal.alarm(10)
+            try:
+                value = call(things)
+            except StoreClosedError:
+                outcome = "refused"
+            except Exception as error:
+                outcome = repr(error)
+            else:
+                outcome = "refused" if isinstance(value, Future) and refused(value.result) is None else "returned"  # type: ignore[func-returns-value]
+            wrong = outcome != "returned" if name in RETURNING else outcome != "refused"
+            if wrong:
+                faults.append(f"{name}: {outcome}")
+        report.write_text("\n".join(faults))
+
+    faults: list[str] = []
+    with opened() as things:
+        held = [getattr(things, name) for name in vars(things)]
+        with every_lock_held(*held):
+            in_child(child, 300)
+    assert report.read_text().splitlines() == []

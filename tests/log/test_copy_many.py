@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from mqstore.errors import InvalidMessageError, StoreFullError
-from mqstore.layout import encode
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties, encode_properties
-from mqstore.log import commitlog
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
 from mqstore.log.store import MessageStore
@@ -189,26 +187,6 @@ def test_a_full_disk_stores_none_of_them_and_takes_no_number(tmp_path: Path) -> 
         store.copy_many(copies)
     assert store.max_offset == end
     assert store.offsets("to") == (0, 1)
-
-
-def test_a_put_by_a_signal_handler_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled(tmp_path / "s")
-    copies = copies_of(store)[:3]
-    handler = iter([b"from the handler"])
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        for body in handler:
-            store.put("to", body)
-        return encode.encode_copies(*args, **options)
-
-    monkeypatch.setattr(commitlog, "encode_copies", interrupted)
-    assert store.copy_many(copies) == 3
-    assert [message.body for message in all_of(store, "to", 0)] == [b"from the handler", copies[0][0].body]
-    store.put("to", b"next", 5)
-    assert len(all_of(store, "to", 5)) == 2
-    store.close()
-    with open_store(tmp_path / "s", "r") as reader:
-        assert list(reader.verify()) == []
 
 
 def test_in_a_store_that_shows_what_is_flushed_copies_wait_for_that(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import errno
 import itertools
 import shutil
 import struct
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import Message, OutgoingMessage, SendReceipt, SimulatedClock
+from mqstore import Message, OutgoingMessage, SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import (
     ConfigError,
@@ -29,12 +28,10 @@ from mqstore.errors import (
     StoreFullError,
     StoreIOError,
 )
-from mqstore.files.segment import Segment
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
-from mqstore.log import tip as tip_module
 from mqstore.native import kernel
 from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
@@ -668,53 +665,34 @@ def test_a_copy_that_nobody_could_read_is_refused(store: MessageStore, topic: st
     store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": "3"})
 
 
-@pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into", "encode_records", "encode_blank"])
-@pytest.mark.parametrize("bodies", [[b"handler"], [b"h" * 1500, b"i" * 3000]])
-def test_a_put_of_a_signal_handler_in_the_middle_of_another(
-    store: MessageStore, monkeypatch: pytest.MonkeyPatch, call: str, bodies: list[bytes]
+@pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into", "encode_records", "encode_copies", "encode_blank"])
+def test_handler_in_the_middle_of_a_put_is_refused(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A handler runs behind any call. Both records got one number and one place: one was lost, or the log damaged."""
-    receipts = [store.put("t", b"f" * 2000)]
-    act_behind(monkeypatch, call, lambda: receipts.extend(store.put("t", body) for body in bodies))
+    """Neither its put nor its close may come between the place of a record and its bytes."""
+    store.put("t", b"f" * 2000)
+    [copied] = store.read("t")
+    refused = []
+
+    def handler() -> None:
+        for act in (lambda: store.put("t", b"handler"), lambda: store.put_many("t", [b"handler"]), store.close):
+            with pytest.raises(StoreBusyError):
+                act()
+            refused.append(act)
+
+    act_behind(monkeypatch, call, handler)
     monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
     put_by_python(store)
     if call == "encode_records":
-        receipts.extend(store.put_many("t", [b"m", b"n"]))
+        store.put_many("t", [b"m", b"n"])
+    elif call == "encode_copies":
+        store.copy_many([(copied, "t", 0, b"")])
     else:
-        receipts.append(store.put("t", bytes(3000) if call == "encode_blank" else b"m"))
-    found = {m.offset: m for m in store.read("t")}
-    assert sorted(found) == list(range(len(receipts)))
-    assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
-    assert [found[r.offset].body[:1] for r in receipts[1 : 1 + len(bodies)]] == [body[:1] for body in bodies]
+        store.put("t", bytes(3000) if call == "encode_blank" else b"m")
+    assert len(refused) == 3
+    after = store.put("t", b"after")
+    assert [m.offset for m in store.read("t")] == [*range(after.offset + 1)]
     assert list(store.verify()) == []
-
-
-@pytest.mark.parametrize("bodies", [[b"handler"], [bytes(3000)] * 4])
-@pytest.mark.parametrize("call", ["mapping", "file"])
-@pytest.mark.parametrize("filled", [0, 1])
-def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int, call: str, bodies: list[bytes]
-) -> None:
-    """The one that was interrupted went on with the places of one segment and the mapping of another: no put came to an
-    end any more."""
-    with open_store(tmp_path / "s", durability="flush") as store:
-        receipts = [store.put("t", bytes(3000)) for _ in range(filled)]
-        real = getattr(SegmentWriter, call)
-
-        def interrupted(run: SegmentWriter, segment: Segment) -> Any:
-            if run is store.log_files:
-                monkeypatch.undo()
-                receipts.extend(store.put("t", body) for body in bodies)
-            return real(run, segment)
-
-        monkeypatch.setattr(SegmentWriter, call, interrupted)
-        receipts.append(store.put("t", bytes(3000)))
-        receipts.append(store.put("t", b"behind"))
-        assert [r.offset for r in receipts] == [*range(len(receipts))]
-        if bodies == [b"handler"]:
-            assert len(store.log_files.starts) == filled + 1
-        assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in receipts]
-        assert list(store.verify()) == []
 
 
 @pytest.mark.parametrize("durability", ["append", "flush"])
@@ -743,45 +721,6 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
         assert [m.offset for m in store.read("t")] == [*range(filled + 1)]
-
-
-class Awaited:
-    """A lock that is another thread's for a while: who waits for it first sees a signal handler run."""
-
-    def __init__(self, handler: Callable[[], object]) -> None:
-        self.handler = handler
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        handler, self.handler = self.handler, lambda: None
-        handler()
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-def test_a_signal_handler_while_a_put_waits_for_the_segment_that_is_made_in_the_background(tmp_path: Path) -> None:
-    """Closed by it, the store was given back, and the put then made a segment in it. A put of its own was lost: the one
-    that it had interrupted made the same segment anew."""
-    with open_store(tmp_path / "s") as store:
-        first = store.put("t", bytes(3000))
-        receipts: list[SendReceipt] = []
-
-        def handler() -> None:
-            with pytest.raises(StoreBusyError):
-                store.close()
-            with pytest.raises(StoreBusyError):
-                store.put("t", bytes(3000))
-            receipts.append(store.put("t", b"fits"))
-
-        store.log_files._prepare_lock = Awaited(handler)  # type: ignore[assignment]
-        receipts.append(store.put("t", bytes(3000)))
-        assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in [first, *receipts]]
-    with open_store(tmp_path / "s") as store:
-        assert store.recovery.scanned_from is None
-        assert store.log_files.starts == (0, store.log_files.segment_bytes)
-        assert list(store.verify()) == []
 
 
 @pytest.mark.parametrize("moment", ["replace", "create", "mapping"])
@@ -840,38 +779,6 @@ def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
     assert open_store(tmp_path / "s").clean_shutdown
 
 
-@pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into"])
-def test_a_handler_that_closes_in_the_middle_of_a_put_by_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """It was a TypeError, of a mapping that is None."""
-    store = open_store(tmp_path / "s")
-    store.put("t", b"0")
-    act_behind(monkeypatch, call, store.close)
-    with pytest.raises(StoreClosedError):
-        store.append("t", 0, b"1", reconsume_times=1)
-    with open_store(tmp_path / "s") as store:
-        assert store.clean_shutdown
-        assert [message.body for message in store.read("t")] == [b"0"]
-
-
-@pytest.mark.skipif(kernel is not None, reason="compiled code stores in one step")
-def test_a_put_of_a_handler_before_bytes_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stored over: `len` is a call, behind which a handler may put."""
-    with open_store(tmp_path / "s") as store:
-        receipts = [store.put("t", b"0")]
-
-        def interrupted(data: bytes) -> int:
-            monkeypatch.undo()
-            receipts.append(store.put("t", b"handler"))
-            return len(data)
-
-        monkeypatch.setattr(tip_module, "len", interrupted, raising=False)
-        receipts.append(store.put("t", b"1"))
-        assert [receipt.offset for receipt in receipts] == [0, 1, 2]
-        assert [message.body for message in store.read("t")] == [b"0", b"handler", b"1"]
-
-
 # -- many bytes, written by a call -----------------------------------------------------------------------------------
 
 
@@ -904,26 +811,6 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(
     for file in stored:
         if file.startswith(("commitlog", "consumequeue", "index")):
             assert called[file] == stored[file], file
-
-
-@pytest.mark.usefixtures("by_a_call")
-def test_a_put_of_a_handler_before_such_a_call(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of one it is refused, as the test above shows."""
-    receipts = [store.put("t", b"first")]
-    encode_records = commitlog_module.encode_records
-
-    def encode(*arguments: Any, **named: Any) -> Any:
-        found = encode_records(*arguments, **named)
-        if len(receipts) == 1:
-            receipts.append(store.put("t", b"handler"))
-        return found
-
-    monkeypatch.setattr(commitlog_module, "encode_records", encode)
-    receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
-    found = {m.offset: m for m in store.read("t")}
-    assert sorted(found) == list(range(len(receipts)))
-    assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
-    assert list(store.verify()) == []
 
 
 @pytest.mark.usefixtures("by_a_call")

@@ -38,6 +38,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mqstore.errors import StoreClosedError
+from mqstore.signalsafe import Lock
 
 __all__ = ["Bridge", "Parked", "uncancelled"]
 
@@ -197,7 +198,7 @@ class _Mail:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards the two below, and is held only to access them, so that senders do not wait."""
         self._news: list[Callable[[], object]] = []
         self._woken = False

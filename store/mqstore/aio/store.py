@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body
 from mqstore.options import Duration, seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["Store", "open"]
 
@@ -276,7 +276,7 @@ class _Follower(AsyncIterator[Message]):
 
     def park(self, again: Callable[[], object]) -> Ready:
         """Call `again` once, when there may be something to read."""
-        ready = Ready(again, threading.Lock(), set())
+        ready = Ready(again, Lock(), set())
         if self.sync.mode == "rw":
             for queue_id, offset in (self.positions or {}).items():
                 ready.park(self.sync.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)

@@ -30,7 +30,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +49,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import save_json
 from mqstore.layout.jsontext import decode
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["NONE", "PROCESS_ENDED", "UNREAD", "Address", "Begun", "Notes", "Suspects", "note", "note_run"]
 
@@ -130,7 +130,7 @@ class Suspects:
         self.left: dict[str, set[Address]] = {}
         """Suspects by group that have not been through a handler since. Callers must not change this."""
         self._save = save
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._inside: tuple[object, object] | None = None
         """(key, owner) that has the turn, or None."""
         self._line: deque[tuple[object, object, Callable[[], object]]] = deque()

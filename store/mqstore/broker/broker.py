@@ -64,6 +64,7 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
+from mqstore.signalsafe import check_holds_none
 
 __all__ = ["Broker"]
 
@@ -178,7 +179,7 @@ class Broker(Closing, Sending):
         self._housekeeper.run("pop")
         if store.config.clock is None:
             self._housekeeper.start()
-        store.room.settle = lambda: self._housekeeper.soon(self.save)
+        store.room.settle = lambda: self._housekeeper.soon(self._save)
         store.room.start()
 
     def _topic_changed(self, topic: str) -> None:
@@ -224,7 +225,8 @@ class Broker(Closing, Sending):
     ) -> Future[SendReceipt]:
         """Append one message as `put` does, without waiting for the disk.
         With durability "flush" the future is done at the next sync, which all waiting puts share. Otherwise it is done
-        on return."""
+        on return. A signal handler may call this at any time. If the message cannot be stored before the handler has
+        returned, a thread does it afterwards."""
         synced = (options.get("durability") or self.store.durability) == "flush"
         if synced:
             options["durability"] = "append"
@@ -630,14 +632,21 @@ class Broker(Closing, Sending):
         """Save as `save` does, and return `work()`. No mechanism runs in between, so snapshots have what was saved."""
         self._check_open()
         with self._housekeeper.turn:
-            if errors := self._housekeeper.persist([*self.members.on_save, self.store.flush]):
-                raise errors[0]
+            self._save()
             return work()
+
+    def _save(self) -> None:
+        if errors := self._housekeeper.persist([*self.members.on_save, self.store.flush]):
+            raise errors[0]
 
     def close(self, timeout: Duration = 30) -> None:
         """Wait for running work, save every table, and close the store.
-        Calling it again only closes the store, as `MessageStore.close` does."""
+        Calling it again only closes the store, as `MessageStore.close` does. In a forked child it does nothing. Raises
+        StoreBusyError in a signal handler that interrupted a call with a lock."""
         timeout_s = seconds(timeout, "timeout")
+        if self._housekeeper.turn.is_inherited:
+            return
+        check_holds_none()
         try:
             if self._closed:
                 return

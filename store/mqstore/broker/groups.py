@@ -16,7 +16,6 @@ exponential  initial * multiplier ** r         initial * multiplier ** (attempt-
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reader import StoreReader
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
+from mqstore.signalsafe import Lock
 
 __all__ = [
     "ORDERED_RETRY",
@@ -329,7 +329,7 @@ class GroupTable:
         self.on_change: list[Callable[[str], None]] = []
         self._clock = store.clock
         self._auto_create = store.config.auto_create_groups
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._file = ConfigFile(store, "subscriptionGroup.json", check_groups)
         self._encoded = EncodedEntries()
         value = self._file.load() or {}

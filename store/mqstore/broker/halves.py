@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from heapq import nsmallest
 from typing import Final, Literal, NamedTuple
@@ -14,6 +13,7 @@ from mqstore.layout.properties import TAGS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writer import Outlet
+from mqstore.signalsafe import Lock
 
 __all__ = [
     "CHECK_AFTER_MS",
@@ -64,7 +64,7 @@ class Half:
         """True if an earlier process may have committed it."""
         self.ended: Ended | None = None
         self.receipt: SendReceipt | None = None
-        self.lock = threading.Lock()
+        self.lock = Lock()
 
     @property
     def first_ms(self) -> int:
@@ -76,7 +76,7 @@ class Halves:
     """Table of half messages. Thread-safe. Its lock is a leaf."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._open: dict[int, Half] = {}
         """Open halves by queue offset."""
         self._by_id: dict[str, Half] = {}
@@ -210,10 +210,10 @@ class OpLog:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._bytes_max = min(OP_BYTES, parts.store.manifest.commitlog_segment_bytes // 2)
-        self._writing = threading.Lock()
+        self._writing = Lock()
         """Lock for a whole write, taken before `_lock`."""
         self._outlet: Outlet | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._gathered: list[int] = []
         self._gathered_bytes = 0
         self._gathered_ms = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-import threading
 from collections.abc import Callable, Iterable
 from operator import index
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mqstore.broker.configfile import ConfigFile
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.log.commitlog import QueueRef
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.log.reader import StoreReader
@@ -55,8 +55,8 @@ class LocalOffsets:
         self._store = store
         self._file = ConfigFile(store, f"{client_id}/{group}.json", check_local_offsets, folder=LOCAL_OFFSETS)
         self.path = self._file.path
-        self._lock = threading.Lock()
-        self._saving = threading.Lock()
+        self._lock = Lock()
+        self._saving = Lock()
         """Lock for a whole save, taken before `_lock`."""
         self._offsets: dict[QueueRef, int] = {}
         self._saved: dict[QueueRef, int] = {}

@@ -25,7 +25,6 @@ All calls, renewals included, run under one mutex (delivery#x7).
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -33,6 +32,7 @@ from typing import Final, NamedTuple
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.tip import as_queue
+from mqstore.signalsafe import Lock
 
 __all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
 
@@ -81,7 +81,7 @@ class QueueLocks:
         `check_open` raises if the store is closed: another process may then grant its locks."""
         self._clock = clock
         self._check_open = check_open
-        self._mutex = threading.Lock()
+        self._mutex = Lock()
         self._leases: dict[str, dict[QueueRef, _Lease]] = {}
         self.on_release: list[Callable[[str], None]] = []
         """Functions called with the name of a group that has released locks."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.clock import Clock
-from mqstore.signalsafe import Bell
+from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
 
 __all__ = ["Housekeeper", "Mechanism", "Pin", "Roller", "Wake"]
@@ -114,8 +114,8 @@ class Housekeeper:
         """Error of each mechanism that failed in its last run. A successful run removes it."""
         self._name = name
         self._clock = clock
-        self.turn = threading.RLock()
-        """Held while a mechanism runs or is saved. Reentrant: a mechanism calls the application, which may save."""
+        self.turn = Lock()
+        """Held while a mechanism runs or is saved. Lent to a mechanism: it calls the application, which may save."""
         self._jobs: dict[str, _Job] = {}
         self._bell = Bell()
         self._stopping = False
@@ -166,7 +166,11 @@ class Housekeeper:
     def _run(self, name: str, job: _Job, now_ms: int) -> None:
         try:
             with self.turn:
-                job.due_ms = job.mechanism.run_once(now_ms)
+                try:
+                    self.turn.is_lent = True
+                    job.due_ms = job.mechanism.run_once(now_ms)
+                finally:
+                    self.turn.is_lent = False
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self.errors.get(name) != text:
@@ -199,7 +203,8 @@ class Housekeeper:
         return not self._thread.is_alive()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Call `work`, or not if a mechanism runs for long: it may have called a put that waits for this thread."""
+        """Call `work` under `turn`, or not if a mechanism runs for long: it may have called a put that waits for this
+        thread."""
         if self.turn.acquire(timeout=0.5):
             try:
                 work()

@@ -20,7 +20,6 @@ they read then are at least as new as the change.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,6 +29,7 @@ from mqstore.broker.groups import GroupTable, RetryPolicy
 from mqstore.broker.localoffsets import refuse_clients
 from mqstore.broker.names import is_retry_topic
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from mqstore.signalsafe import Lock
 
 __all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions"]
 
@@ -87,7 +87,7 @@ class Members:
         `settings` has the groups' retry policies. Without it no member may ask for one."""
         self._may_join = may_join
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._groups: dict[str, dict[str, Member]] = {}
         self.on_change: list[Callable[[str], None]] = []
         """Functions called with the name of a group whose members or subscriptions have changed."""

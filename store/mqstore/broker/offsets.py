@@ -35,7 +35,6 @@ Dead letters behind a logical start that were sent again are in the file as `"se
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from operator import index
@@ -53,6 +52,7 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.queueends import load_ends
 from mqstore.native import kernel
 from mqstore.options import Durability, milliseconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["OffsetTable", "after_sent", "check_offsets"]
 
@@ -104,7 +104,7 @@ class OffsetTable(OffsetFields, Mechanism):
         self._quick_pause_ms = QUICK_MS
         self._wakes = True
         """True if the next commit must call `wake`."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._committed = {}
         self._compiled_changes = 0
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
@@ -120,7 +120,7 @@ class OffsetTable(OffsetFields, Mechanism):
         self._changes = 0
         self._saved = 0
         self._written = 0
-        self._saving = threading.Lock()
+        self._saving = Lock()
         self._foreign: dict[str, Any] = {}
         self._version = DataVersion()
         self._versioned = 0

@@ -13,7 +13,6 @@ topics that were deleted and created again). A read never blocks, and changes on
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, O
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.reader import Bound
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Tables
@@ -104,9 +104,9 @@ class Reads:
         self._statistics = parts.statistics
         self._clock = parts.clock
         self._fetched: dict[QueueKey, Fetched] = {}
-        self._fetched_lock = threading.Lock()
-        self._begin_lock = threading.Lock()
-        self._told_lock = threading.Lock()
+        self._fetched_lock = Lock()
+        self._begin_lock = Lock()
+        self._told_lock = Lock()
         self._lost_to: dict[QueueKey, int] = {}
         """Offset, by queue, below which losses are already counted."""
         self._losses: dict[str, deque[Loss]] = {}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Unpack, cast
@@ -27,7 +28,7 @@ from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.broker.uniquekey import PROCESS_KEYS
-from mqstore.errors import InvalidMessageError, StoreClosedError
+from mqstore.errors import InvalidMessageError, StoreBusyError
 from mqstore.layout.properties import NAME_END, ORIGIN_MESSAGE_ID, PAIR_END, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.layout.record import (
     COMPRESSED,
@@ -276,46 +277,66 @@ def _identified(copies: Sequence[Copy]) -> list[Copy]:
 
 
 class AsyncPuts:
-    """Futures of receipts whose records are stored and not yet synced.
-    An event loop must not wait for a sync. It passes its records on and gets futures. One thread, started with the
-    first of them, syncs all records that have been collected meanwhile."""
+    """Futures of receipts whose records are stored and not yet synced, or not yet stored.
+    An event loop must not wait for a sync, nor a signal handler for the call that it interrupted. They pass their
+    records on and get futures. One thread, started with the first of them, does the rest. Signal handlers may put at
+    any time, so no lock is taken."""
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
-        self._lock = threading.RLock()  # a signal handler may put in the middle of a put
         self._bell = Bell()
-        self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
+        self._later: deque[tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]] = deque()
+        self._waiting: deque[tuple[Future[SendReceipt], SendReceipt]] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, put: Callable[[], SendReceipt], *, synced: bool) -> Future[SendReceipt]:
         """Call `put`, which must not wait for the disk itself. Return its future receipt.
         The future is done when `put` returns or, with `synced`, once its record is on disk. It has the error that `put`
-        raises."""
+        raises. If that is StoreBusyError, the thread calls `put` again."""
         future: Future[SendReceipt] = Future()
         future.set_running_or_notify_cancel()
+        if self._put(future, put, synced, later=self._later):
+            self._wake()
+        return future
+
+    def _put(
+        self,
+        future: Future[SendReceipt],
+        put: Callable[[], SendReceipt],
+        synced: bool,
+        *,
+        later: deque[tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]] | None = None,
+    ) -> bool:
+        """Call `put`. Return True if something remains to be done for `future`."""
         try:
             receipt = put()
         except Exception as error:
-            future.set_exception(error)
-            return future
-        if not synced:
-            future.set_result(receipt)
-            return future
-        with self._lock:
-            if self._closed:
-                future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
-                return future
-            if self._thread is None:
-                self._thread = start_thread(self, self._bell, "async-put")
-            self._bell.ring()  # first: a signal handler may raise behind it. The thread waits for the lock
+            if later is None or not isinstance(error, StoreBusyError):
+                future.set_exception(error)
+                return False
+            later.append((future, put, synced))
+            return True
+        if synced:
             self._waiting.append((future, receipt))
-        return future
+        else:
+            future.set_result(receipt)
+        return synced
+
+    def _wake(self) -> None:
+        self._bell.ring()
+        if self._closed:
+            self.step()
+        elif self._thread is None:
+            self._thread = start_thread(self, self._bell, "async-put")
 
     def step(self) -> float | None:
-        """Sync the records that wait, in the thread (`mqstore.threads`) or while closing."""
-        with self._lock:
-            batch, self._waiting = self._waiting, []
+        """Put what has to be put again, and sync what waits, in the thread (`mqstore.threads`) or while closing."""
+        while self._later:
+            self._put(*self._later.popleft())
+        batch = []
+        while self._waiting:
+            batch.append(self._waiting.popleft())
         if batch:
             try:
                 self._store.flush()
@@ -328,9 +349,8 @@ class AsyncPuts:
         return None if self._closed else math.inf
 
     def close(self) -> None:
-        """Sync the waiting records, and refuse further ones."""
-        with self._lock:
-            self._closed = True
+        """Finish what waits. Later calls of `put` do it themselves."""
+        self._closed = True
         self._bell.ring()
         if self._thread is not None and self._thread is not threading.current_thread():  # a callback calls this
             self._thread.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.layout.javahash import java_hash
+from mqstore.signalsafe import Lock
 
 __all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "jump_hash_many", "siphash24"]
 
@@ -150,7 +150,7 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self.counters: dict[str, Iterator[int]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def forget(self, topic: str) -> None:
         """Begin with a new number at the next message of a topic that was changed or deleted."""

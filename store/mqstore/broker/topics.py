@@ -22,7 +22,6 @@ under the table's lock, because it may dispatch meanwhile, and call waiters.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from mqstore.broker.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
+from mqstore.signalsafe import Lock
 
 __all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
 
@@ -138,7 +138,7 @@ class TopicTable:
         self._offsets = offsets
         self._auto_create = store.config.auto_create_topics
         self._default_queues = store.config.default_queues
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._file = ConfigFile(store, "topics.json", check_topics)
         self._encoded = EncodedEntries()
         self._version = DataVersion()

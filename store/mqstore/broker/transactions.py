@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -64,6 +63,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, flat_body, user_properties
 from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transactions"]
 
@@ -117,7 +117,7 @@ class Transactions(Mechanism):
         age = (parts.config.retention or Retention()).age
         self._age_ms = None if age is None else milliseconds(age, "retention.age")
         self._callbacks: dict[str | None, CheckCallback] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._halves = Halves()
         self._promised_ms: int | None = None
         """Time that the last `run_once` returned."""

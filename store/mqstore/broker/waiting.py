@@ -40,7 +40,7 @@ from mqstore.broker.mechanism import Mechanism, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.options import Duration, seconds
-from mqstore.signalsafe import Bell
+from mqstore.signalsafe import Bell, Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts
@@ -112,7 +112,7 @@ class Waiters(Mechanism):
         # A thread that waits by the machine's clock times itself. With a clock that a test moves it must be woken.
         self._threads_time_themselves = parts.config.clock is None
         self._wake = wake
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._topics: dict[str, dict[int, dict[tuple[str | None, int], _Bucket]]] = {}
         self.parked: set[Waiter] = set()
         """All waiters. Callers must not change it."""

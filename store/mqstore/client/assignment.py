@@ -16,7 +16,6 @@ The file is long because rebalance and pull change the same state of a queue und
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -43,6 +42,7 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
+from mqstore.signalsafe import Lock
 
 __all__ = ["Assignment", "Service"]
 
@@ -103,7 +103,7 @@ class Assignment:
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
         """Names of the topics that are consumed."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._queues: dict[QueueRef, ProcessQueue] = {}
         self._leaving: dict[QueueRef, ProcessQueue] = {}
         """Closed queues whose handlers still run."""

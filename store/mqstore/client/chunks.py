@@ -15,7 +15,6 @@ mode "pop" `PopEngine`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.clock import Clock
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
 
@@ -159,7 +159,7 @@ class ChunkRunner(Generic[C]):
         """Chunk that each worker is at."""
         self._seen: dict[Worker, tuple[int, int]] = {}
         """Call that a worker was in at the last tick, and when that call was first seen."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards the numbers of invited workers, and `_ticking`."""
         self._ticking = False
         self._idle_ticks = 0

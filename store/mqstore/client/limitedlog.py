@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Collection
 from types import TracebackType
 from typing import Final
@@ -21,6 +20,7 @@ from typing import Final
 from mqstore.clock import Clock, SystemClock
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["LimitedLog", "text_of"]
 
@@ -67,7 +67,7 @@ class LimitedLog:
     def __init__(self, owner: str = "", clock: Clock | None = None) -> None:
         self._prefix = f"{owner}: " if owner else ""
         self._clock = clock or SystemClock()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._kinds: dict[object, _Kind] = {}
 
     def say(

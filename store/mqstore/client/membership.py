@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +29,7 @@ from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy, name_of
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
+from mqstore.signalsafe import Lock
 
 __all__ = ["Membership", "client_id_of"]
 
@@ -86,7 +86,7 @@ class Membership:
         self._strategy = strategy
         self._retry = retry
         self._on_change = on_change
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._joined = False
         self._subscriptions: Subscriptions = {}
         self._seats = f"@{group}"

@@ -20,7 +20,6 @@ The class is long because fetching, handling and settling share one lock and the
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,7 @@ from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
+from mqstore.signalsafe import Lock
 
 __all__ = ["SETTLE_AGAIN_MAX_MS", "PopEngine", "Settling", "Unit"]
 
@@ -141,7 +141,7 @@ class PopEngine:
         self.closing = False
         self.dropped = False
         """States of a `Home` (chunks.py)."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards the attributes below, except the renewer's."""
         self._units: dict[Unit, None] = {}
         """Units with messages that were not begun."""

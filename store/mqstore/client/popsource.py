@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections.abc import Callable, Container, Mapping
 
 from mqstore.broker.broker import Broker, Start
@@ -29,6 +28,7 @@ from mqstore.client.waits import Waits
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import milliseconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["PopSource", "pop_retries"]
 
@@ -77,7 +77,7 @@ class PopSource:
         self._start = start
         self._retry = retry
         self._on_loss = on_loss
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards subscriptions, membership, and turns."""
         self._topics: Topics = []
         self._retries = retry_topic(group)

@@ -15,7 +15,6 @@ dict takes longer the more keys were deleted before it.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 from mqstore.broker.names import is_retry_topic
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
+from mqstore.signalsafe import Lock
 
 __all__ = ["Limits", "ProcessQueue", "QueueInfo"]
 
@@ -116,7 +116,7 @@ class ProcessQueue:
         self.retries = is_retry_topic(queue.topic)
         """True if its messages have failed before. Then they may have several topics."""
         self.next_offset = next_offset
-        self.settling = threading.Lock()
+        self.settling = Lock()
         """Held while a position is determined and committed, so commits are in order, and end when dropped."""
         self.closing = False
         self.dropped = False
@@ -150,7 +150,7 @@ class ProcessQueue:
         self.limits = limits
         """Limits of the queue. If they shrink, nothing is pulled until the excess messages are done."""
         self._size_of = size_of
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._waiting: OrderedDict[int, Message] = OrderedDict()
         self._taken: OrderedDict[int, Message] = OrderedDict()
         self._size = 0

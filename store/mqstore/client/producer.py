@@ -15,7 +15,6 @@ This module knows only the `Broker` of the engine.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
@@ -57,7 +56,7 @@ from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, check_whole, seconds
-from mqstore.signalsafe import Future, Gate
+from mqstore.signalsafe import Future, Gate, Lock
 
 __all__ = ["Producer", "Selector"]
 
@@ -152,8 +151,7 @@ class Producer(Closing):
         self._joined = False
         self._closed = False
         self._closing = Gate()
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         threaded = broker.store.config.clock is None
         self._pause: Callable[[float], object] = self._closing.wait if threaded else _no_pause
         self._submitter: Submitter[_Load] = Submitter(
@@ -497,7 +495,7 @@ class Producer(Closing):
         """Store what was submitted, and refuse more. Repeating it is harmless.
         Futures that are left after `timeout` seconds fail with StoreClosedError, so none hangs."""
         timeout_s = seconds(timeout, "timeout")
-        if os.getpid() != self._pid:  # a thread of the parent may hold the lock
+        if self._lock.is_inherited:
             return
         with self._lock:
             closed, self._closed = self._closed, True

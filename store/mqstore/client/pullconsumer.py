@@ -38,7 +38,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, check_whole, seconds
-from mqstore.signalsafe import Bell
+from mqstore.signalsafe import Bell, Lock
 
 __all__ = ["PullConsumer"]
 
@@ -112,8 +112,8 @@ class PullConsumer:
         )
         enter_group(broker, group, start=start)
 
-        self._lock = threading.RLock()
-        """Guards all that follows, except while a poll waits. Reentrant, since callbacks may seek and commit."""
+        self._lock = Lock()
+        """Guards all that follows, except while a poll waits. Lent to callbacks, which may seek and commit."""
         self._wanted: dict[str, Wanted] = {}
         self._assigns = False
         self._joined = False
@@ -131,7 +131,7 @@ class PullConsumer:
         now_ms = self._clock.monotonic_ms()
         self._rebalance_ms = self._renewed_ms = self._committed_ms = now_ms
 
-        self._bell = threading.Lock()
+        self._bell = Lock()
         """Guards the three below, for threads with news, which must not wait for a poll. Taken last."""
         self._changed = False
         self._closed = False
@@ -218,7 +218,7 @@ class PullConsumer:
             self._assigns = True
             self._positions.add(begins)
             if begins:
-                self._hooks.tell(self._hooks.on_assign, frozenset(begins))
+                self._tell(self._hooks.on_assign, None, frozenset(begins))
         self._ring()
 
     def _begin(self, topic: str) -> None:
@@ -461,9 +461,14 @@ class PullConsumer:
                 self._seat.give(going)
 
     def _tell(self, hooks: Sequence[Told], told: Told | None, queues: frozenset[QueueRef]) -> None:
-        self._hooks.tell(hooks, queues)
-        if told is not None:
-            told(queues)
+        before = self._lock.is_lent
+        try:
+            self._lock.is_lent = True
+            self._hooks.tell(hooks, queues)
+            if told is not None:
+                told(queues)
+        finally:
+            self._lock.is_lent = before
 
     # -- positions --------------------------------------------------------------------------------------------------
 
@@ -559,6 +564,8 @@ class PullConsumer:
         message) are redelivered instead if `done` is False or another thread than the polling one closes. Nobody knows
         then if they are done. A `with` block that ends by an exception closes with `done=False`.
         """
+        if self._lock.is_inherited:
+            return
         with self._bell:
             if self._closed:
                 return

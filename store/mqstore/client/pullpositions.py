@@ -11,7 +11,6 @@ Each queue has four offsets::
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
@@ -31,6 +30,7 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
+from mqstore.signalsafe import Lock
 
 __all__ = ["Position", "Positions", "named"]
 
@@ -81,7 +81,7 @@ class Positions:
         """Positions whose `next` the last poll moved."""
         self.uncommitted: set[Position] = set()
         """Positions whose `done` was not committed."""
-        self._committing = threading.Lock()
+        self._committing = Lock()
         """Held while an offset is read and committed. A save by another thread must not undo a later commit."""
 
     def add(self, begins: Mapping[QueueRef, int]) -> None:

@@ -65,7 +65,7 @@ from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration, check_whole, seconds
-from mqstore.signalsafe import Gate
+from mqstore.signalsafe import Gate, Lock, check_holds_none
 
 __all__ = ["Handler", "PushConsumer"]
 
@@ -185,7 +185,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self.ordered = ordered
         self.client_id = client_id_of(client_id)
         """Name of this consumer in its group."""
-        self._pid = os.getpid()
         self._broker = broker
         self._batch_size = check_whole("batch_size", batch_size, 1, 1_024)
         self._limits = limits = Limits(
@@ -201,7 +200,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         timeout_ms = _milliseconds("consume_timeout", consume_timeout, 0.1, 7 * 86_400)
         self._subscriptions: dict[str, Subscription] = {}
         self._state: Literal["new", "running", "stopping", "stopped"] = "new"
-        self._lock = threading.RLock()
+        self._lock = Lock()
         """Guards the state and the subscriptions."""
         self._stopped = Gate()
         self._stopper: int | None = None
@@ -403,7 +402,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.later(_SAMPLE_MS, self._sample)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:  # other threads of the parent may hold locks
+        if self._lock.is_inherited:
             raise StoreClosedError(
                 f"this consumer of group {self.group!r} is the parent's; a forked child makes its own"
             )
@@ -418,6 +417,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def halt(self) -> int:
         """Start no more handlers, without waiting. Return the number of handlers that run.
         The caller stops several consumers, and calls `stop` next."""
+        if self._lock.is_inherited:
+            return 0
         with self._lock:
             is_running = self._state == "running"
         if is_running:
@@ -430,8 +431,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         Return True if all have ended, offsets are on disk, and no thread is left. Repeating it is harmless. When called
         by a handler it does not wait for that handler."""
         timeout_s = seconds(timeout, "timeout")
-        if os.getpid() != self._pid:  # a forked child: no handler runs here, and held locks stay held
+        if self._lock.is_inherited:
             return True
+        check_holds_none()
         with self._lock:
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"

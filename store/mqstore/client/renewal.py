@@ -13,7 +13,6 @@ caller of `run_once` has both.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -22,6 +21,7 @@ from mqstore.broker.pop.service import Delivery
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["Held", "Renewer"]
 
@@ -66,7 +66,7 @@ class Renewer:
         self._group = group
         self._visibility_ms = visibility_ms
         self._log = LimitedLog(f"group {group}") if log is None else log
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._held: dict[Held, None] = {}
         self._count = 0
 

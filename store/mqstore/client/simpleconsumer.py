@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from mqstore.closing import Closing
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["PendingInfo", "SimpleConsumer"]
 
@@ -117,7 +117,7 @@ class SimpleConsumer(Closing):
         self._clock = broker.store.clock
         self._log = LimitedLog(f"group {group}", self._clock)
         self._hooks = Interceptors(interceptors, self._log)
-        self._changing = threading.Lock()
+        self._changing = Lock()
         self._context = LeaseContext(broker, group, self._log, self._settled if self._hooks.on_settle else None)
         if topics is not None and not isinstance(topics, Mapping):
             raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
@@ -267,8 +267,9 @@ class SimpleConsumer(Closing):
     def close(self) -> None:
         """Stop receiving and leave the group. A waiting `receive` returns []. Repeating it is harmless.
         Received messages may still be settled, and are redelivered otherwise."""
-        self._source.leave()
-        self._log.close()
+        if not self._changing.is_inherited:
+            self._source.leave()
+            self._log.close()
 
     def __repr__(self) -> str:
         topics = ", ".join(sorted(self._source.wanted)) or "nothing"

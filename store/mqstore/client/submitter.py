@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from mqstore.clock import Clock
 from mqstore.errors import StoreClosedError
-from mqstore.signalsafe import Condition
+from mqstore.signalsafe import Condition, Lock
 from mqstore.threads import HoldingBell, start_thread
 
 __all__ = ["Submitter"]
@@ -75,7 +75,7 @@ class Submitter(Generic[Load]):
         self._max_bytes = max_bytes
         self._linger_ms = linger_ms
         self._linger_bytes = linger_bytes
-        self._turn = threading.Lock()
+        self._turn = Lock()
         """Held while a batch is taken and written, so that batches do not overtake each other."""
         self._lock = Condition()
         """Threads wait here for a written batch."""

@@ -24,7 +24,7 @@ checker but a `GroupChecks`, which knows the transactions of this process:
 from __future__ import annotations
 
 import logging
-import threading
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Unpack
@@ -37,6 +37,7 @@ from mqstore.errors import FlushTimeoutError, MQStoreError, TransactionStateErro
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.signalsafe import Lock
 
 __all__ = ["Checker", "GroupChecks", "Transaction", "checks_of"]
 
@@ -53,7 +54,7 @@ class GroupChecks:
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._checkers: list[Checker | None] = []
         """One entry for each producer. The newest that is not None is asked."""
         self._running: set[str] = set()
@@ -114,7 +115,15 @@ class GroupChecks:
 # State that the producers of an engine share, deleted with the engine. A `GroupChecks` must not hold its key, so each
 # call passes the engine.
 _shared: WeakKeyDictionary[Transactions, dict[str, GroupChecks]] = WeakKeyDictionary()
-_shared_lock = threading.Lock()
+_shared_lock = Lock()
+
+
+def _begin_child() -> None:
+    global _shared_lock
+    _shared_lock = Lock()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def checks_of(transactions: Transactions, group: str) -> GroupChecks:

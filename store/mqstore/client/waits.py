@@ -16,7 +16,6 @@ it looked.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +23,7 @@ from functools import partial
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.waiting import Waiter
-from mqstore.signalsafe import Bell
+from mqstore.signalsafe import Bell, Lock
 
 __all__ = ["Ready", "Wait", "Waits"]
 
@@ -38,7 +37,7 @@ class Ready:
 
     __slots__ = ("_callback", "_lock", "_open", "_over", "_parked")
 
-    def __init__(self, callback: Callable[[], object], lock: threading.Lock, waiting: set[Ready]) -> None:
+    def __init__(self, callback: Callable[[], object], lock: Lock, waiting: set[Ready]) -> None:
         """`waiting` is the set of waits that are not over. `lock` guards it."""
         self._callback = callback
         self._lock = lock
@@ -152,7 +151,7 @@ class Waits:
         self.broker = broker
         self._group = group
         self._order = order
-        self.lock = threading.RLock()  # a signal handler may ring while its thread has it
+        self.lock = Lock()  # a signal handler may ring while its thread has it
         self.open: set[Wait] = set()
         """Waits that are not over."""
         self.turns: deque[str] = deque()

@@ -36,7 +36,7 @@ from mqstore.broker.begun import NONE, UNREAD
 from mqstore.client.handlers import Decision
 from mqstore.clock import Clock
 from mqstore.log.message import Message
-from mqstore.signalsafe import Condition
+from mqstore.signalsafe import Condition, Lock
 
 __all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "at_signals", "cancelled", "current"]
 
@@ -112,7 +112,7 @@ class Worker:
     )
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards the end of a call, which either ends in time or lapses, never both."""
         self.ident: int | None = None
         """Identity of the thread that runs its job, or ran the last one."""
@@ -193,7 +193,7 @@ class Workers:
         self._clock = clock
         self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """Turns for threads. At None a thread may end."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Guards the next six."""
         self._free = self.all[::-1]
         self._waiting: deque[Job] = deque()

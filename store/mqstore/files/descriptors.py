@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ import numpy as np
 from mqstore.errors import StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.limit import register
-from mqstore.signalsafe import is_held_here
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -69,7 +68,7 @@ class DescriptorCache:
         self._fs = fs
         self._capacity = capacity
         self._flags = os.O_RDWR if writable else os.O_RDONLY
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()  # least recently used first
         self._forgotten = 0  # counts `forget` and `close`: an open that one overtook is not kept
         self._closed = False
@@ -113,7 +112,7 @@ class DescriptorCache:
 
     def give_back(self) -> None:
         """Drop all files, since no descriptor is free. Does nothing in a signal handler that interrupted it."""
-        if not is_held_here(self._lock):
+        if not self._lock.is_held_here:
             with self._lock:
                 self._files.clear()
 

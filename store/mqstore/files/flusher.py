@@ -31,8 +31,9 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import NoReturn
 
-from mqstore.errors import FlushFailedError
+from mqstore.errors import FlushFailedError, StoreBusyError
 from mqstore.files.filesystem import SyncNotBegunError
+from mqstore.signalsafe import Lock
 
 __all__ = ["GroupCommit"]
 
@@ -69,7 +70,19 @@ class GroupCommit:
     (True, 100)
     """
 
-    __slots__ = ("_crowded", "_done", "_lock", "_next", "_round", "_sync", "_turn", "_waiters", "failure", "flushed")
+    __slots__ = (
+        "_crowded",
+        "_done",
+        "_leader",
+        "_lock",
+        "_next",
+        "_round",
+        "_sync",
+        "_turn",
+        "_waiters",
+        "failure",
+        "flushed",
+    )
 
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
@@ -77,8 +90,9 @@ class GroupCommit:
         #: What the failed sync raised; None while all is well.
         self.failure: BaseException | None = None
         self._sync = sync
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._crowded = False  # the last leader left others in line
+        self._leader: int | None = None  # the thread whose turn it is
         self._turn = threading.Lock()  # held while a round runs. Compiled code gives it back, whatever Ctrl-C ends
         self._next: _Waiter | None = None  # promoted, and about to take its turn
         self._round = 0  # rounds begun
@@ -116,6 +130,8 @@ class GroupCommit:
                 return True
             if self.failure is not None:
                 self._raise_failure()
+            if self._leader == threading.get_ident():
+                raise StoreBusyError("called by a signal handler that interrupted a sync; do it later")
             joined = self._round
             if self._turn.locked() or self._next is not None:
                 waiter = _Waiter(target, joined)
@@ -131,11 +147,13 @@ class GroupCommit:
             with self._turn:
                 self._next = None
                 try:
+                    self._leader = threading.get_ident()
                     if self.failure is not None:
                         self._raise_failure()
                     if not self._is_covered(target, joined):  # by whoever was quicker
                         self._run_round()
                 finally:
+                    self._leader = None
                     self._hand_over()
             if target is not None and self.flushed < target:
                 raise AssertionError(f"waited for {target}, but only {self.flushed} bytes had been appended")
@@ -162,8 +180,8 @@ class GroupCommit:
         self._round = this_round = self._round + 1
         try:
             end = self._sync(self.flushed)
-        except SyncNotBegunError:
-            raise  # to this caller; the next in line tries for itself
+        except (SyncNotBegunError, StoreBusyError):
+            raise  # to this caller, who may be a signal handler; the next in line tries for itself
         except BaseException as error:
             self._judge(error, before)
             raise

@@ -15,7 +15,6 @@ import errno
 import itertools
 import mmap
 import os
-import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +24,7 @@ from mqstore.files.beneath import REFUSED
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.segment import LoadProblem, Segment, segment_name, segment_start
+from mqstore.signalsafe import Lock
 
 __all__ = ["OFFSET_END", "SegmentRun"]
 
@@ -93,7 +93,7 @@ class SegmentRun:
         self._by_start: dict[int, Segment] = {}
         self._starts: tuple[int, ...] = ()  # sorted; replaced, never changed, so that readers need no lock
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, the last used at the end
-        self._lock = threading.RLock()  # guards the four above and each segment's mapping and file
+        self._lock = Lock()  # guards the four above and each segment's mapping and file
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -292,21 +292,25 @@ class SegmentRun:
         The run keeps `max_mappings` read-only ones, the last used. A reference or view keeps others alive.
         FileNotFoundError when the segment was dropped meanwhile."""
         with self._lock:
-            mapping = segment.mapping
-            if mapping is None:
-                file = File(self._fs, segment.path, os.O_RDONLY)
-                mapping = self._fs.map(file.fd, segment.length, writable=False)
-                if self._by_start.get(segment.start) is not segment:
-                    return mapping  # dropped, but the name was still there: for this caller alone
-                segment.mapping = mapping
-                segment.inode = self._fs.stat(file.fd).st_ino
-            if not (segment.writable or segment.in_memory):
-                self._mapped[segment.start] = segment
-                self._mapped.move_to_end(segment.start)
-                while len(self._mapped) > self._max_mappings:
-                    _, oldest = self._mapped.popitem(last=False)
-                    oldest.mapping = None
-            return mapping
+            return self._mapping_of(segment)
+
+    def _mapping_of(self, segment: Segment) -> mmap.mmap:
+        """Return what `mapping` returns. The lock is held."""
+        mapping = segment.mapping
+        if mapping is None:
+            file = File(self._fs, segment.path, os.O_RDONLY)
+            mapping = self._fs.map(file.fd, segment.length, writable=False)
+            if self._by_start.get(segment.start) is not segment:
+                return mapping  # dropped, but the name was still there: for this caller alone
+            segment.mapping = mapping
+            segment.inode = self._fs.stat(file.fd).st_ino
+        if not (segment.writable or segment.in_memory):
+            self._mapped[segment.start] = segment
+            self._mapped.move_to_end(segment.start)
+            while len(self._mapped) > self._max_mappings:
+                _, oldest = self._mapped.popitem(last=False)
+                oldest.mapping = None
+        return mapping
 
     def data_end(self, segment: Segment, start: int) -> int:
         """Return a position in a segment, `start` or behind it, from which on there are surely zeros.

@@ -30,7 +30,6 @@ import contextlib
 import mmap
 import os
 import sys
-import threading
 from pathlib import Path
 
 from mqstore.errors import MQStoreError, StoreIOError
@@ -40,6 +39,7 @@ from mqstore.files.segment import LoadProblem, Segment, segment_name
 from mqstore.files.segments import OFFSET_END, SegmentRun
 from mqstore.files.system import DONT_NEED, POPULATE_WRITE, advise
 from mqstore.files.tmp import new_file, temporary_path
+from mqstore.signalsafe import Lock
 
 __all__ = ["EXTENDED", "SegmentWriter"]
 
@@ -108,13 +108,13 @@ class SegmentWriter(SegmentRun):
         self._tmp_directory = Path(tmp_directory)
         self._file_mode = file_mode
         self._sparse = sparse
-        self._prepare_lock = threading.Lock()
+        self._prepare_lock = Lock()
         self._prepared: Segment | None = None
         self._names_changed = 0  # files created and removed in the folder, and how many of these changes are durable
         self._names_synced = 0
-        self._folder_lock = threading.Lock()
+        self._folder_lock = Lock()
         self._step = _STEP_BYTES
-        self._step_lock = threading.RLock()  # a signal handler may put in the middle of a step
+        self._step_lock = Lock()
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class SegmentWriter(SegmentRun):
             if segment is self.last and not self._sparse:
                 self._mapped.pop(segment.start, None)
                 self._map_to_write(segment)
-            return super().mapping(segment)
+            return self._mapping_of(segment)
 
     def _map_to_write(self, segment: Segment) -> None:
         file = File(self._fs, segment.path, os.O_RDWR)

@@ -6,7 +6,6 @@ the inbox). A test with a simulated clock calls `run_once` itself.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +18,7 @@ from mqstore.log.reput import Dispatcher
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import Wakeups
 from mqstore.options import seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["AHEAD_MS", "BackgroundWork", "Checkpointer"]
 
@@ -151,8 +151,8 @@ class Checkpointer:
         self._parts = parts
         self._dispatcher = dispatcher
         self._errors = errors
-        self._units_lock = threading.Lock()
-        self._lock = threading.RLock()
+        self._units_lock = Lock()
+        self._lock = Lock()
 
     def sync_units(self) -> bool:
         """Make units and index entries durable. Return True if they are.

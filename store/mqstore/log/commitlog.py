@@ -6,14 +6,12 @@ Records are only added by `append` and its variants (format#append): by Python u
 compiled code in one step, which needs no lock. Large batches are written by a system call, not through the mapping. The
 call waits for memory if the disk is far behind.
 
-While Python appends, compiled code does not. But a signal handler may put behind any call. So bytes are stored only if
-the log still ends where it did (`_store_at`, `_store`).
+While Python appends, compiled code does not (`_appending`), and a put of a signal handler is refused by the lock.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
+from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.files.segment import Segment
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.encode import encode_copies, encode_records, lengths_of
@@ -46,7 +44,7 @@ from mqstore.layout.record import (
 from mqstore.log.receipts import SendReceipt, SendReceipts
 from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
-from mqstore.signalsafe import Condition, is_held_here
+from mqstore.signalsafe import Lock
 
 __all__ = [
     "ALLOWANCE",
@@ -62,8 +60,8 @@ ALLOWANCE = 65_536
 """Maximum size of a record beyond the largest body (format#limits)."""
 _CRC = Struct(">I")
 _MS_NS = 1_000_000
-_LOOK_S = 0.1
-"""Interval at which a waiting put checks whether it may continue, even if it was not notified."""
+_END_S = 0.5
+"""Time to wait for an append before the last segment is ended."""
 _ZEROS = bytes(1 << 18)
 _AHEAD_BYTES = 8192
 """Bytes behind the end of the log that have disk blocks. An opening looks there: on a full tmpfs, a look at a hole of a
@@ -119,17 +117,15 @@ class CommitLog(Tip):
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
         self._free_until = 0
-        self._lock = Condition()
+        self.lock = Lock()
+        """Held by appends in Python, and by a bulk append for as long as it lasts."""
         self._appending = False
-        self._holder: int | None = None
-        """Thread that keeps puts waiting (`hold`)."""
         self._mapping = None
         self._file: object = None
         """Keeps `_fd` open."""
         self._fd = -1
         self._base = 0
         self._limit = -1
-        self._writing = self._rolling = self._creating = False
 
     @property
     def min_offset(self) -> int:
@@ -139,7 +135,7 @@ class CommitLog(Tip):
 
     def reset(self, end: int) -> None:
         """Set the end of the log, and enter the segment that holds it if there is one."""
-        with self._lock:
+        with self.lock:
             self.end = end
             self._soiled = 0
             self._mapping = None
@@ -152,20 +148,18 @@ class CommitLog(Tip):
         mapping = self.run.mapping(segment)
         file = None if self.group is None else self.run.file(segment)
         fd = -1 if file is None else file.raw_fd
-        self._check_failed()  # again, since a signal handler may have closed the store meanwhile
-        if self.end > segment.end:
-            return  # there was a put, and the log continues in a later segment
         # What bulk appends or an earlier process have written has its blocks.
         segment.allocated = max(segment.allocated, self.end - segment.start)
         whole = segment.allocated >= segment.size
         end = segment.end - BLANK_BYTES if whole else segment.start + segment.allocated - _AHEAD_BYTES
-        limit = min(end, self._free_until)
-        # No call between these, nor the last reference to a file: a handler's put must not find half of them changed.
+        # No call from here on, nor the last reference to a file. So nothing comes in between: no exception of a signal
+        # handler, and no other thread that sets `failed` or `free_until`.
         _before, self._file = self._file, file
         self._mapping = mapping
         self._fd = fd
         self._base = segment.start
-        self._limit = limit
+        if self.failed is None:
+            self._limit = end if end < self._free_until else self._free_until
 
     def append(
         self,
@@ -190,47 +184,38 @@ class CommitLog(Tip):
         numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
         header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
-        with self._lock:
-            try:
-                self._appending = True
-                position = self.end
-                end = position + size
-                if end > self._limit:
-                    position = self._roll(size)
-                    end = position + size
-                now_ms = self._time_ns() // _MS_NS
-                offset = queue.next_offset if numbered else 0
-                head = header.pack(
-                    size,
-                    queue.magic,
-                    0,
-                    queue.queue_id,
-                    flag,
-                    offset,
-                    position,
-                    sys_flag,
-                    now_ms if born_ms is None else born_ms,
-                    born_host,
-                    now_ms,
-                    self._store_host,
-                    reconsume_times,
-                    prepared_offset,
-                    len(body),
-                )
-                data = bytearray().join((head, body, tail))
-                checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-                _CRC.pack_into(data, CHECKSUM_AT, checksum)
-                if self.group is not None and not self.group.busy:
-                    # This put syncs alone, and a page that a call writes causes no fault after each sync.
-                    stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
-                else:
-                    stored = self._store_at(position, data, end, queue if numbered else None, offset + 1)
-                if not stored:
-                    return self.append(queue, body, tail, fields, unique_key)
-            finally:
-                self._appending = False
-        if end >= self.alarm:
-            self._on_alarm()
+        items: tuple[int, int, int] = 0, 0, 0
+
+        def encode(position: int) -> tuple[bytearray, Mapping[Numbered, int]]:
+            nonlocal items
+            now_ms = self._time_ns() // _MS_NS
+            offset = queue.next_offset if numbered else 0
+            head = header.pack(
+                size,
+                queue.magic,
+                0,
+                queue.queue_id,
+                flag,
+                offset,
+                position,
+                sys_flag,
+                now_ms if born_ms is None else born_ms,
+                born_host,
+                now_ms,
+                self._store_host,
+                reconsume_times,
+                prepared_offset,
+                len(body),
+            )
+            data = bytearray().join((head, body, tail))
+            checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
+            _CRC.pack_into(data, CHECKSUM_AT, checksum)
+            items = offset, position, now_ms
+            return data, {queue: offset + 1} if numbered else {}
+
+        # A put that syncs alone is written by a call: such a page causes no fault after each sync.
+        self._append(size, encode, by_call=self.group is not None and not self.group.busy)
+        offset, position, now_ms = items
         return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
 
     def append_many(
@@ -246,40 +231,29 @@ class CommitLog(Tip):
         assert sizes_of_bodies is not None, "bodies are plain bytes here"
         total = self.header_bytes * count + sizes_of_bodies[1]
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
-        with self._lock:
-            try:
-                self._appending = True
-                position = self.end
-                if position + total > self._limit:
-                    position = self._roll(total)
-                offset = queue.next_offset
-                now_ms = self._time_ns() // _MS_NS
-                data, sizes = encode_records(
-                    bodies,
-                    tails,
-                    magic=queue.magic,
-                    queue_id=queue.queue_id,
-                    queue_offset=offset,
-                    physical_offset=position,
-                    timestamp_ms=now_ms,
-                    born_host=self._born_host,
-                    store_host=self._store_host,
-                    flags=flags,
-                    checksum=self._checksum,
-                )
-                view = data.data
-                end = position + total
-                if total >= _CALL_BYTES or kernel is None:
-                    stored = self._store(position, view, {queue: offset + count}, by_call=True)
-                else:
-                    stored = self._store_at(position, view, end, queue, offset + count)
-                if not stored:
-                    return self.append_many(queue, bodies, tails, flags)
-            finally:
-                self._appending = False
-        if end >= self.alarm:
-            self._on_alarm()
-        return offset, position, sizes, now_ms
+        result: list[tuple[int, int, npt.NDArray[np.int64], int]] = []
+
+        def encode(position: int) -> tuple[memoryview, Mapping[Numbered, int]]:
+            offset = queue.next_offset
+            now_ms = self._time_ns() // _MS_NS
+            data, sizes = encode_records(
+                bodies,
+                tails,
+                magic=queue.magic,
+                queue_id=queue.queue_id,
+                queue_offset=offset,
+                physical_offset=position,
+                timestamp_ms=now_ms,
+                born_host=self._born_host,
+                store_host=self._store_host,
+                flags=flags,
+                checksum=self._checksum,
+            )
+            result.append((offset, position, sizes, now_ms))
+            return data.data, {queue: offset + count}
+
+        self._append(total, encode, by_call=total >= _CALL_BYTES)
+        return result[0]
 
     def append_copies(
         self, queues: Sequence[Numbered], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
@@ -288,63 +262,63 @@ class CommitLog(Tip):
         They lie together and become visible together, all or none. The caller has checked that together they fit a
         segment."""
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
-        with self._lock:
+
+        def encode(position: int) -> tuple[memoryview, Mapping[Numbered, int]]:
+            ends = {queue: queue.next_offset for queue in queues}
+            offsets = []
+            for queue in queues:
+                offsets.append(ends[queue])
+                ends[queue] += 1
+            data, _ = encode_copies(
+                heads,
+                bodies,
+                tails,
+                magics=[queue.magic for queue in queues],
+                queue_ids=[queue.queue_id for queue in queues],
+                queue_offsets=offsets,
+                physical_offset=position,
+                timestamp_ms=self._time_ns() // _MS_NS,
+                store_host=self._store_host,
+                checksum=self._checksum,
+            )
+            return data.data, ends
+
+        self._append(total, encode, by_call=total >= _CALL_BYTES)
+
+    def _append(
+        self,
+        size: int,
+        encode: Callable[[int], tuple[bytearray | memoryview, Mapping[Numbered, int]]],
+        *,
+        by_call: bool,
+    ) -> None:
+        """Store the `size` bytes that `encode` makes for a position, with the next offset of each queue."""
+        with self.lock:
             try:
                 self._appending = True
                 position = self.end
-                if position + total > self._limit:
-                    position = self._roll(total)
-                ends = {queue: queue.next_offset for queue in queues}
-                offsets = []
-                for queue in queues:
-                    offsets.append(ends[queue])
-                    ends[queue] += 1
-                data, _ = encode_copies(
-                    heads,
-                    bodies,
-                    tails,
-                    magics=[queue.magic for queue in queues],
-                    queue_ids=[queue.queue_id for queue in queues],
-                    queue_offsets=offsets,
-                    physical_offset=position,
-                    timestamp_ms=self._time_ns() // _MS_NS,
-                    store_host=self._store_host,
-                    checksum=self._checksum,
-                )
-                if not self._store(position, data.data, ends, by_call=total >= _CALL_BYTES):
-                    self.append_copies(queues, heads, bodies, tails)
-                    return
+                if position + size > self._limit:
+                    position = self._roll(size)
+                data, numbers = encode(position)
+                self._store(position, data, position + size, numbers, by_call=by_call)
             finally:
                 self._appending = False
-        if position + total >= self.alarm:
+        if self.end >= self.alarm:
             self._on_alarm()
 
     def _roll(self, size: int, *, early: bool = False) -> int:
         """Make room for `size` bytes, in the next segment if `early`. Return the position to write at.
         The segment is created before the BLANK that leads to it, so a full disk leaves everything as it was."""
-        while self._holder is not None:
-            self._refuse_holder()
-            self._lock.wait(_LOOK_S)
         self._check_failed()
-        if self._writing or self._creating:
-            raise StoreBusyError("put by a signal handler that interrupted a put which is just writing; put it later")
         if size > self.max_record_bytes:
             raise InvalidMessageError(
                 f"a record of {size} bytes does not fit a segment of {self.run.segment_bytes}; "
                 f"the largest is {self.max_record_bytes}",
                 "body",
             )
-        if self._soiled > self.end:
-            self.settle()
-        rolling, self._rolling = self._rolling, True
-        try:
-            return self._make_room(size, early)
-        finally:
-            self._rolling = rolling
-
-    def _make_room(self, size: int, early: bool) -> int:
+        self._settle()
         position, run = self.end, self.run
-        segment = run.find(self._base if self._mapping is not None else position) or self._create(position)
+        segment = run.find(self._base if self._mapping is not None else position) or run.create(position)
         if self._mapping is None:  # before a next segment is there: then this one may be mapped for reading only
             self._enter(segment)
         if not early and position + size + BLANK_BYTES <= segment.end:
@@ -353,13 +327,12 @@ class CommitLog(Tip):
             return position
         start = segment.end
         # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
-        following = run.find(start) or self._create(start)
+        following = run.find(start) or run.create(start)
         run.allocate(following, min(size + _AHEAD_BYTES, following.size))
         if position < start:  # else the segment is full to its end, by recovery or by such a roll
             run.allocate(segment, position + BLANK_BYTES - segment.start)
-            self._store_at(position, encode_blank(start - position), start, None, 0)
-        if self.end == start:
-            self._enter(following)
+            self._store(position, encode_blank(start - position), start, {}, by_call=False)
+        self._enter(following)
         return start
 
     @property
@@ -369,77 +342,53 @@ class CommitLog(Tip):
 
     @free_until.setter
     def free_until(self, position: int) -> None:
-        with self._lock:
-            self._free_until = position
-            self._limit = -1  # the next put enters its segment again
+        self._free_until = position
+        self._limit = -1  # the next put enters its segment again
 
     def end_segment(self) -> None:
         """End the last segment at the present end of the log, so that retention can delete it.
         Does nothing while a bulk append holds the log: that may take minutes."""
-        with self._lock:
-            if self._holder is None:
+        if not self.lock.is_held_here and self.lock.acquire(timeout=_END_S):
+            try:
+                self._appending = True
                 self._roll(0, early=True)
-
-    def _create(self, start: int) -> Segment:
-        # A signal handler's put that needs a segment too is refused. It would wait for this one, or create the same.
-        self._creating = True
-        try:
-            return self.run.create(start)
-        finally:
-            self._creating = False
+            finally:
+                self._appending = False
+                self.lock.release()
 
     def hold(self) -> int:
-        """Keep every put waiting until `release`. Return the end of the log.
-        Only the caller may write beyond that end. Raises StoreBusyError in a signal handler that interrupted a put or a
-        holder."""
-        if is_held_here(self._lock):
-            raise StoreBusyError("the log cannot be held by a signal handler that interrupted a put; do it later")
-        with self._lock:
-            while self._holder is not None:
-                self._refuse_holder()
-                self._lock.wait(_LOOK_S)
-            self._check_failed()
-            if self._soiled > self.end:
-                self.settle()
-            self._holder = threading.get_ident()
-            self._limit = -1  # sends every put to `_roll`
-            return self.end
+        """Keep every put waiting until `release`. Return the end of the log. The caller holds `lock` meanwhile, and
+        only the caller may write beyond that end."""
+        self._check_failed()
+        self._settle()
+        self._appending = True
+        return self.end
 
     def release(self, end: int | None = None) -> None:
         """Let puts continue, at `end` if the holder has written up to there. May be repeated."""
-        with self._lock:
-            if self._holder is None:
-                return
-            if end is not None:
-                self.end = end
-            self._mapping = None  # the next put finds its segment
-            self._limit = -1
-            self._holder = None
-            self._lock.notify_all()
-
-    def _refuse_holder(self) -> None:
-        if self._holder == threading.get_ident():
-            raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
+        if end is not None:
+            self.end = end
+        self._mapping = None  # the next put finds its segment
+        self._limit = -1
+        self._appending = False
 
     def _store(
-        self, position: int, data: bytearray | memoryview, numbers: Mapping[Numbered, int], *, by_call: bool
-    ) -> bool:
-        """Write `data` at `position`, advance queue offsets and move `end`: all or nothing.
-
-        Returns False and does nothing if there was a put before. Meanwhile a put of a signal handler is refused, since
-        it would be written there too, and others wait.
+        self,
+        position: int,
+        data: bytes | bytearray | memoryview,
+        end: int,
+        numbers: Mapping[Numbered, int],
+        *,
+        by_call: bool,
+    ) -> None:
+        """Write `data` at `position`, advance queue offsets and move `end`: all or nothing. The lock is held.
 
         Bytes are stored from front to back. If the process is killed, whole records remain at the front of a batch.
         None lies behind a hole, which recovery would take for damage. An assigned slice of the mapping may be stored in
         any order."""
         before = {queue: queue.next_offset for queue in numbers}
-        end = position + len(data)
-        limit, self._limit = self._limit, -1  # sends other puts to `_roll`
-        self._writing = True
         try:
-            if self.end != position:
-                return False
-            self._soiled = end
+            self._soiled = position + len(data)
             if by_call or kernel is None:
                 self.run.write(position, data)
             else:
@@ -449,18 +398,13 @@ class CommitLog(Tip):
             if len(data) >= _CALL_BYTES:
                 self.called_end = end
             self.end = end
-            return True
         finally:
-            try:
-                if self._soiled > self.end:  # also after Ctrl-C, between storing the bytes and making them count
-                    for queue, next_offset in before.items():
-                        queue.next_offset = next_offset
-                    with suppress(MQStoreError):
-                        self._wipe()
-            finally:
-                self._writing = False
-                if self.failed is None and self._soiled <= self.end:
-                    self._limit = limit
+            if self._soiled > self.end:  # also after Ctrl-C, between storing the bytes and making them count
+                self._limit = -1  # the next put wipes, if this cannot
+                for queue, next_offset in before.items():
+                    queue.next_offset = next_offset
+                with suppress(MQStoreError):
+                    self._wipe()
 
     def _wipe(self) -> None:
         """Write zeros over the bytes of a put that failed. Nothing is appended before this is done.
@@ -473,26 +417,21 @@ class CommitLog(Tip):
 
     def settle(self) -> tuple[int, int] | None:
         """Wipe bytes behind `end` that do not count. Return their range, which is not synced, or None."""
-        with self._lock:
-            wiped = (self.end, self._soiled) if self._soiled > self.end else None
-            self._limit = -1
-            self._writing = True
-            try:
-                self._wipe()
-            finally:
-                self._writing = False
-            self._mapping = None  # the next put finds its segment
-            return wiped
+        with self.lock:
+            return self._settle()
+
+    def _settle(self) -> tuple[int, int] | None:
+        if self._soiled <= self.end:
+            return None
+        wiped = self.end, self._soiled
+        self._limit = -1
+        self._wipe()
+        self._mapping = None  # the next put finds its segment
+        return wiped
 
     def has_room(self, size: int) -> bool:
         """Return True if a record of `size` bytes needs no disk blocks and no room, and nobody holds the log."""
         return self.end + size <= self._limit
-
-    @property
-    def is_writing(self) -> bool:
-        """True if this thread is in the middle of a put that writes or makes room. For signal handlers."""
-        busy = self._writing or self._rolling
-        return busy and is_held_here(self._lock)
 
     def _check_failed(self) -> None:
         if self.failed is not None:
@@ -500,17 +439,12 @@ class CommitLog(Tip):
             raise copy.copy(self.failed)
 
     def poison(self, error: MQStoreError) -> None:
-        """Refuse every later put, after a failed sync (format#flush) or a close."""
-        with self._lock:
-            self._refuse(error)
-
-    def disown(self, error: MQStoreError) -> None:
-        """Refuse every later put in a forked child, where no thread can release the lock that was held."""
-        self._lock = Condition()
-        self._holder = None
-        self._refuse(error)
-
-    def _refuse(self, error: MQStoreError) -> None:
+        """Refuse every later put, after a failed sync (format#flush), a close or a fork. Waits for no put."""
         self.failed = error
         self._limit = self._fd = -1
-        self._mapping = self._file = None
+
+    def close(self, error: MQStoreError) -> None:
+        """Refuse every later put, and let go of the files."""
+        self.poison(error)
+        with self.lock:
+            self._mapping = self._file = None

@@ -10,7 +10,6 @@ not synced before it, so after a power cut a new one may be short. The next open
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +30,7 @@ from mqstore.layout.scan import Headers
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.tip import Numbered, QueueRef
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -457,8 +457,8 @@ class QueueTable:
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
-        self._lock = threading.Lock()
-        self.news_lock = threading.RLock()
+        self._lock = Lock()
+        self.news_lock = Lock()
         """Lock of readers for moving the end of a queue."""
         self._dirty: set[str] = set()
         self._dirty_directories: set[str] = set()

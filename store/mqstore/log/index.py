@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from mqstore.layout.indexfile import (
 from mqstore.layout.javahash import index_hash
 from mqstore.log.recovery.report import Finding
 from mqstore.native import fence
+from mqstore.signalsafe import Lock
 
 __all__ = ["Index", "IndexFile"]
 
@@ -62,7 +62,7 @@ class _Mapped:
 
     def __init__(self) -> None:
         self._files: deque[IndexFile] = deque()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def add(self, file: IndexFile) -> None:
         with self._lock:
@@ -255,8 +255,8 @@ class Index:
         self._writable = writable
         self._file_mode = file_mode
         self._mapped = _Mapped()
-        self._lock = threading.Lock()
-        self._sync_lock = threading.Lock()
+        self._lock = Lock()
+        self._sync_lock = Lock()
         self.files: list[IndexFile] = []
         self._pending: list[_Entries] = []
         self._begun: tuple[IndexFile, int] | None = None

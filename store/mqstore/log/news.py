@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -15,6 +14,7 @@ from mqstore.log.deleted import load_deleted
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.log.wakeups import Wakeups
+from mqstore.signalsafe import Lock
 
 __all__ = ["FileNews", "News", "OwnNews"]
 
@@ -94,7 +94,7 @@ class FileNews:
         self._check_open = check_open
         self._root, self._fs = parts.root, parts.fs
         self._intents = IntentWatch(parts.root, parts.fs)
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._first_listed = 0
         self._next_listing = 0.0
 

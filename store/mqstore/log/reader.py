@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +54,7 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, StoreConfig
+from mqstore.signalsafe import Lock
 
 __all__ = ["Bound", "GetResult", "StoreReader"]
 
@@ -138,7 +138,7 @@ class StoreReader(Closing):
     """Id of the process that has the store open, in a forked child of it."""
 
     def __init__(self, path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> None:
-        self._close_lock = threading.RLock()
+        self._close_lock = Lock()
         if config is not None and not isinstance(config, StoreConfig):
             raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
         self._place = resolved(path)
@@ -300,6 +300,7 @@ class StoreReader(Closing):
         For callers that ask often: it does not look for news of other processes."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
+            self.check_closed()
             return None
         if self.mode == "rw":
             self.news.catch_up(queue)

@@ -29,7 +29,6 @@ from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, Profile, StoreConfig
-from mqstore.signalsafe import is_held_here
 
 __all__ = ["ReadOnlyMessageStore"]
 
@@ -196,7 +195,7 @@ class ReadOnlyMessageStore(StoreReader):
         """Close all files. Calling it again only closes what an interrupted call has left open.
         `timeout` is not used here, but by stores open for writing."""
         del timeout
-        if self._released or is_held_here(self._close_lock):
+        if self._released or self._close_lock.is_held_here:
             return
         with self._close_lock:
             self._closed = True

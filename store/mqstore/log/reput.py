@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -32,7 +31,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.scanner import check_at
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import NEVER, Wakeups
-from mqstore.signalsafe import Bell, is_held_here
+from mqstore.signalsafe import Bell, Lock
 
 __all__ = ["DispatchThread", "Dispatcher", "slot_runs"]
 
@@ -102,10 +101,10 @@ class Dispatcher:
         self._checksum = checksum
         self.visible_end = end_of
         """Returns the physical offset below which records may be dispatched."""
-        self._turn = threading.RLock()
-        self._lock = threading.RLock()
+        self._turn = Lock()
+        self._lock = Lock()
         self._parked: dict[ConsumeQueue, list[Bell]] = {}
-        self._parked_lock = threading.Lock()
+        self._parked_lock = Lock()
         self._closing = False
         self._unsafe: set[str] = set()
 
@@ -115,7 +114,7 @@ class Dispatcher:
         Does nothing in a signal handler that interrupted a pass. Raises the errors of writing units or index
         entries.
         """
-        if is_held_here(self._turn):
+        if self._turn.is_held_here:
             return 0
         with self._turn:  # `run_again` waits for its turn, so it cannot take the lock before this thread gets it
             return self._run()

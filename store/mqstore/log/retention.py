@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +27,7 @@ from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["Retainer", "disk_ratio", "expired_before"]
 
@@ -54,7 +54,7 @@ class Retainer:
         self._errors = errors
         self._settled = settled
         self._dispatcher = dispatcher
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._newest_times: dict[int, int] = {}
         self._dropped_before = 0
         """Start of the log that queues and index know."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.options import Retention
-from mqstore.signalsafe import Gate
+from mqstore.signalsafe import Gate, Lock
 
 __all__ = ["Room", "give_up_room"]
 
@@ -98,7 +97,7 @@ class Room:
         self._drop_before = drop_before
         self._call_flusher = call_flusher
         self._kept = min(_KEPT_BYTES, log.run.segment_bytes)
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._is_held = False
         """True if `tmp/room` exists."""
         self._wanted = _Append()

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.errors import StoreBusyError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, WriterLock
 from mqstore.layout.hosts import encode_host
@@ -50,7 +49,6 @@ from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import PagesAhead, Wakeups
 from mqstore.log.writer import LogWriter, Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
-from mqstore.signalsafe import is_held_here
 from mqstore.threads import start_thread
 
 __all__ = ["MessageStore"]
@@ -345,7 +343,9 @@ class MessageStore(StoreReader, Sending):
         """
         self.check_open()
         splice = partial(self._bulk.splicer.splice, remembered=remembered, accepted=accepted)
-        return self._bulk.show(splice(shards, app=app, version=version, progress=progress))
+        with self._bulk.lock:
+            result = splice(shards, app=app, version=version, progress=progress)
+        return self._bulk.show(result)
 
     def spliced_version(self, app: str) -> int:
         """Return the last version that was appended in bulk for `app`, or -1 if none is remembered."""
@@ -450,14 +450,10 @@ class MessageStore(StoreReader, Sending):
         or moved, the lock is released, and MissingFileError is raised.
         """
         timeout_s = seconds(timeout, "timeout")
-        if self._released or is_held_here(self._close_lock):
+        if self._released or self._close_lock.is_held_here:
             return
-        if is_held_here(self._bulk.lock):
-            raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
-        if self._log.is_writing:
-            raise StoreBusyError(
-                f"{self.path} cannot be closed by a signal handler that interrupted a put which is writing"
-            )
+        for lock in self._bulk.lock, self._log.lock:
+            lock.refuse_owner()
         with self._close_lock:
             self.is_lost()
             if self._closed:
@@ -493,7 +489,7 @@ class MessageStore(StoreReader, Sending):
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but puts are refused, and the lock is released
             self.wakeups.stop()
-            self._log.poison(self._refusal())
+            self._log.close(self._refusal())
             self._join_threads(timeout_s)
             # The files must not be closed while a bulk append undoes itself.
             with self._bulk.lock:
@@ -549,4 +545,4 @@ class MessageStore(StoreReader, Sending):
         self._closed = self._released = True
         self._parent = os.getppid()
         self.wakeups.stopping = True
-        self._log.disown(self._refusal())
+        self._log.poison(self._refusal())

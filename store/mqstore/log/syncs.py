@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mqstore.errors import FlushFailedError, FlushTimeoutError, MQStoreError
+from mqstore.errors import FlushFailedError, FlushTimeoutError, MQStoreError, StoreBusyError
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 from mqstore.log.commitlog import CommitLog, SendReceipt
@@ -48,7 +48,7 @@ class LogSyncs:
         end = self._log.end if receipt is None else receipt.physical_offset + receipt.size
         try:
             done = self.commit.wait_until(end, self._timeout_s)
-        except SyncNotBegunError as error:  # to raise this would say that nothing was stored
+        except (StoreBusyError, SyncNotBegunError) as error:  # to raise this would say that nothing was stored
             raise FlushTimeoutError(f"stored, but not known to be on disk yet: {error}", receipt) from error
         if not done:
             raise FlushTimeoutError(

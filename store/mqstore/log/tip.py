@@ -82,8 +82,8 @@ class Tip:
     _whole_record: bool
     """True if the checksum is over the whole record. `_put` knows no other."""
     _appending: bool
-    """True while Python appends. `_put` then leaves all puts to Python: of other threads, which wait, and of signal
-    handlers. Otherwise a large record or batch would have to begin again for each of them."""
+    """True while Python appends. `_put` then leaves all puts to Python, where those of other threads wait, and those of
+    signal handlers are refused."""
     _now_ns: Callable[[], int] | None
     """None means the system's clock."""
     _on_alarm: Callable[[], None]
@@ -96,23 +96,6 @@ class Tip:
         def _put(self, queue: Numbered, body: bytes, tail: bytes, unique_key: str | None) -> Any:
             """Append one ordinary record and return its receipt, or do nothing and return None.
             It returns None if the put takes more than storing. It needs no lock."""
-
-    def _store_at(
-        self, position: int, data: bytes | bytearray | memoryview, end: int, queue: Numbered | None, next_offset: int
-    ) -> bool:
-        """Store `data` at `position`, which must be in the mapping, and move `end`, all in one step.
-        Also set the queue's next offset. Returns False, and does nothing, if the log no longer ends at `position`, or
-        was closed."""
-        at = position - self._base
-        stop = at + len(data)
-        # No call from here on, behind which a signal handler could put.
-        if self.end != position or self._mapping is None:
-            return False
-        self._mapping[at:stop] = data
-        if queue is not None:
-            queue.next_offset = next_offset
-        self.end = end
-        return True
 
 
 if not TYPE_CHECKING and kernel is not None:

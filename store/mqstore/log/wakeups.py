@@ -6,12 +6,10 @@ nobody costs one comparison.
 
 from __future__ import annotations
 
-import threading
-
 from mqstore.clock import Clock
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.log.commitlog import CommitLog
-from mqstore.signalsafe import Bell, is_held_here
+from mqstore.signalsafe import Bell, Lock
 
 __all__ = ["NEVER", "PagesAhead", "Wakeups"]
 
@@ -117,7 +115,7 @@ class Wakeups:
         """Physical offset at which the flusher looks for room again, which the engine may have used."""
         self._background = background
         self._after_sync = after_sync
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._is_flusher_called = False
         """True if a put has woken the flusher, which still waits for the interpreter.
         It is not woken again until it has run."""
@@ -130,7 +128,7 @@ class Wakeups:
 
     def passed(self) -> None:
         """Wake the threads that wait for a put that has passed `log.alarm`."""
-        if is_held_here(self._lock):
+        if self._lock.is_held_here:
             return  # a signal handler's put in the middle of this: the woken threads find its message too
         with self._lock:
             log = self.log

@@ -10,7 +10,6 @@ All checks are made before anything is written.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import update_wrapper, wraps
@@ -53,6 +52,7 @@ from mqstore.log.syncs import LogSyncs
 from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
 from mqstore.options import Durability, waits_for_disk
+from mqstore.signalsafe import Lock
 
 __all__ = ["MAX_QUEUE_ID", "LogWriter", "Outlet", "RecordOptions", "Sending", "Way", "compiled_put", "fields_of"]
 
@@ -200,7 +200,7 @@ class LogWriter:
         """Durations of the puts that were sampled."""
         self._put_times: dict[QueueRef, list[int]] = {}
         """Nanoseconds and number of the sampled puts of each queue since the last `take_put_times`."""
-        self._put_times_lock = threading.RLock()  # a signal handler may put in the middle of it
+        self._put_times_lock = Lock()
         self._queue_table = parts.queue_table
         self._segment_bytes = parts.log_files.segment_bytes
         self._store_host = encode_host(parts.config.store_host)
@@ -296,6 +296,8 @@ class LogWriter:
 
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
         self.latency.add(took_ns)
+        if self._put_times_lock.is_held_here:
+            return  # a signal handler's put in the middle of this, which is stored: one sample less
         with self._put_times_lock:
             times = self._put_times.setdefault(queue.ref, [0, 0])
             times[0] += took_ns

@@ -17,7 +17,6 @@ a pop has only prefetched do not count.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -44,6 +43,7 @@ from mqstore.broker.pop.state import Standing
 from mqstore.broker.retention import physical_of
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.properties import REAL_TOPIC
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.delay.levels import DelayService
@@ -167,9 +167,9 @@ class Metrics(Mechanism):
         self._waiting = WaitingRetries(parts.store, delay.progress, timer.waiting_for)
         self._transactions = transactions
         self._topics = parts.topics
-        self._lock = threading.Lock()
+        self._lock = Lock()
         """Held for a whole harvest, so that each caller sees all earlier counts."""
-        self._grown_lock = threading.Lock()
+        self._grown_lock = Lock()
         self._grown_from: dict[tuple[str, int], int] = {}
         self._grown_to: dict[tuple[str, int], int] = {}
         """By (topic, queue id). Messages between `_grown_from` and `_grown_to` are not counted yet."""

@@ -25,7 +25,6 @@ Only the changes between two samples are kept, so a counter that does not grow c
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
 from mqstore.clock import Clock
+from mqstore.signalsafe import Lock
 
 __all__ = ["Rate", "Samples", "Statistics", "StatisticsSnapshot", "Total", "labels_of"]
 
@@ -160,13 +160,13 @@ class Statistics:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Bare tuples: making a Total would double the cost of an `add`.
         self._totals: dict[CounterKey, tuple[int, int]] = {}
         self._latest: dict[CounterKey, int] = {}
         self._lost: dict[QueueKey, int] = {}
         # Windows have a separate lock. Taking a sample reads all counters, and no put should wait for that.
-        self._window_lock = threading.Lock()
+        self._window_lock = Lock()
         now_ms = clock.monotonic_ms()
         self._minute = _Window(10_000, 7, now_ms)
         self._hour = _Window(600_000, 7, now_ms)

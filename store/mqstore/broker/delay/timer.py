@@ -49,7 +49,6 @@ Long because placing, delivering, rolling and saving move one progress under one
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
 from typing import Final
 
@@ -88,6 +87,7 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["TimerService"]
 
@@ -117,7 +117,7 @@ class TimerService(Roller):
         self._store = store = parts.store
         self._wake = wake
         self._messages = TimerMessages(parts)
-        self._lock = threading.RLock()
+        self._lock = Lock()
         fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
         size = store.manifest.timerlog_segment_bytes
         self._log = TimerLog(store.path / "timerlog", tmp, size, fs, mode)

@@ -9,7 +9,6 @@ order info file    saved every 10 s, within 1 s of a failed orderly attempt, and
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -21,6 +20,7 @@ from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.options import seconds
+from mqstore.signalsafe import Lock
 
 __all__ = ["PopKeeper"]
 
@@ -55,7 +55,7 @@ class PopKeeper:
         self._keep_ms = max(1, round(interval * 1000))
         self._keep_due_ms = 0
         self._save_due_ms = 0
-        self._save_lock = threading.Lock()
+        self._save_lock = Lock()
         self._saved_version = saved_version
         self._summed_up = self._position()
         """Log position up to which the saved file has the outcome of FIFO batches."""

@@ -29,7 +29,6 @@ queue holds the queue's lock in the pop service. The lock of the table is a leaf
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from typing import Any, Final, NoReturn
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.quick import BatchFields
+from mqstore.signalsafe import Lock
 
 __all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
 
@@ -289,7 +289,7 @@ class OrderInfoTable:
     """Records of all queues (delivery#order-rules). Thread-safe. Each call is atomic."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.entries: dict[QueueKey, OrderInfo | BatchFields] = {}
         """Records by queue. A batch represents its `record_of`, and compiled code changes both together."""
         self._others: dict[str, Any] = {}

@@ -8,7 +8,6 @@ state.py, which handle all cases that the compiled methods decline.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from mqstore.log.message import Message
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.log.tip import Numbered, Tip
 from mqstore.native import kernel
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.names import QueueKey
@@ -95,7 +95,7 @@ class QueueFields:
 
     key: QueueKey
     head: str
-    lock: threading.Lock
+    lock: Lock
     cursor: int
     """Next offset to pop. -1 until the state is opened."""
     committed: int

@@ -17,7 +17,6 @@ FIFO batches are kept in the order info (`orderinfo.py`), and only the last one 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice, repeat, takewhile
@@ -28,6 +27,7 @@ from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.log import queue_head
 from mqstore.broker.pop.quick import BatchFields, QueueFields, TimelineFields
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 __all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]
 
@@ -211,7 +211,7 @@ class QueueState(QueueFields):
     def __init__(self, key: QueueKey) -> None:
         self.key = key
         self.head = queue_head(key)
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.cursor = self.committed = -1
         self.written = None
         self.in_flight = {}

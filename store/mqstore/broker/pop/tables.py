@@ -11,7 +11,6 @@ marked `gone` for threads that waited for its lock.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts
@@ -62,11 +62,11 @@ class PopTables(PopFields):
         self.states: dict[QueueKey, QueueState] = {}
         self.last_counts: list[tuple[QueueKey, Counts]] = []
         """Last counts of dropped states."""
-        self.moving = threading.RLock()
+        self.moving = Lock()
         """Held while messages move to another queue, until they are visible there, and while messages are counted.
         Otherwise a count would have a message twice, or not at all. Taken before the lock of a state."""
         self._wake = wake
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._agenda: list[tuple[int, int, QueueState]] = []
         self._entered: set[tuple[int, QueueState]] = set()
         """Entries of the agenda. A distant delivery is announced again after each visit to its queue."""

@@ -391,7 +391,7 @@ class BulkAppender:
         """Append the bundles that wait in the inbox, unless a bulk append runs or the store is being closed."""
         if self.lock.acquire(blocking=False):  # the flusher must not wait: a bulk append may wait for it
             try:
-                if not self.splicer.is_busy and not self.splicer.stopping():
+                if not self.splicer.stopping():
                     self.take_inbox()
             finally:
                 self.lock.release()

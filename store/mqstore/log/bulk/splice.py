@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
+from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.files.segments import SegmentRun
@@ -63,6 +62,7 @@ from mqstore.log.recovery.report import Cut, Finding
 from mqstore.log.recovery.scanner import used_end
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
+from mqstore.signalsafe import Lock
 
 __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 
@@ -114,7 +114,7 @@ class Splicer:
         stopping: Callable[[], bool],
     ) -> None:
         self.txn = txn
-        self.lock = threading.RLock()
+        self.lock = Lock()
         """Held during a bulk append. Closing the store waits for it."""
         self._run = log.run
         self._log = log
@@ -126,7 +126,6 @@ class Splicer:
         self._sync = sync
         self._poison = poison
         self.stopping = stopping
-        self.is_busy = False
 
     def splice(
         self,
@@ -140,35 +139,25 @@ class Splicer:
         accepted: bool = False,
     ) -> SpliceResult:
         """Append `shards` as `MessageStore.splice` does. `create` are topics to be saved for the next broker.
-
-        Raises StoreBusyError if `progress` or a signal handler calls it during another bulk append. The inner call
-        would find the version of the outer one not yet recorded, and would release the puts that wait for it.
-        """
+        The caller holds `lock`."""
         if not is_app(app):
             raise ConfigError(f"app must be a text of 1..255 bytes, not {app!r:.80}")
         if type(version) is not int or not 0 <= version < 1 << 63:
             raise ConfigError(f"version must be an integer from 0 on, not {version!r:.80}")
-        with self.lock:
-            if self.is_busy:  # in this thread, since the lock keeps other threads out
-                raise StoreBusyError("splice within a splice of the same thread; do it later")
-            try:
-                self.is_busy = True
-                self._stop()
-                if version <= self.txn.state.version_of(app):
-                    return SpliceResult(True, self._log.end, self._log.end, 0, {})
-                limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
-                found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
-                if not remembered and not any(shard.records for shard in found):
-                    return SpliceResult(False, self._log.end, self._log.end, 0, {})
-                work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
-                checked = []
-                left = _REMEMBERED
-                for shard in found:
-                    checked.append((shard, shard.check(work.add, left)))
-                    left -= shard.records
-                return self._run_all(checked, app, version, work, create or {}, remembered)
-            finally:
-                self.is_busy = False
+        self._stop()
+        if version <= self.txn.state.version_of(app):
+            return SpliceResult(True, self._log.end, self._log.end, 0, {})
+        limits = replace(self._limits, max_body_bytes=self._limits.segment_bytes) if accepted else self._limits
+        found = [Shard.load(Path(shard), limits, self._fs) for shard in shards]
+        if not remembered and not any(shard.records for shard in found):
+            return SpliceResult(False, self._log.end, self._log.end, 0, {})
+        work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
+        checked = []
+        left = _REMEMBERED
+        for shard in found:
+            checked.append((shard, shard.check(work.add, left)))
+            left -= shard.records
+        return self._run_all(checked, app, version, work, create or {}, remembered)
 
     def _stop(self) -> None:
         if self.stopping():
@@ -202,32 +191,37 @@ class Splicer:
         queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
         end: int | None = None
         recording = False
-        try:
-            start = self._log.hold()  # inside `try`, so that Ctrl-C right after it does not leave puts waiting
-            numbers = {key: queue.next_offset for key, queue in queues.items()}
-            stamp_ms = self._clock.now_ms()
-            intent = Intent(app, version, start, stamp_ms)
-            cleared = replace(before, intent=None)
-            recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
+        with self._log.lock:
             try:
-                if queues:
-                    self.txn.save(replace(before, intent=intent))
-                copied, stops = self._copy(shards, start, numbers, stamp_ms, work)
-                if queues:
-                    self._sync(copied)
-                self._stop()
-                recording = True  # if the version is not remembered, the file may already look like `recorded`
-                self.txn.save(recorded)
-            except BaseException as error:
-                if not (recording and self._is_recorded(recorded, error)):
-                    self._take_back(before, start, error)
+                start = self._log.hold()
+                numbers = {key: queue.next_offset for key, queue in queues.items()}
+                stamp_ms = self._clock.now_ms()
+                intent = Intent(app, version, start, stamp_ms)
+                cleared = replace(before, intent=None)
+                recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
+                try:
+                    if queues:
+                        self.txn.save(replace(before, intent=intent))
+                    copied, stops = self._copy(shards, start, numbers, stamp_ms, work)
+                    if queues:
+                        self._sync(copied)
+                    self._stop()
+                    recording = True  # if the version is not remembered, the file may already look like `recorded`
+                    self.txn.save(recorded)
+                except BaseException as error:
+                    if not (recording and self._is_recorded(recorded, error)):
+                        self._take_back(before, start, error)
+                        raise
+                    # Ctrl-C came after the last step. The bulk append counts, and the error is still raised.
+                    end = self._publish(queues, stops, copied)
                     raise
-                # Ctrl-C came after the last step. The bulk append counts, and the error is still raised.
                 end = self._publish(queues, stops, copied)
-                raise
-            end = self._publish(queues, stops, copied)
-        finally:
-            self._let_puts_in(end)
+            finally:
+                try:
+                    self._log.release(end)
+                except BaseException:  # Ctrl-C
+                    self._log.release(end)
+                    raise
         records = sum(shard.records for shard, _ in shards)
         return SpliceResult(False, start, end, records, {key: (numbers[key], stops[key]) for key in queues})
 
@@ -262,13 +256,6 @@ class Splicer:
             move()
             raise
         return end
-
-    def _let_puts_in(self, end: int | None) -> None:
-        try:
-            self._log.release(end)
-        except BaseException:  # after Ctrl-C, waiting puts must not wait for ever
-            self._log.release(end)
-            raise
 
     # -- taking back ------------------------------------------------------------------------------------------------
 
