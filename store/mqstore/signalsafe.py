@@ -27,7 +27,7 @@ import os
 import re
 import threading
 from _thread import RLock, allocate_lock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -69,7 +69,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
     def __init__(self) -> None:
         self._process = _process
         self.is_lent = False
-        """True while the owner runs a callback of the application, which may call methods that take this lock."""
+        """True while the owner lends the lock (`lend`)."""
 
     @property
     def __enter__(self):  # type: ignore[no-untyped-def, override]
@@ -108,6 +108,15 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
                 return
             yield int(found[1])
             lock = _waiting.get(int(found[1]))
+
+    def lend(self, work: Callable[[], Result]) -> Result:
+        """Return `work()`, which may take this lock, too: it calls the application, or methods that take the lock."""
+        before = self.is_lent
+        try:
+            self.is_lent = True
+            return work()
+        finally:
+            self.is_lent = before
 
     @property
     def is_held_here(self) -> bool:

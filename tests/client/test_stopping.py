@@ -19,7 +19,7 @@ from mqstore import Message, Store
 from mqstore.client.workers import cancelled
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
-from tests.client.support import ended, in_thread, subscribed, until, waits_of, workers_of
+from tests.client.support import ended, in_thread, subscribed, until, workers_of
 from tests.holding import new_threads
 
 
@@ -91,21 +91,6 @@ def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
         assert not new_threads(before)
     assert flags == [True]
     assert store.broker.topics.get("%RETRY%g") is None
-
-
-def test_queue_is_shut_down_by_a_thread_that_has_its_locks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread stood still for ever."""
-    queue = store.queue("jobs", maxsize=1)
-    lag = store.broker.lag
-    monkeypatch.setattr(store.broker, "lag", lambda group: (queue.shutdown(), lag(group))[1])  # in a signal handler
-
-    def in_one_thread() -> None:
-        with waits_of(queue).lock:
-            queue.put(b"x")
-
-    assert ended(*in_thread(in_one_thread)) is None
-    with pytest.raises(mqstore.QueueShutDown):
-        queue.put(b"y")
 
 
 @in_store

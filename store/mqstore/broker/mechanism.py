@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -166,11 +167,7 @@ class Housekeeper:
     def _run(self, name: str, job: _Job, now_ms: int) -> None:
         try:
             with self.turn:
-                try:
-                    self.turn.is_lent = True
-                    job.due_ms = job.mechanism.run_once(now_ms)
-                finally:
-                    self.turn.is_lent = False
+                job.due_ms = self.turn.lend(partial(job.mechanism.run_once, now_ms))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self.errors.get(name) != text:

@@ -19,6 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -461,14 +462,9 @@ class PullConsumer:
                 self._seat.give(going)
 
     def _tell(self, hooks: Sequence[Told], told: Told | None, queues: frozenset[QueueRef]) -> None:
-        before = self._lock.is_lent
-        try:
-            self._lock.is_lent = True
-            self._hooks.tell(hooks, queues)
-            if told is not None:
-                told(queues)
-        finally:
-            self._lock.is_lent = before
+        self._lock.lend(partial(self._hooks.tell, hooks, queues))
+        if told is not None:
+            self._lock.lend(partial(told, queues))
 
     # -- positions --------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._subscriptions: dict[str, Subscription] = {}
         self._state: Literal["new", "running", "stopping", "stopped"] = "new"
         self._lock = Lock()
-        """Guards the state and the subscriptions."""
+        """Guards the state and the subscriptions. Lent to hooks, which may stop the consumer."""
         self._stopped = Gate()
         self._stopper: int | None = None
         self._wishes: SimpleQueue[None] = SimpleQueue()
@@ -340,7 +340,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         with self._lock:
             self._change({**self._subscriptions, topic: new})
             if self._starts_with_topic and self._state == "new":
-                self.start()
+                self._lock.lend(self.start)
         return handler
 
     def unsubscribe(self, topic: str) -> None:
@@ -351,7 +351,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _change(self, after: dict[str, Subscription]) -> None:
         self._check_usable()
         if self._state == "running":
-            self._engine.subscribe(after)
+            self._lock.lend(partial(self._engine.subscribe, after))
         self._subscriptions = after
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             try:
                 if not self._mode.broadcasting:  # which has no attempts
                     self._take_notes()
-                self._engine.start(self._subscriptions)
+                self._lock.lend(partial(self._engine.start, self._subscriptions))
                 self._check_usable()  # a hook may have stopped it
             except BaseException:
                 self._take_back()

@@ -151,7 +151,7 @@ class Waits:
         self.broker = broker
         self._group = group
         self._order = order
-        self.lock = Lock()  # a signal handler may ring while its thread has it
+        self.lock = Lock()
         self.open: set[Wait] = set()
         """Waits that are not over."""
         self.turns: deque[str] = deque()

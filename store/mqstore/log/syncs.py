@@ -77,7 +77,7 @@ class LogSyncs:
         end = self._log.end
         try:
             self._log.run.sync(flushed, max(end, self._sync_to))
-        except SyncNotBegunError:
+        except (StoreBusyError, SyncNotBegunError):
             raise
         except Exception as error:
             self._log.poison(
