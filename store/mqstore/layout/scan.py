@@ -53,10 +53,8 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = [
-    *("Headers", "check_place", "collect", "content_end", "find_next", "gather", "read_run", "topic_is"),
-    *("verify", "walk"),
-]
+__all__ = ["Headers", "check_place", "collect", "content_end", "find_next", "gather", "read_run", "topic_is"]
+__all__ += ["verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -535,8 +533,7 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     view = _bytes_of(buf)
     high = len(view) if end is None else end
     if kernel is not None and start <= high:
-        last: int = kernel.content_end(view, start, high)
-        return last
+        return int(kernel.content_end(view, start, high))
     while high > start:
         low = max(start, high - _BLOCK_BYTES)
         used = len(view[low:high].tobytes().rstrip(b"\0"))
