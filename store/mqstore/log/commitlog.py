@@ -252,7 +252,7 @@ class CommitLog(Tip):
             result.append((offset, position, sizes, now_ms))
             return data.data, {queue: offset + count}
 
-        self._append(total, encode, by_call=total >= _CALL_BYTES)
+        self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
         return result[0]
 
     def append_copies(
@@ -283,7 +283,7 @@ class CommitLog(Tip):
             )
             return data.data, ends
 
-        self._append(total, encode, by_call=total >= _CALL_BYTES)
+        self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
 
     def _append(
         self,
@@ -383,16 +383,20 @@ class CommitLog(Tip):
     ) -> None:
         """Write `data` at `position`, advance queue offsets and move `end`: all or nothing. The lock is held.
 
-        Bytes are stored from front to back. If the process is killed, whole records remain at the front of a batch.
-        None lies behind a hole, which recovery would take for damage. An assigned slice of the mapping may be stored in
-        any order."""
+        Bytes of a batch are stored from front to back: if the process is killed, whole records remain at its front, and
+        none lies behind a hole, which recovery would take for damage. So without compiled code a batch is written by a
+        call, since an assigned slice of the mapping may be stored in any order."""
         before = {queue: queue.next_offset for queue in numbers}
         try:
             self._soiled = position + len(data)
-            if by_call or kernel is None:
+            if by_call:
                 self.run.write(position, data)
-            else:
+            elif kernel is not None:
                 kernel.lay(self._mapping, position - self._base, data)
+            else:
+                assert self._mapping is not None
+                at = position - self._base
+                self._mapping[at : at + len(data)] = data
             for queue, next_offset in numbers.items():
                 queue.next_offset = next_offset
             if len(data) >= _CALL_BYTES:
