@@ -23,6 +23,8 @@ from mqstore.errors import (
     StoreFullError,
     TopicNotFoundError,
 )
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Copy
 from tests.broker.popsupport import PopBench, bodies
 from tests.broker.support import full
 
@@ -500,15 +502,12 @@ def test_a_copy_that_cannot_be_put_is_put_later_and_nothing_is_lost(
     pops.put("t", 200)
     for _ in range(7):
         pops.pop(n=32)
-    puts = iter(range(70))
-    copy = pops.parts.road.copy
+    copy_many = pops.parts.road.copy_many
 
-    def some(*args: Any, **options: Any) -> Any:
-        if next(puts, None) is None:
-            full()
-        return copy(*args, **options)
+    def some(copies: list[Copy], attempts: int) -> int:
+        return copy_many(copies[:70], attempts) if len(copies) == 200 else full()
 
-    monkeypatch.setattr(pops.parts.road, "copy", some)
+    monkeypatch.setattr(pops.parts.road, "copy_many", some)
     with pytest.raises(StoreFullError):
         pops.advance(INVISIBLE_MS)
     assert len(pops.read(RETRY)) == 70
@@ -516,6 +515,31 @@ def test_a_copy_that_cannot_be_put_is_put_later_and_nothing_is_lost(
     pops.advance(INVISIBLE_MS)
     assert sorted(copy.body for copy in pops.read(RETRY)) == sorted(str(i).encode() for i in range(200))
     assert pops.committed() == 200
+
+
+def test_copies_that_are_put_together_keep_what_the_message_was(pops: PopBench) -> None:
+    for host in ("10.0.0.7:90", "[fe80::1]:91", "10.0.0.8:92"):  # a copy from an IPv6 host is put by itself
+        properties = {"TAGS": "a", "KEYS": "k1 k2", "mine": host, "DELAY": "3"}
+        pops.parts.store.append("t", 0, host.encode(), properties=properties, flag=7, born_host=host, reconsume_times=1)
+    popped = [delivery.message for delivery in pops.pop(n=3)]
+    pops.advance(INVISIBLE_MS)
+
+    def kept(message: Message) -> tuple[object, ...]:
+        return (
+            message.body,
+            message.tag,
+            message.keys,
+            message.flag,
+            dict(message.properties),
+            message.born_host,
+            message.born_timestamp_ms,
+        )
+
+    copies = pops.read(RETRY)
+    assert len(copies) == 3
+    assert sorted(map(kept, copies), key=str) == sorted(map(kept, popped), key=str)
+    assert [copy.reconsume_times for copy in copies] == [2, 2, 2]
+    assert all("DELAY" not in copy.stored_properties() for copy in copies)
 
 
 def test_an_ack_that_cannot_be_logged_settles_nothing(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:

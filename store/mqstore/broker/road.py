@@ -233,10 +233,11 @@ class Road(Sending):
             return 0
         return _queues_read(self._topics.entered(topic))
 
-    def copy_many(self, copies: Sequence[Copy]) -> int:
+    def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
         """Append copies of many messages that may not be delayed once more. Return how many, at least 1.
-        It stores the first of `copies` that fit together. If it raises, for the first copy, it stores none."""
-        return self._store.copy_many(_identified(copies))
+        It stores the first of `copies` that fit together, with `attempts` added to their `reconsume_times`. If it
+        raises, for the first copy, it stores none."""
+        return self._store.copy_many(_identified(copies), attempts)
 
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0

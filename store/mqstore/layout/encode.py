@@ -142,17 +142,20 @@ def encode_copies(
     timestamp_ms: int,
     store_host: bytes,
     checksum: Checksum,
+    attempts: int = 0,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The bytes of copies of stored records, each for a queue of its own choice, and the size of each.
 
     `heads` are what stands before the body in each source, with two IPv4 hosts; `bodies` are as stored. What says where
-    a record lies is new, the rest of the header is taken over, all records at once. Else as `encode_records`.
+    a record lies is new, `attempts` is added to `reconsume_times`, the rest of the header is taken over, all records at
+    once. Else as `encode_records`.
     """
     count = len(heads)
     source = np.frombuffer(b"".join(heads), header_dtype(IPV4_BYTES, IPV4_BYTES))
     header = np.zeros(count, header_dtype(IPV4_BYTES, len(store_host)))
     for name in _COPIED:
         header[name] = source[name]
+    header["reconsume_times"] += attempts
     sizes = header["body_size"].astype(np.int64) + header.dtype.itemsize
     sizes += np.fromiter(map(len, tails), np.int64, count)
     header["magic"] = magics

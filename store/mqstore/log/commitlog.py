@@ -256,7 +256,12 @@ class CommitLog(Tip):
         return result[0]
 
     def append_copies(
-        self, queues: Sequence[Numbered], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
+        self,
+        queues: Sequence[Numbered],
+        heads: Sequence[bytes],
+        bodies: Sequence[bytes],
+        tails: Sequence[bytes],
+        attempts: int,
     ) -> None:
         """Append copies of stored records (`encode_copies`), each to its own queue.
         They lie together and become visible together, all or none. The caller has checked that together they fit a
@@ -280,6 +285,7 @@ class CommitLog(Tip):
                 timestamp_ms=self._time_ns() // _MS_NS,
                 store_host=self._store_host,
                 checksum=self._checksum,
+                attempts=attempts,
             )
             return data.data, ends
 

@@ -393,11 +393,12 @@ class LogWriter:
                 flags.append(flag)
         return self._put_flat(queue, flat, tails, flags, unique, waits)
 
-    def copy_many(self, copies: Sequence[Copy]) -> int:
+    def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
         """Append the first of `copies`, as many as fit one batch. Return how many, at least one.
 
-        They lie together and become visible together. None is stored if this raises. Does not wait for the disk. Raises
-        what `append` raises, for the first copy. A fault of a later copy shows when that is the first.
+        `attempts` is added to the `reconsume_times` of each. They lie together and become visible together. None is
+        stored if this raises. Does not wait for the disk. Raises what `append` raises, for the first copy. A fault of a
+        later copy shows when that is the first.
         """
         room = self._max_chunk
         overhead = self.log.header_bytes
@@ -431,9 +432,9 @@ class LogWriter:
             bodies.append(body)
             tails.append(tail)
         if not heads:
-            self._copy_one(copies[0])
+            self._copy_one(copies[0], attempts)
             return 1
-        self.log.append_copies(queues, heads, bodies, tails)
+        self.log.append_copies(queues, heads, bodies, tails, attempts)
         self.after_put(None)
         return len(heads)
 
@@ -448,10 +449,11 @@ class LogWriter:
                 raise InvalidMessageError(wrong, "properties")
         return tail_of_bytes(queue.plain_tail, properties)
 
-    def _copy_one(self, copy: Copy) -> None:
+    def _copy_one(self, copy: Copy, attempts: int) -> None:
         """Append one copy by `append`, which handles every kind of record."""
         message, topic, queue_id, properties = copy
-        fields: RecordOptions = {**fields_of(message), "durability": "append"}
+        fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True}
+        fields["reconsume_times"] += attempts
         self.append(topic, queue_id, bytes(message.body_view), properties=decode_properties(properties), **fields)
 
     def _put_flat(

@@ -23,8 +23,9 @@ from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import DELAY, FIRST_POP_TIME, TIMER_DELIVER_MS
+from mqstore.layout.properties import DELAY, FIRST_POP_TIME, TIMER_DELIVER_MS, encode_properties
 from mqstore.log.message import Message, stored_bytes
+from mqstore.log.outgoing import Copy
 from mqstore.options import milliseconds
 
 __all__ = ["StandardQueues"]
@@ -251,22 +252,45 @@ class StandardQueues:
         due.sort(key=lambda pair: pair[0])
         group = self._tables.parts.groups.get(state.key.group)
         limit = None if group is None else group.max_attempts
+        topic = ""
+        copies: list[Copy] = []
+        sources: list[tuple[int, Batch]] = []
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
+
+        def put_again(message: Message, offset: int, batch: Batch) -> None:
+            ended = done
+            try:
+                self._put_again(state, message, batch.pop_time_ms, limit)
+            except InvalidMessageError as error:
+                # The record has the greatest possible length, so no copy fits. It is redelivered from its own queue.
+                _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+                ended = stay
+            ended.setdefault(batch, []).append(offset)
+
         try:
             for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
-                ended = done
                 if message is None:
                     self._tables.lost(state, offset)
+                    done.setdefault(batch, []).append(offset)
+                elif (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, offset):
+                    put_again(message, offset, batch)
                 else:
-                    try:
-                        self._put_again(state, message, batch.pop_time_ms, limit)
-                    except InvalidMessageError as error:
-                        # The record has the greatest possible length, so no copy fits. It is redelivered from its own
-                        # queue.
-                        _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
-                        ended = stay
-                ended.setdefault(batch, []).append(offset)
+                    topic = topic or self._retry_topic(state)
+                    properties = encode_properties(_retry_properties(message, batch.pop_time_ms))
+                    copies.append((message, topic, 0, properties))
+                    sources.append((offset, batch))
+            at = 0
+            while at < len(copies):
+                try:
+                    count = self._tables.parts.road.copy_many(copies[at:], attempts=1)
+                except InvalidMessageError:  # about the first copy, whose fault shows again
+                    put_again(copies[at][0], *sources[at])
+                    at += 1
+                    continue
+                for offset, batch in sources[at : at + count]:
+                    done.setdefault(batch, []).append(offset)
+                at += count
         finally:
             for batch, offsets in done.items():
                 self._settle(state, REVIVE, batch, offsets)
@@ -313,6 +337,16 @@ class StandardQueues:
                 break
             self._settle(state, REVIVE, batch, [offset])
 
+    def _retry_topic(self, state: QueueState) -> str:
+        """Return the topic for copies of the queue's messages, made if it is new."""
+        key, parts = state.key, self._tables.parts
+        if is_retry_topic(key.topic):
+            return key.topic
+        topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
+        parts.topics.ensure(topic, 1)
+        parts.offsets.begin(QueueKey(key.group, topic, 0))
+        return topic
+
     def _put_again(
         self,
         state: QueueState,
@@ -334,15 +368,8 @@ class StandardQueues:
                 self._tables.comes_again(state, message.offset, None)
             self._tables.file_dead_letter(key.group, message, reason)
             return
-        topic = key.topic
-        if not is_retry_topic(topic):
-            topic = pop_retry_topic(key.group, topic, parts.config.pop_retry_version)
-            parts.topics.ensure(topic, 1)
-            parts.offsets.begin(QueueKey(key.group, topic, 0))
-        properties = message.stored_properties()
-        for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
-            del properties[name]  # its delay has ended already
-        properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+        topic = self._retry_topic(state)
+        properties = _retry_properties(message, pop_time_ms)
         if visible_ms > (now_ms := self._tables.clock.now_ms()):
             latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
             properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
@@ -369,3 +396,11 @@ class StandardQueues:
                 self._log.put_settled(GIVE, new.name, given)
                 state.give_back(new, given)
         self._announce_next(state)
+
+
+def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:
+    properties = message.stored_properties()
+    for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
+        del properties[name]  # its delay has ended already
+    properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+    return properties
