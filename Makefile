@@ -57,7 +57,7 @@ help:
 	@sed -n 's/^#   make/  make/p' Makefile
 
 demo: $(VENV)/stamp-core
-	$(BIN)/mqstore demo
+	$(BIN)/python -m examples.demo
 
 # Nothing in these files of tests/log is done by compiled parts; recoveries with them and without are compared by
 # test_recovery_alike.

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["CHANGING", "looking"]
 
 CHANGING = {
-    *("produce", "consume", "recover", "demo", "topics create", "topics alter", "topics delete", "groups create"),
+    *("produce", "consume", "recover", "topics create", "topics alter", "topics delete", "groups create"),
     *("groups alter", "groups delete", "offsets reset", "delay cancel", "dlq replay", "dlq purge", "cut restore"),
     *("spark clean", "spark sql", "spark shell", "bench"),
 }

@@ -39,7 +39,6 @@ COMMANDS = (
     "delay",
     "dlq",
     "spark",
-    "demo",
     "bench",
 )
 """Names of sub-commands, in the order of the help."""
@@ -96,7 +95,7 @@ With --json an error is a line on stderr: {"version": 1, "error": {"type", "mess
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or a RocketMQ broker.
 
-    Only produce, consume, recover and demo change a store, and what is called create, alter, delete, reset, cancel,
+    Only produce, consume and recover change a store, and what is called create, alter, delete, reset, cancel,
     replay, restore or purge. All others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler

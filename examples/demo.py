@@ -1,4 +1,4 @@
-"""`mqstore demo`: a real workload, killed twice, and the bookkeeping afterwards.
+"""`make demo`, or `python -m examples.demo`: a real workload, killed twice, and the bookkeeping afterwards.
 
 Every line of the Python standard library's sources becomes a message:
 
@@ -387,8 +387,8 @@ class _Demo:
     cls=StoreCommand,
     epilog="""\b
 Examples:
-  mqstore demo
-  mqstore demo --limit-mb 2 --dir var/demo && mqstore inspect var/demo/store""",
+  python -m examples.demo
+  python -m examples.demo --limit-mb 2 --dir var/demo && mqstore inspect var/demo/store""",
 )
 @click.option(
     "--dir",
@@ -421,7 +421,7 @@ def demo(
     keep, root = directory is not None, directory or Path(tempfile.mkdtemp(prefix="mqstore-demo-"))
     root.mkdir(parents=True, exist_ok=True)
     try:
-        screen.print(Text.assemble(("mqstore demo", "bold"), render.safe(f", seed {seed}, in {root}")))
+        screen.print(Text.assemble(("mqstore", "bold"), render.safe(f", seed {seed}, in {root}")))
         library = Path(sysconfig.get_path("stdlib"))
         sources = read_sources(library, math.inf if limit_mb is None else limit_mb * 1e6, rng)
         work = _Demo(screen, root, sources, rng)
@@ -446,3 +446,7 @@ def demo(
         render.print_json({"seed": seed, "directory": str(root) if keep else None, "ok": not work.failed, **work.facts})
     if work.failed:
         ctx.exit(FINDINGS)
+
+
+if __name__ == "__main__":
+    demo()

@@ -1,4 +1,4 @@
-"""`mqstore demo` on a small sample: what it claims, and whether a store it left behind bears that out.
+"""The demo on a small sample: what it claims, and whether a store it left behind bears that out.
 
 The store is read again here with the library alone, without the demo's own readers.
 """
@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore
+from examples import demo as demo_module
+from examples.demo import demo
 from mqstore.broker.selection import group_queue
-from mqstore_tools import demo as demo_module
-from mqstore_tools.demo import demo
 from tests.tools.support import environment
 
 CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}
@@ -32,7 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
     """The summary of one small run, and the directory that it worked in."""
     folder = tmp_path_factory.mktemp("demo") / "new"
     done = subprocess.run(
-        [sys.executable, "-m", "mqstore_tools.main", "demo", "--limit-mb", "1", "--json", "--dir", str(folder)],
+        [sys.executable, "-m", "examples.demo", "--limit-mb", "1", "--json", "--dir", str(folder)],
+        cwd=Path(__file__).parent.parent,
         env=environment(),
         capture_output=True,
         text=True,
