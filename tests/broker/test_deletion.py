@@ -22,6 +22,7 @@ from mqstore import QueueRef, Retention, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.broker.pop.log import PopLog
+from mqstore.columnar.columns import ColumnReader
 from mqstore.errors import (
     GroupNotFoundError,
     OffsetOutOfRangeError,
@@ -30,6 +31,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.layout.properties import SHARDINGKEY
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.popsupport import PopBench, bodies, fail_once
@@ -150,6 +152,12 @@ def bodies_of(messages: Any) -> list[bytes]:
     return [message.body for message in messages or ()]
 
 
+def scanned(store: StoreReader) -> list[bytes]:
+    """What `readBy=log` of Spark reads, of topic t."""
+    batches = ColumnReader(store, ["body"]).log(0, store.parts.readable_end(0), lambda topic: topic == "t")
+    return [body for batch in batches for body in batch.column(0).to_pylist()]
+
+
 READERS: dict[str, Callable[[mqstore.Store, str], list[bytes]]] = {
     "read": lambda store, first: bodies_of(until_not_found(lambda: store.read("t", 0, 0))),
     "get": lambda store, first: bodies_of(until_not_found(lambda: store.log.get("t", 0, 0).messages)),
@@ -159,6 +167,7 @@ READERS: dict[str, Callable[[mqstore.Store, str], list[bytes]]] = {
     "find by unique key": lambda store, first: bodies_of(store.find("t", unique_key="u0")),
     "message id": lambda store, first: bodies_of(until_not_found(lambda: [store.get(first)])),
     "arrow": lambda store, first: until_not_found(lambda: store.to_arrow("t")["body"].to_pylist()) or [],
+    "log scan": lambda store, first: scanned(store.log),
     "units": lambda store, first: [b"unit" for _ in store.log.units("t", 0, 0, 9)],
 }
 
@@ -241,6 +250,22 @@ def test_a_process_that_dies_in_a_deletion_leaves_all_messages_or_none(tmp_path:
         if done:
             break
     assert seen == {(False, True), (False, False), (True, False)}
+
+
+def test_a_damaged_note_of_deletions_is_not_reported_with_every_look(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader read the note, and reported it, each time that it looked for news."""
+    with mqstore.open(tmp_path / "s") as store:
+        put_three(store, 0)
+        store.broker.topics.delete("t")
+    (tmp_path / "s" / "config" / "deletedTopics.json").write_text("{")
+    with mqstore.open(tmp_path / "s", "r") as reader:
+        assert "deletedTopics.json" in caplog.text
+        caplog.clear()
+        for _ in range(5):
+            reader.topics()
+    assert len(caplog.records) <= 1
 
 
 def test_a_reader_in_another_process_sees_the_new_topic_alone(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(store: mqstore.
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with store.log._dispatcher._lock:  # type: ignore[union-attr]
+        with store.log._dispatcher.lock:  # type: ignore[union-attr]
             held.set()
             let_go.wait(60)
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -326,13 +326,12 @@ def log_pieces(
 ) -> Iterator[Piece]:
     """Yield messages of `wanted` topics whose records begin at physical offsets [start, stop), in log order.
     `stop` lies at or below the dispatched end, or in a segment's BLANK."""
-    seen: dict[bytes, bool] = {}
 
-    def is_wanted(topic: bytes) -> bool:
-        if topic not in seen:
-            name = topic.decode("utf-8", "surrogateescape")
-            seen[topic] = is_path_safe(name) and wanted(name)
-        return seen[topic]
+    @cache
+    def wanted_from(topic: bytes) -> int:
+        """Return the physical offset from which on messages of a topic are wanted. Earlier ones were deleted."""
+        name = topic.decode("utf-8", "surrogateescape")
+        return store.deleted_at(name) if is_path_safe(name) and wanted(name) else stop
 
     size = store.manifest.commitlog_segment_bytes
     for base in range(start // size * size, stop, size):
@@ -341,7 +340,7 @@ def log_pieces(
             if isinstance(found, Bad):
                 yield from _no_record(store, replace(found, start=max(found.start, low)), policy)
                 continue
-            headers, chosen = found.headers, _listed(found, is_wanted)
+            headers, chosen = found.headers, _listed(found, wanted_from)
             numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))
             whole = Piece(None, None, *numbers, None, found.buffer, base, headers.positions).take(chosen)
             yield from map(whole.take, spans(whole.sizes, policy.max_rows, policy.max_bytes))
@@ -367,8 +366,8 @@ def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) 
         yield Bad("bad_record", end, high, check_at(run, segment, end - base, checksum).detail)
 
 
-def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
-    """Return a mask of the records of wanted topics for which dispatch writes a unit."""
+def _listed(found: Good, wanted_from: Callable[[bytes], int]) -> _Bools:
+    """Return a mask of the wanted records for which dispatch writes a unit."""
     from mqstore.columnar.arrow import cut  # needs pyarrow
 
     headers = found.headers
@@ -377,9 +376,9 @@ def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
     chosen &= headers.queue_id >= 0
     at = headers.topic_position
     topics = cut(found.buffer, at, at + headers.topic_size).dictionary_encode()
-    verdicts = np.array([is_wanted(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
-    if not verdicts.all():
-        chosen &= verdicts[topics.indices.to_numpy()]
+    begins = np.array([wanted_from(topic) for topic in topics.dictionary.to_pylist()], np.int64)
+    if begins.any():
+        chosen &= headers.physical_offset >= begins[topics.indices.to_numpy()]
     return chosen
 
 

@@ -15,13 +15,14 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mqstore.errors import CorruptStoreError, StoreIOError
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+
+if TYPE_CHECKING:
+    from mqstore.log.parts import StoreParts
 
 __all__ = ["DELETED_FILE", "check_deleted", "continue_numbers", "load_deleted", "remove_queues", "save_deleted"]
 
@@ -38,25 +39,28 @@ def check_deleted(value: Mapping[str, Any]) -> None:
         raise ValueError("topics and ends must be offsets by topic, and by topic and queue")
 
 
-def load_deleted(root: Path, fs: FileSystem, *, writer: bool) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Return the place of each topic's deletion, and the queue ends then. Both are empty without a good file."""
+def load_deleted(parts: StoreParts, *, writer: bool) -> dict[str, dict[str, int]]:
+    """Load the place of each topic's deletion, and return the queue ends then. Without a good file there are none."""
+    path = parts.root / DELETED_FILE
     try:
-        value, problems = load_json(root / DELETED_FILE, writer=writer, fs=fs, root=root, check=check_deleted)
+        value, problems = load_json(path, writer=writer, fs=parts.fs, root=parts.root, check=check_deleted)
     except CorruptStoreError as error:
         value, problems = None, [f"{error}; messages of deleted topics may come back"]
     for problem in problems:
         _log.warning("%s", problem)
-    return ({}, {}) if value is None else (value["topics"], value["ends"])
+    value = value or {"topics": {}, "ends": {}}
+    parts.queue_table.deleted = value["topics"]
+    return value["ends"]  # type: ignore[no-any-return]
 
 
-def save_deleted(root: Path, topics: Mapping[str, int], queues: QueueTable, file_mode: int) -> None:
-    """Save the place of each deletion, durably, and let `queues` know. Raises what `save_json` raises."""
+def save_deleted(parts: StoreParts, topics: Mapping[str, int]) -> None:
+    """Save the place of each deletion, durably. Raises what `save_json` raises, and then nothing has changed."""
+    path, queues = parts.root / DELETED_FILE, parts.queue_table
     ends = {topic: {str(queue.queue_id): queue.max_offset for queue in queues.of(topic)} for topic in topics}
-    path = root / DELETED_FILE
-    queues.fs.mkdir(path.parent, exist_ok=True)
-    queues.fs.sync_directory(root)
+    parts.fs.mkdir(path.parent, exist_ok=True)
+    parts.fs.sync_directory(parts.root)
     value = {"topics": dict(topics), "ends": ends}
-    save_json(path, value, queues.fs, check=check_deleted, file_mode=file_mode)
+    save_json(path, value, parts.fs, check=check_deleted, file_mode=parts.config.file_mode)
     queues.deleted = dict(topics)
 
 

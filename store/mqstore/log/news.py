@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from mqstore.errors import StoreFullError
+from mqstore.files.jsonfile import FileState, state_of
 from mqstore.log.bulk.txn import Intent, IntentWatch
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.deleted import load_deleted
+from mqstore.log.deleted import DELETED_FILE, load_deleted
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
 from mqstore.log.wakeups import Wakeups
@@ -90,11 +92,13 @@ class FileNews:
     def __init__(self, parts: StoreParts, check_open: Callable[[], None]) -> None:
         self.pending_splice: Intent | None = None
         """Bulk append that the writer, or a dead one, has under way."""
+        self._parts = parts
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
         self._check_open = check_open
-        self._root, self._fs = parts.root, parts.fs
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = Lock()
+        self._deletions: FileState | None = None
+        """State of the file of deleted topics when it was read. It is read again only if it has changed."""
         self._first_listed = 0
         self._next_listing = 0.0
 
@@ -147,8 +151,14 @@ class FileNews:
 
     def _take_deletions(self) -> None:
         """Look at the files of topics again that were deleted since: others of the same names may be there."""
+        state: FileState | None = None
+        with suppress(OSError):
+            state = state_of(self._parts.root / DELETED_FILE, self._parts.fs)
+        if state == self._deletions:
+            return
         before = self._queues.deleted
-        self._queues.deleted, _ = load_deleted(self._root, self._fs, writer=False)
+        load_deleted(self._parts, writer=False)
+        self._deletions = state
         for topic in [topic for topic, at in self._queues.deleted.items() if at != before.get(topic)]:
             for queue in self._queues.of(topic):
                 queue.forget_files()

@@ -104,8 +104,8 @@ class Opening:
             # Puts before it may not have been synced. Then the log ends earlier, and later segments are gone.
             end = min(undone.start, parts.log_files.end)
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
-        deleted, ends = load_deleted(self._path, self._fs, writer=True)
-        parts.queue_table.deleted = deleted
+        ends = load_deleted(parts, writer=True)
+        deleted = parts.queue_table.deleted
         with self._taking_mark_back(clean):
             parts.queue_table.load(exact=not clean or options.full)
         remove_queues(parts.queue_table, deleted)
@@ -117,8 +117,7 @@ class Opening:
         parts.index_findings = ()
         continue_numbers(parts.queue_table, ends)
         if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and later messages come there
-            lowered = {topic: min(at, outcome.end) for topic, at in deleted.items()}
-            save_deleted(self._path, lowered, parts.queue_table, parts.config.file_mode)
+            save_deleted(parts, {topic: min(at, outcome.end) for topic, at in deleted.items()})
         report = outcome.report
         report_renamed(report, renamed, surplus)
         report_undone(report, undone)

@@ -88,7 +88,7 @@ class ReadOnlyMessageStore(StoreReader):
         for problem in self.parts.missing_in_front():  # no read reaches these segments
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.tell_lost(finding, "Its messages are passed over")
-        self.queue_table.deleted, _ = load_deleted(self.path, self.fs, writer=False)
+        load_deleted(self.parts, writer=False)
         self.queue_table.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):

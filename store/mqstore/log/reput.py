@@ -102,7 +102,8 @@ class Dispatcher:
         self.visible_end = end_of
         """Returns the physical offset below which records may be dispatched."""
         self._turn = Lock()
-        self._lock = Lock()
+        self.lock = Lock()
+        """Held while a pass runs."""
         self._parked: dict[ConsumeQueue, list[Bell]] = {}
         self._parked_lock = Lock()
         self._closing = False
@@ -127,7 +128,7 @@ class Dispatcher:
 
     def _run(self) -> int:
         end = self.visible_end()  # fixed before waiting: beside constant puts a moving end is never reached
-        with self._lock:
+        with self.lock:
             begin = self.position
             spares = Spares()
             try:
@@ -140,11 +141,6 @@ class Dispatcher:
                     self._log.free_until = 0  # the next put asks for room, and is refused
                 raise
             return self.position - begin
-
-    def between_passes(self, work: Callable[[], object]) -> None:
-        """Call `work` while no pass runs."""
-        with self._lock:
-            work()
 
     def catch_up(self) -> bool:
         """Dispatch as `run_once` does, for a reader. Return True if all is dispatched.
@@ -238,7 +234,7 @@ class Dispatcher:
     def put_pending(self) -> None:
         """Put index entries that found no room at dispatch. Raises the error if there is still none."""
         if self._index.pending:
-            with self._lock:
+            with self.lock:
                 self._index.put_pending()
 
     def _usable(self, topic: str) -> bool:

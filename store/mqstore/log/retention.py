@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -92,16 +91,13 @@ class Retainer:
                     self._forget_deleted(first)
                     self._dropped_before = first
 
-    def delete(self, topics: Iterable[str]) -> None:
+    def delete(self, topics: Collection[str]) -> None:
         """Delete all messages of `topics` that are dispatched, as `MessageStore.delete_topics` does."""
-        with self._lock:
-            self._dispatcher.between_passes(partial(self._delete, [*topics]))
-
-    def _delete(self, topics: Sequence[str]) -> None:
         parts, table = self._parts, self._parts.queue_table
-        places = table.deleted | dict.fromkeys(topics, self._dispatcher.position)
-        save_deleted(parts.root, places, table, parts.config.file_mode)
-        remove_queues(table, topics)
+        with self._lock, self._dispatcher.lock:
+            places = table.deleted | dict.fromkeys(topics, self._dispatcher.position)
+            save_deleted(parts, places)
+            remove_queues(table, topics)
 
     def _forget_deleted(self, first: int) -> None:
         """Forget topics whose messages were deleted before the log's start `first`."""
@@ -109,7 +105,7 @@ class Retainer:
         kept = {topic: at for topic, at in table.deleted.items() if at > first}
         if kept != table.deleted:
             with suppress(OSError):  # on a full disk this waits, and the segments are gone all the same
-                save_deleted(self._parts.root, kept, table, self._parts.config.file_mode)
+                save_deleted(self._parts, kept)
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:

@@ -379,7 +379,7 @@ class MessageStore(StoreReader, Sending):
     def delete_topics(self, topics: Collection[str]) -> None:
         """Delete all messages of `topics` that were put before. No reader finds them any more, also after a crash.
         Queue offsets continue. Retention frees the space in the log. Raises what `dispatch` raises, StoreFullError and
-        StoreIOError. Then nothing has changed."""
+        StoreIOError. Then nothing has changed, or the next call or opening does what is left."""
         self.dispatch()
         self._retainer.delete(topics)
 
