@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 import mqstore
+from mqstore.broker import road
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
@@ -31,8 +32,9 @@ from mqstore.errors import (
     StoreClosedError,
     TopicNotFoundError,
 )
-from mqstore.log.commitlog import QueueRef
+from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.options import Durability, Retention
+from mqstore.threads import start_thread
 from tests.broker.support import Bench, full, parked_thread
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
@@ -626,6 +628,31 @@ def test_callback_of_an_async_put_may_close_the_broker(tmp_path: Path) -> None:
     closed.result(30)
     with Bench(tmp_path).broker as broker:
         assert broker.committed("g", "t", 0) == 1
+
+
+def test_async_puts_that_start_a_thread_each_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two first puts at once, of two threads or of a signal handler, started two threads. `close` woke one of them and
+    waited for the other, for ever."""
+    started: list[threading.Thread] = []
+
+    def start(*arguments: Any) -> threading.Thread:
+        thread = start_thread(*arguments)
+        started.append(thread)
+        if len(started) == 1:  # another put comes before the thread is noted
+            futures.append(broker.put_async("t", b"1", durability="flush"))
+        return thread
+
+    monkeypatch.setattr(road, "start_thread", start)
+    for _ in range(5):
+        started.clear()
+        futures: list[Future[SendReceipt]] = []
+        with Bench(tmp_path).broker as broker:
+            futures.append(broker.put_async("t", b"0", durability="flush"))
+        assert len(started) == 2
+        assert [future.result(20).size > 0 for future in futures] == [True, True]
+        for thread in started:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:

@@ -288,7 +288,8 @@ class AsyncPuts:
         self._bell = Bell()
         self._later: deque[tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]] = deque()
         self._waiting: deque[tuple[Future[SendReceipt], SendReceipt]] = deque()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        """One thread, or several if puts came while the first was started. One bell wakes them in turn."""
         self._closed = False
 
     def put(self, put: Callable[[], SendReceipt], *, synced: bool) -> Future[SendReceipt]:
@@ -328,8 +329,8 @@ class AsyncPuts:
         self._bell.ring()
         if self._closed:
             self.step()
-        elif self._thread is None:
-            self._thread = start_thread(self, self._bell, "async-put")
+        elif not self._threads:
+            self._threads.append(start_thread(self, self._bell, "async-put"))
 
     def step(self) -> float | None:
         """Put what has to be put again, and sync what waits, in the thread (`mqstore.threads`) or while closing."""
@@ -347,12 +348,16 @@ class AsyncPuts:
             else:
                 for future, receipt in batch:
                     future.set_result(receipt)
-        return None if self._closed else math.inf
+        if self._closed:
+            self._bell.ring()  # for the next thread
+            return None
+        return math.inf
 
     def close(self) -> None:
         """Finish what waits. Later calls of `put` do it themselves."""
         self._closed = True
         self._bell.ring()
-        if self._thread is not None and self._thread is not threading.current_thread():  # a callback calls this
-            self._thread.join()
-            self.step()  # what the thread has not taken
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # else a callback calls this
+                thread.join()
+        self.step()  # what the threads have not taken
