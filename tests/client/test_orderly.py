@@ -432,6 +432,27 @@ def test_failed_message_of_a_batch_comes_again_alone(bench: Bench, mode: Any, re
     assert bench.committed() == 4
 
 
+def test_a_failed_batch_is_handled_alone_though_its_call_took_a_slice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next slice began with the whole batch again, so no message of it was ever tried alone."""
+
+    def handle(messages: Sequence[Message]) -> None:
+        batches.append("".join(message.text() for message in messages))
+        bench.clock.advance(2_000)
+        if len(messages) > 1 and len(batches) < 5:
+            raise ValueError("no")
+
+    monkeypatch.setattr(orderly, "SLICE_MS", 1_000)
+    monkeypatch.setattr(chunks, "SETTLE_S", 0)
+    batches: list[str] = []
+    bench.put(*"012")
+    bench.join(handler=handle, batch_size=3)
+    bench.settle()
+    assert batches == ["012", "0", "1", "2"]
+    assert bench.committed() == 3
+
+
 def test_batch_failure_naming_untried_before_failed_loses_nothing(bench: Bench) -> None:
     """Taken by its word, it would leave a hole in the order."""
 

@@ -54,6 +54,7 @@ class _Line(Chunk):
         super().__init__(queue, queue.queue.topic, messages, apart=queue.retries)
         self.queue = queue
         self.done = queue.handled  # without auto_commit they wait for a later line's COMMIT
+        self.alone_to = queue.alone_to
         self.failed = failed
         """Number of failures of messages, by offset."""
         self.begin_ms = 0
@@ -146,6 +147,7 @@ class OrderlyService:
                     self._give_up_first(line)
                 else:
                     yield from self._runner.work(line, worker)
+                queue.alone_to = line.alone_to
                 if line.parted:
                     return
                 queue.again(line.items)

@@ -142,6 +142,8 @@ class ProcessQueue:
         """Number of workers that are at its messages now, or in `on_assign`."""
         self.handled: deque[tuple[Sequence[Message], float]] = deque()
         """Messages that were handled in order and not settled, and the milliseconds of each call."""
+        self.alone_to = -1
+        """Offset up to which ordered messages are handled one at a time, since their batch has failed."""
         self.attempts: Mapping[int, int] = {}
         """Number of attempts that ended with a killed process, by offset. Unused if ordered."""
         self.unannounced = False
