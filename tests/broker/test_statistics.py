@@ -98,6 +98,18 @@ def test_threads_lose_no_count(statistics: Statistics) -> None:
     assert snapshot.lost["g", "t", 0] == 8_000
 
 
+def test_a_counter_that_was_forgotten_begins_again(statistics: Statistics, clock: SimulatedClock) -> None:
+    """A window took more additions than before for a counter that goes on, and showed a negative growth."""
+    statistics.add("TOPIC_PUT_SIZE", "t", 1_000)
+    run_for(statistics, clock, 10 * SECOND)
+    statistics.forget(topic="t")
+    statistics.add_many([("TOPIC_PUT_SIZE", "t", 10, 3)])
+    run_for(statistics, clock, 10 * SECOND)
+    snapshot = statistics.snapshot()
+    assert snapshot.total("TOPIC_PUT_SIZE", "t") == 10
+    assert snapshot.minute["TOPIC_PUT_SIZE", "t"][:2] == (1_010, 4)
+
+
 # --- windows -------------------------------------------------------------------------------------------------------
 
 

@@ -106,13 +106,14 @@ class _Round(NamedTuple):
 class _Window:
     """The samples of one length of time. Times are monotonic."""
 
-    __slots__ = ("_last", "_rounds", "due_ms", "period_ms", "sampled_ms")
+    __slots__ = ("_rounds", "due_ms", "last", "period_ms", "sampled_ms")
 
     def __init__(self, period_ms: int, samples: int, now_ms: int) -> None:
         self.period_ms = period_ms
         self.sampled_ms = now_ms
         self.due_ms = now_ms + period_ms
-        self._last: dict[CounterKey, tuple[int, int]] = {}
+        self.last: dict[CounterKey, tuple[int, int]] = {}
+        """Totals of the last sample."""
         self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # one between each two samples
 
     def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
@@ -120,17 +121,12 @@ class _Window:
         changes = {
             key: Total(total[0] - before[0], total[1] - before[1])
             for key, total in totals.items()
-            if (before := self._before(key, total)) is not total
+            if (before := self.last.get(key, _NOTHING)) is not total
         }
         self._rounds.append(_Round(self.sampled_ms, now_ms, changes))
-        self._last = totals
+        self.last = totals
         self.sampled_ms = now_ms
         self.due_ms = now_ms + self.period_ms
-
-    def _before(self, key: CounterKey, total: tuple[int, int]) -> tuple[int, int]:
-        """Return the last total of a counter. It is nothing if the counter was forgotten since, and began again."""
-        before = self._last.get(key, _NOTHING)
-        return before if before[1] <= total[1] else _NOTHING
 
     def span_ms(self) -> int:
         return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
@@ -201,8 +197,10 @@ class Statistics:
 
     def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
         """Forget all counters of a deleted topic or group. Windows show what they have of it until they move on."""
-        tables: tuple[dict[Any, Any], ...] = (self._totals, self._latest, self._lost)
-        with self._lock:
+        with self._window_lock, self._lock:
+            self._lost = {key: lost for key, lost in self._lost.items() if key.topic != topic and key.group != group}
+            samples = (self._minute.last, self._hour.last, self._day.last)  # else a counter that begins again looks old
+            tables: tuple[dict[CounterKey, Any], ...] = (self._totals, self._latest, *samples)
             for table in tables:
                 for key in [key for key in table if topic == _owners(*key)[0] or group == _owners(*key)[1]]:
                     del table[key]
@@ -303,10 +301,8 @@ _COUNTED: Final[dict[str, str]] = {
 """Series by counter. Keys are `topic` or `topic@group`."""
 
 
-def _owners(name: str, key: str, *queue: int) -> tuple[str, str]:
-    """Return topic and group of a counter, or of the (group, topic, queue id) of lost messages. "" if it has none."""
-    if queue:
-        return key, name
+def _owners(name: str, key: str) -> tuple[str, str]:
+    """Return topic and group of a counter, "" if it has none."""
     parts = key.split("@")
     if name.startswith("QUEUE_"):
         del parts[1]
