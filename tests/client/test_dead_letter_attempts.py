@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def pass_s(store: Store) -> Iterator[None]:
 
 def check(store: Store, delivered: int) -> None:
     [letter] = store.broker.dead_letters("g")
-    assert (letter.attempt, letter.reconsume_times) == (delivered, delivered)
+    for each in (letter, pickle.loads(pickle.dumps(letter))):
+        assert (each.attempt, each.reconsume_times) == (delivered, delivered)
     path = store.log.path
     store.close()
     [row] = dlq_report(path).rows

@@ -323,7 +323,7 @@ class Message(Located):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the record alone, so that another process needs no store to read it."""
         unit = UNIT.pack(self.physical_offset, self.size, self.tags_code)
-        return _restored, (tuple(self.queue), self.record_bytes(), unit, self.offset)
+        return _restored, (type(self), tuple(self.queue), self.record_bytes(), unit, self.offset)
 
     def record_bytes(self) -> bytes:
         """Return the whole record as stored."""
@@ -344,8 +344,8 @@ class Message(Located):
         return f"Message({self.topic!r}, queue_id={self.queue_id}, offset={self.offset}, body={shown!r}{more})"
 
 
-def _restored(queue: tuple[str, int], record: bytes, unit: bytes, offset: int) -> Message:
-    return Message(UnitBatch(QueueRef(*queue), record, unit, offset), 0, offset)
+def _restored(kind: type[Message], queue: tuple[str, int], record: bytes, unit: bytes, offset: int) -> Message:
+    return kind(UnitBatch(QueueRef(*queue), record, unit, offset), 0, offset)
 
 
 def stored_bytes(messages: Iterable[Message]) -> int:
