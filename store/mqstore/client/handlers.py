@@ -166,6 +166,7 @@ class BatchFailure(Exception):  # noqa: N818
     All messages behind it are redelivered after it. Their attempts do not count.
 
     Raises ConfigError for `untried` without `failed`: the handler would be called again with the same messages.
+
     >>> BatchFailure([]).failed
     ()
     """

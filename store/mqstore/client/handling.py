@@ -263,7 +263,7 @@ class Handling:
 
 
 def _decided(decision: Decision | None) -> Failure | None:
-    """Return a handler's decision. COMMIT fails no message, and ROLLBACK all where it means nothing."""
+    """Return a decision as the outcome of a call. With auto commit COMMIT is success, and ROLLBACK fails the call."""
     if decision is None:
         return None
     return Failure(decision.value, "ROLLBACK needs auto_commit=False", failed=() if decision is COMMIT else None)

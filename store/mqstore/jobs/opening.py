@@ -95,8 +95,8 @@ def check_queues(
     name: StoreName, store: ReadOnlyMessageStore, queues: Sequence[object], options: SourceOptions, *, job: bool = False
 ) -> None:
     """Raise ConfigError for a store that lost queues: messages would be missing. `queues` have had a message.
-    It is a warning if data loss is allowed, except for a job, which notes how far it is and would pass over queues once
-    they are back. What a writer that is at work has not listed yet is not lost."""
+    For a query that allows data loss it is a warning, never for a job. What a writer that is at work has not listed yet
+    is not lost."""
     parts = store.parts
     if store.clean_shutdown and parts.checkpoint.queues is not None:
         lost = parts.has_lost_queues()

@@ -482,8 +482,8 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
     for view in levels:
         physical = physical_of(store, SCHEDULE_TOPIC, view.level - 1, view.offset) if view.waiting else None
         if physical is not None:
-            what = "has messages that wait" if view.delay_ms is not None else "is not in the table, its messages stay"
-            yield Pin(physical, SCHEDULE_TOPIC, view.level - 1, SCHEDULE_GROUP, f"delay level {view.level} {what}")
+            why = f"delay level {view.level} has messages that wait"
+            yield Pin(physical, SCHEDULE_TOPIC, view.level - 1, SCHEDULE_GROUP, why)
     if timer.physical_offset is not None:
         yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
     bounds = store.offsets_or_none(POP_LOG_TOPIC, 0)
