@@ -137,8 +137,9 @@ def tuple_source(decode: bool) -> Any:
     """A source of tuples: of decoded records, or of messages. Made in a function, so that Spark sends it by value."""
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
+    from mqstore.jobs.opening import open_store
     from mqstore.jobs.options import SourceOptions
-    from mqstore.jobs.plan import open_store, plan
+    from mqstore.jobs.plan import plan
     from mqstore.spark.source import MQStoreDataSource
 
     class Reader(DataSourceReader):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mqstore import StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
-from mqstore.jobs.plan import StoreName, open_store, queues_of
+from mqstore.jobs.opening import StoreName, open_store, queues_of
 from mqstore.layout.consumequeue import VOID_UNIT
 from tests.columnar.support import SEGMENT, Odd, odd_records, write_store
 from tests.conftest import GOLDEN_NAMES, Golden

@@ -17,8 +17,8 @@ from mqstore.broker.names import QueueKey
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName
 from mqstore.jobs.selection import select
 from mqstore.jobs.views import view_batch
 from tests.conftest import Golden

@@ -19,8 +19,9 @@ from mqstore.broker.names import QueueKey
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs import plan as module
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, Weighed, partitions, plan, stores_of
+from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, Weighed, partitions, plan, stores_of
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.sets import SET_FILE
 from mqstore.jobs.tasks import read_slices

@@ -18,8 +18,9 @@ from mqstore.columnar.rows import Policy
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs import tasks
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import QueueSlice, StoreName
+from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue

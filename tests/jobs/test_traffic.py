@@ -15,8 +15,8 @@ from mqstore import Message
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName
 from mqstore.jobs.selection import select
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.jobs.views import view_batch

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mqstore.engine import Finding, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.files.lock import writer_alive
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName
 from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.jobs.views import view_batch
 from mqstore.layout.record import encode_record

@@ -13,8 +13,8 @@ from mqstore.broker.parts import open_parts
 from mqstore.engine import MessageStore
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.jobs import select
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
 from mqstore.spark import create_views
 from tests.columnar.support import many, write_store

@@ -18,8 +18,9 @@ from mqstore import StoreConfig
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import export_parquet
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, plan
+from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import VIEWS, view_batch
 from mqstore.log.commitlog import QueueRef

@@ -15,8 +15,9 @@ import pytest
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
 from mqstore.jobs import telling
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, open_store, plan
+from mqstore.jobs.plan import plan
 from mqstore.jobs.telling import of_store, plain_errors, warn_once
 from mqstore.log.news import FileNews
 from tests.columnar.support import many, write_store

@@ -23,8 +23,8 @@ from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC

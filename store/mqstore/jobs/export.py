@@ -91,13 +91,14 @@ def export_parquet(
     target = _target(selection, path)
     # A random name: two runs must not share a folder.
     staging = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(8)}")
-    job = _Job(selection.options, staging, _columns(selection.options, columns, partition_by), tuple(partition_by))
+    chosen = _columns(selection.options, columns, partition_by)
+    work = partial(_write, selection.options, staging, chosen, tuple(partition_by))
     runner = Runner(**where)
     tasks = selection.queue_tasks(slots=runner.slots)
     try:
         if tasks:
             REAL.make_folders(staging)
-        written = runner.run([*enumerate(tasks)], partial(_write, job), f"mqstore export to {path}")
+        written = runner.run([*enumerate(tasks)], work, f"mqstore export to {path}")
         sizes = [size for each in written for size in each.files.values()]
         if sizes:
             _publish(staging, target, written)
@@ -145,22 +146,11 @@ def _columns(options: SourceOptions, columns: Sequence[str] | None, partition_by
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """An export with checked arguments. It is sent to the tasks as it is."""
-
-    options: SourceOptions
-    staging: str
-    columns: tuple[str, ...]
-    """Columns of the files."""
-    partition_by: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Written:
     """Files that a task has written."""
 
     folder: str
-    """Folder under `_Job.staging`."""
+    """Folder below the hidden one of the export."""
     files: dict[str, int]
     """Size of each file, by its path below `folder`, and later below the folder of the export."""
     messages: int
@@ -168,12 +158,18 @@ class _Written:
     damaged: int
 
 
-def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
-    """Write the task's messages into new files."""
+def _write(
+    options: SourceOptions,
+    staging: str,
+    chosen: tuple[str, ...],
+    partition_by: tuple[str, ...],
+    task: tuple[int, list[QueueSlice]],
+) -> _Written:
+    """Write the task's messages, with the `chosen` columns, into new files."""
     number, slices = task
-    policy = policy_of(job.options)
-    by_day = "date" in job.partition_by
-    columns = [*dict.fromkeys([*job.columns, "size", *(["store_timestamp"] if by_day else [])])]
+    policy = policy_of(options)
+    by_day = "date" in partition_by
+    columns = [*dict.fromkeys([*chosen, "size", *(["store_timestamp"] if by_day else [])])]
     folder = f"{number}-{secrets.token_hex(6)}"
     files: dict[str, int] = {}
     waiting: dict[str, list[Any]] = {}
@@ -182,17 +178,17 @@ def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
     def write() -> None:
         for name, batches in waiting.items():
             target = os.path.join(name, f"part-{number:05d}-{secrets.token_hex(6)}.parquet")
-            path = os.path.join(job.staging, folder, target)
+            path = os.path.join(staging, folder, target)
             _write_file(path, pa.Table.from_batches(batches))
             files[target] = os.path.getsize(path)
         waiting.clear()
 
     for piece in slices:
-        for batch in read_slices(job.options, columns, job.options.body_as, [piece], policy=policy):
+        for batch in read_slices(options, columns, options.body_as, [piece], policy=policy):
             messages += batch.num_rows
             record_bytes += pc.sum(batch.column("size")).as_py() or 0
             for day, rows in _by_day(batch) if by_day else [("", batch)]:
-                waiting.setdefault(_folder(job.partition_by, piece, day), []).append(rows.select(job.columns))
+                waiting.setdefault(_folder(partition_by, piece, day), []).append(rows.select(chosen))
             waiting_bytes += batch.nbytes
             if waiting_bytes >= _ROUND_BYTES:
                 write()

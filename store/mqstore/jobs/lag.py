@@ -14,8 +14,9 @@ from typing import Any, Unpack
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import open_tables
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.plan import StoreName, names_queue, open_store
+from mqstore.jobs.plan import names_queue
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
 

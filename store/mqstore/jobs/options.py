@@ -39,16 +39,14 @@ if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.columnar.rows import OnCorrupt
 
 __all__ = [
-    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "NO_TABLES", "ONLY_FOR_WRITING", "QUEUE_ID"),
-    *("SINK_OPTIONS", "SOURCE_OPTIONS", "Key", "Offsets", "SinkOptions", "SourceOptions"),
-    *("flat_offsets", "interval_ms", "nested_offsets", "not_for", "refuse_table"),
+    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "NO_TABLES", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SOURCE_OPTIONS"),
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "interval_ms", "not_for", "queue_id_of", "refuse_table"),
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
 Target = Literal["store", "set", "inbox"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
-"""Spelling by which queues are looked up. Another spelling of a number would name none of them."""
+_QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """A `txnAppId`. Folders are named by it, and a name that begins otherwise may mean something else."""
 _BATCH_MAX: Final = 1 << 30
@@ -84,28 +82,11 @@ Offsets = dict[Key, int]
 """Offset of each queue (queue offset) or log (physical offset)."""
 
 
-def nested_offsets(offsets: Mapping[Key, int]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return offsets of queues by store, topic and queue id, as JSON has them, sorted.
-
-    >>> nested_offsets({Key("s", "t", 10): 5, Key("s", "t", 9): 0})
-    {'s': {'t': {'9': 0, '10': 5}}}
-    """
-    stores: dict[str, dict[str, dict[str, int]]] = {}
-    for key in sorted(offsets):
-        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
-    return stores
-
-
-def flat_offsets(stores: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Offsets:
-    """Undo `nested_offsets`. ValueError or AttributeError for another form."""
-    found: Offsets = {}
-    for store, topics in stores.items():
-        for topic, queues in topics.items():
-            for queue_id, offset in queues.items():
-                if not QUEUE_ID.fullmatch(queue_id):
-                    raise ValueError(f"{queue_id!r} is no queue id")
-                found[Key(store, topic, int(queue_id))] = offset
-    return found
+def queue_id_of(text: str) -> int:
+    """Return the queue id of a name in JSON. ValueError for another spelling, by which no queue is looked up."""
+    if not _QUEUE_ID.fullmatch(text):
+        raise ValueError(f"{text!r} is no queue id")
+    return int(text)
 
 
 NO_TABLES: Final = (
@@ -179,9 +160,7 @@ def _offsets(others: int) -> Callable[[str], Offsets]:
                     add(inner, *names, name)
             elif type(value) is int and value >= EARLIEST and len(names) > 1:
                 *store, topic, queue_id = names
-                if not QUEUE_ID.fullmatch(queue_id):
-                    raise ValueError(f"{queue_id!r} is no queue id")
-                found[Key("".join(store), topic, int(queue_id))] = value
+                found[Key("".join(store), topic, queue_id_of(queue_id))] = value
             else:
                 raise ValueError("not that form")
 

@@ -28,7 +28,7 @@ from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_tables
 from mqstore.errors import ConfigError, MQStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs.keyindex import KeyIndex
-from mqstore.jobs.opening import SlicedStore, StoreName, check_queues, open_sliced, open_store, opened, queues_of
+from mqstore.jobs.opening import StoreName, check_queues, open_store, opened, queues_of
 from mqstore.jobs.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
 from mqstore.jobs.sets import SET_FILE, read_set
 from mqstore.jobs.telling import warn_once
@@ -43,8 +43,6 @@ __all__ = [
     "LogSlice",
     "Losses",
     "QueueSlice",
-    "SlicedStore",
-    "StoreName",
     "Wanted",
     "Weighed",
     "bounds_of",
@@ -52,11 +50,8 @@ __all__ = [
     "is_wanted",
     "mean_size",
     "names_queue",
-    "open_sliced",
-    "open_store",
     "partitions",
     "plan",
-    "queues_of",
     "stores_of",
     "weigh",
 ]

@@ -26,8 +26,8 @@ In an offset a store without a name goes by its absolute path, however the query
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -40,7 +40,7 @@ from mqstore.broker.published import publish
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
 from mqstore.jobs.opening import SlicedStore, StoreName, check_queues, open_sliced, open_store, opened, queues_of
-from mqstore.jobs.options import ANY, LATEST, Key, Offsets, SourceOptions, flat_offsets, nested_offsets
+from mqstore.jobs.options import ANY, LATEST, Key, Offsets, SourceOptions, queue_id_of
 from mqstore.jobs.plan import (
     Bounds,
     Losses,
@@ -206,7 +206,10 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
     """
     if by_log:
         return {"v": _VERSION, "p": {key.store: offsets[key] for key in sorted(offsets)}}
-    return {"v": _VERSION, "s": nested_offsets(offsets)}
+    stores: dict[str, dict[str, dict[str, int]]] = {}
+    for key in sorted(offsets):
+        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
+    return {"v": _VERSION, "s": stores}
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
@@ -226,7 +229,12 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
         if by_log:
             found = {Key(store): position for store, position in value["p"].items()}
         else:
-            found = flat_offsets(value["s"])
+            found = {
+                Key(store, topic, queue_id_of(queue_id)): offset
+                for store, topics in value["s"].items()
+                for topic, queues in topics.items()
+                for queue_id, offset in queues.items()
+            }
         if not all(type(offset) is int and offset >= 0 for offset in found.values()):
             raise ValueError("an offset is a whole number from 0")
     except (KeyError, AttributeError, ValueError) as error:
@@ -266,9 +274,7 @@ def look(options: SourceOptions, *, first: bool = False, again: bool = False) ->
     absent = []
     some = again and options.read_by != "log" and (options.assign or options.topics) is not None
     for name in names:
-        store: ReadOnlyMessageStore | None = None
-        with nullcontext() if first else suppress(NotAStoreError):
-            store = opened(name, options, open_sliced if some else open_store)
+        store = (opened if first else _opened_if_there)(name, options, open_sliced if some else open_store)
         if store is None:
             absent.append(name.id)
             continue
@@ -291,6 +297,15 @@ def look(options: SourceOptions, *, first: bool = False, again: bool = False) ->
     if wanted is not None:
         wanted.check("waits for it, and so does subscribePattern")
     return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
+
+
+def _opened_if_there(
+    name: StoreName, options: SourceOptions, opening: Callable[[StoreName], ReadOnlyMessageStore]
+) -> ReadOnlyMessageStore | None:
+    """Return what `opened` does, and None for a store that is gone."""
+    with suppress(NotAStoreError):
+        return opened(name, options, opening)
+    return None
 
 
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
@@ -423,10 +438,8 @@ class StreamProgress:
         moving = sorted(key for key in to if begin.get(key, -1) < to[key])
         for store_id, keys in groupby(moving, lambda key: key.store):
             name = names.get(store_id)
-            store: ReadOnlyMessageStore | None = None
-            if name is not None:
-                with suppress(NotAStoreError):
-                    store = opened(name, self._options, open_store if self._by_log else open_sliced)
+            opening = open_store if self._by_log else open_sliced
+            store = None if name is None else _opened_if_there(name, self._options, opening)
             if name is None or store is None:
                 for key in keys if name is None or not self._options.ignore_corrupt_files else ():
                     _gone(losses, key, begin.get(key, 0), names)

@@ -34,8 +34,8 @@ from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SinkOptions
-from mqstore.jobs.plan import StoreName, open_store
 from mqstore.jobs.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.jobs.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
 from mqstore.layout.record import BLANK_BYTES

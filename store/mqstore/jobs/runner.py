@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.jobs.plan import StoreName
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.telling import settle
 
 __all__ = ["Progress", "Runner", "Where", "pack", "ship"]

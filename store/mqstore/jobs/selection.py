@@ -15,9 +15,10 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError
+from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.jobs.paths import local_path
-from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
+from mqstore.jobs.plan import QueueSlice, plan, stores_of
 from mqstore.layout.jsontext import BODY, decode
 
 __all__ = ["Bound", "Selection", "Shaped", "Stores", "check_followed", "check_known", "select"]

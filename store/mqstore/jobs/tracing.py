@@ -24,7 +24,7 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
-from mqstore.jobs.plan import StoreName, open_store
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.jobs.tasks import policy_of, read_pieces

@@ -24,7 +24,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
-from mqstore.jobs.plan import StoreName, open_store
+from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.log.recovery.known import load_known
