@@ -99,18 +99,6 @@ def cancelled() -> bool:
 class Worker:
     """Place for a job, with its state, which handlers and the consumer read."""
 
-    __slots__ = (
-        "_lock",
-        "awaits",
-        "calls",
-        "cells",
-        "ended_at",
-        "ident",
-        "is_cancelled",
-        "lapsed",
-        "messages",
-    )
-
     def __init__(self) -> None:
         self._lock = Lock()
         """Guards the end of a call, which either ends in time or lapses, never both."""

@@ -70,20 +70,6 @@ class GroupCommit:
     (True, 100)
     """
 
-    __slots__ = (
-        "_crowded",
-        "_done",
-        "_leader",
-        "_lock",
-        "_next",
-        "_round",
-        "_sync",
-        "_turn",
-        "_waiters",
-        "failure",
-        "flushed",
-    )
-
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
         self.flushed = flushed

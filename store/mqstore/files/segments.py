@@ -51,22 +51,6 @@ class SegmentRun:
     ([], b'hello', 4096, 8192)
     """
 
-    __slots__ = (
-        "_by_start",
-        "_fs",
-        "_lock",
-        "_mapped",
-        "_max_mappings",
-        "_starts",
-        "added",
-        "directory",
-        "last",
-        "limit",
-        "places",
-        "segment_bytes",
-        "unreadable",
-    )
-
     _refuses_links: ClassVar[bool] = False
     """True if a link in place of a file is an error, and not followed."""
 

@@ -78,19 +78,6 @@ class SegmentWriter(SegmentRun):
     (b'hello world', 0, 4096)
     """
 
-    __slots__ = (
-        "_file_mode",
-        "_folder_lock",
-        "_names_changed",
-        "_names_synced",
-        "_prepare_lock",
-        "_prepared",
-        "_sparse",
-        "_step",
-        "_step_lock",
-        "_tmp_directory",
-    )
-
     _refuses_links = True
 
     def __init__(

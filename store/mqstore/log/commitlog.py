@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,10 @@ _CALL_BYTES = 131_072
 """Batches of this many bytes and more are written by a system call.
 The kernel then takes whole pages as they are. It zeroes each page before a store through the mapping. For fewer bytes
 the cost of a call between threads is greater."""
+
+Result = TypeVar("Result")
+_Encoded = tuple[bytearray | memoryview, Mapping[Numbered, int], Result]
+"""Bytes to store at a position, the next offset of each queue after them, and what to return to the caller."""
 
 
 class Fields(NamedTuple):
@@ -184,10 +188,8 @@ class CommitLog(Tip):
         numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
         header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
-        items: tuple[int, int, int] = 0, 0, 0
 
-        def encode(position: int) -> tuple[bytearray, Mapping[Numbered, int]]:
-            nonlocal items
+        def encode(position: int) -> _Encoded[SendReceipt]:
             now_ms = self._time_ns() // _MS_NS
             offset = queue.next_offset if numbered else 0
             head = header.pack(
@@ -210,13 +212,11 @@ class CommitLog(Tip):
             data = bytearray().join((head, body, tail))
             checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
             _CRC.pack_into(data, CHECKSUM_AT, checksum)
-            items = offset, position, now_ms
-            return data, {queue: offset + 1} if numbered else {}
+            receipt = SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
+            return data, {queue: offset + 1} if numbered else {}, receipt
 
         # A put that syncs alone is written by a call: such a page causes no fault after each sync.
-        self._append(size, encode, by_call=self.group is not None and not self.group.busy)
-        offset, position, now_ms = items
-        return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
+        return self._append(size, encode, by_call=self.group is not None and not self.group.busy)
 
     def append_many(
         self, queue: Numbered, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
@@ -231,9 +231,8 @@ class CommitLog(Tip):
         assert sizes_of_bodies is not None, "bodies are plain bytes here"
         total = self.header_bytes * count + sizes_of_bodies[1]
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
-        result: list[tuple[int, int, npt.NDArray[np.int64], int]] = []
 
-        def encode(position: int) -> tuple[memoryview, Mapping[Numbered, int]]:
+        def encode(position: int) -> _Encoded[tuple[int, int, npt.NDArray[np.int64], int]]:
             offset = queue.next_offset
             now_ms = self._time_ns() // _MS_NS
             data, sizes = encode_records(
@@ -249,11 +248,9 @@ class CommitLog(Tip):
                 flags=flags,
                 checksum=self._checksum,
             )
-            result.append((offset, position, sizes, now_ms))
-            return data.data, {queue: offset + count}
+            return data.data, {queue: offset + count}, (offset, position, sizes, now_ms)
 
-        self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
-        return result[0]
+        return self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
 
     def append_copies(
         self,
@@ -268,7 +265,7 @@ class CommitLog(Tip):
         segment."""
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
 
-        def encode(position: int) -> tuple[memoryview, Mapping[Numbered, int]]:
+        def encode(position: int) -> _Encoded[None]:
             ends = {queue: queue.next_offset for queue in queues}
             offsets = []
             for queue in queues:
@@ -287,30 +284,25 @@ class CommitLog(Tip):
                 checksum=self._checksum,
                 attempts=attempts,
             )
-            return data.data, ends
+            return data.data, ends, None
 
         self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
 
-    def _append(
-        self,
-        size: int,
-        encode: Callable[[int], tuple[bytearray | memoryview, Mapping[Numbered, int]]],
-        *,
-        by_call: bool,
-    ) -> None:
-        """Store the `size` bytes that `encode` makes for a position, with the next offset of each queue."""
+    def _append(self, size: int, encode: Callable[[int], _Encoded[Result]], *, by_call: bool) -> Result:
+        """Store the `size` bytes that `encode` makes for a position, and return its result."""
         with self.lock:
             try:
                 self._appending = True
                 position = self.end
                 if position + size > self._limit:
                     position = self._roll(size)
-                data, numbers = encode(position)
+                data, numbers, result = encode(position)
                 self._store(position, data, position + size, numbers, by_call=by_call)
             finally:
                 self._appending = False
         if self.end >= self.alarm:
             self._on_alarm()
+        return result
 
     def _roll(self, size: int, *, early: bool = False) -> int:
         """Make room for `size` bytes, in the next segment if `early`. Return the position to write at.
