@@ -258,34 +258,30 @@ class StandardQueues:
         done: dict[Batch, list[int]] = {}
         stay: dict[Batch, list[int]] = {}
 
-        def put_again(message: Message, offset: int, batch: Batch) -> None:
-            ended = done
-            try:
-                self._put_again(state, message, batch.pop_time_ms, limit)
-            except InvalidMessageError as error:
-                # The record has the greatest possible length, so no copy fits. It is redelivered from its own queue.
-                _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
-                ended = stay
+        def move(offset: int, message: Message | None, batch: Batch) -> None:
+            ended = done if self._move(state, offset, message, batch) else stay
             ended.setdefault(batch, []).append(offset)
 
         try:
             for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
-                if message is None:
-                    self._tables.lost(state, offset)
-                    done.setdefault(batch, []).append(offset)
-                elif (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, offset):
-                    put_again(message, offset, batch)
-                else:
-                    topic = topic or self._retry_topic(state)
+                last = message is not None and limit is not None and message.attempt >= limit
+                if message is None or last or self._tables.ended_process(state, offset):
+                    move(offset, message, batch)
+                    continue
+                topic = topic or self._retry_topic(state)
+                try:
                     properties = encode_properties(_retry_properties(message, batch.pop_time_ms))
-                    copies.append((message, topic, 0, properties))
-                    sources.append((offset, batch))
+                except InvalidMessageError:  # they are too long: it becomes a dead letter
+                    move(offset, message, batch)
+                    continue
+                copies.append((message, topic, 0, properties))
+                sources.append((offset, batch))
             at = 0
             while at < len(copies):
                 try:
                     count = self._tables.parts.road.copy_many(copies[at:], attempts=1)
                 except InvalidMessageError:  # about the first copy, whose fault shows again
-                    put_again(copies[at][0], *sources[at])
+                    move(sources[at][0], copies[at][0], sources[at][1])
                     at += 1
                     continue
                 for offset, batch in sources[at : at + count]:
@@ -321,20 +317,11 @@ class StandardQueues:
         """Copy every unsettled message to the retry topic, to be delivered at its time.
         For a group that reads the queue from now on. It would otherwise read from the first of them, and get the
         acknowledged messages behind it again."""
-        group = self._tables.parts.groups.get(state.key.group)
-        limit = None if group is None else group.max_attempts
         for offset, batch in sorted((state.in_flight | state.released).items()):
-            message = self._tables.message(state.key, offset)
-            try:
-                if message is None:
-                    self._tables.lost(state, offset)
-                elif offset in state.released:  # unseen: no attempt has ended
-                    self._put_again(state, message, batch.pop_time_ms, None, attempts=0)
-                else:
-                    self._put_again(state, message, batch.pop_time_ms, limit, batch.visible_at(offset))
-            except InvalidMessageError as error:  # as in `_redeliver`
-                _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
-                break
+            message, unseen = self._tables.message(state.key, offset), offset in state.released
+            visible_ms = 0 if unseen else batch.visible_at(offset)
+            if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
+                break  # it is read from here
             self._settle(state, REVIVE, batch, [offset])
 
     def _retry_topic(self, state: QueueState) -> str:
@@ -347,22 +334,40 @@ class StandardQueues:
         parts.offsets.begin(QueueKey(key.group, topic, 0))
         return topic
 
-    def _put_again(
+    def _move(
         self,
         state: QueueState,
-        message: Message,
-        pop_time_ms: int,
-        limit: int | None,
+        offset: int,
+        message: Message | None,
+        batch: Batch,
         visible_ms: int = 0,
         *,
-        attempts: int = 1,
+        unseen: bool = False,
+    ) -> bool:
+        """Copy a message away. Return False if its record has the greatest possible length, so that no copy fits.
+        It is then redelivered from its own queue."""
+        try:
+            if message is None:
+                self._tables.lost(state, offset)
+            else:
+                self._put_again(state, message, batch.pop_time_ms, visible_ms, unseen=unseen)
+        except InvalidMessageError as error:
+            _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+            return False
+        return True
+
+    def _put_again(
+        self, state: QueueState, message: Message, pop_time_ms: int, visible_ms: int, *, unseen: bool
     ) -> None:
         """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
-        `attempts` is the number of attempts that have ended."""
+        The attempt of an `unseen` message has not ended."""
         parts, key = self._tables.parts, state.key
+        group = parts.groups.get(key.group)
+        limit = None if group is None or unseen else group.max_attempts
+        attempts = message.reconsume_times + (not unseen)
         ended = self._tables.ended_process(state, message.offset)
-        if limit is not None and message.attempt >= limit:
-            reason = f"attempt {message.attempt} of {limit} ended without acknowledgement"
+        if limit is not None and attempts >= limit:
+            reason = f"attempt {attempts} of {limit} ended without acknowledgement"
             if ended:
                 reason = PROCESS_ENDED
                 self._tables.comes_again(state, message.offset, None)
@@ -374,7 +379,7 @@ class StandardQueues:
             latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
             properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
         try:
-            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + attempts)
+            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=attempts)
             if ended:
                 self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:
