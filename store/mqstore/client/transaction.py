@@ -24,7 +24,6 @@ checker but a `GroupChecks`, which knows the transactions of this process:
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Unpack
@@ -101,8 +100,8 @@ class GroupChecks:
             decided = self._decided.get(message.unique_key)
             if decided is not None:
                 return decided
-            if not any(self._checkers):
-                return None if self._checkers else NOT_ASKED
+            if not self._checkers:
+                return NOT_ASKED
         return self.ask(message)
 
     def ask(self, message: Message) -> bool | None:
@@ -115,21 +114,11 @@ class GroupChecks:
 # State that the producers of an engine share, deleted with the engine. A `GroupChecks` must not hold its key, so each
 # call passes the engine.
 _shared: WeakKeyDictionary[Transactions, dict[str, GroupChecks]] = WeakKeyDictionary()
-_shared_lock = Lock()
-
-
-def _begin_child() -> None:
-    global _shared_lock
-    _shared_lock = Lock()
-
-
-os.register_at_fork(after_in_child=_begin_child)
 
 
 def checks_of(transactions: Transactions, group: str) -> GroupChecks:
-    """Return the checks of that group of that engine."""
-    with _shared_lock:
-        return _shared.setdefault(transactions, {}).setdefault(group, GroupChecks(group))
+    """Return the checks of that group of that engine. Without a lock, since each `setdefault` is one step."""
+    return _shared.setdefault(transactions, {}).setdefault(group, GroupChecks(group))
 
 
 class Transaction:
