@@ -21,15 +21,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
+from mqstore.client.chunks import Context
 from mqstore.client.groupsettings import Progress, Start, place
-from mqstore.client.handling import Handling, Subscription
+from mqstore.client.handling import Subscription
 from mqstore.client.membership import Membership
-from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
-from mqstore.client.workers import Flow, Worker, Workers
+from mqstore.client.processqueue import ProcessQueue, QueueInfo
+from mqstore.client.workers import Flow, Worker
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -77,29 +77,25 @@ class Assignment:
 
     def __init__(
         self,
-        broker: Broker,
-        group: str,
+        context: Context,
         *,
         membership: Membership,
         progress: Progress,
-        workers: Workers,
-        handling: Handling,
         service: Service,
-        limits: Limits,
         retries: str | None,
     ) -> None:
         """`retries` is the topic of the group's retries, or None for a client with its own offsets.
         With `retries`, the retry topics of pop are read too, since the group may have popped before."""
-        self.group = group
+        self.group = context.group
         self.membership = membership
         self.progress = progress
-        self._broker = broker
-        self._clock = broker.store.clock
-        self._workers = workers
-        self._handling = handling
-        self._hooks = handling.hooks
+        self._broker = context.broker
+        self._clock = context.clock
+        self._workers = context.workers
+        self._handling = context.handling
+        self._hooks = context.handling.hooks
         self._service = service
-        self._limits = limits
+        self._limits = context.limits
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
         """Names of the topics that are consumed."""

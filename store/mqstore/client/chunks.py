@@ -18,17 +18,20 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
+from mqstore.broker.broker import Broker
 from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.processqueue import Limits
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
-__all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
+__all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Context", "Home", "next_of"]
 
 TICK_MS = 50
 IDLE_TICKS = 20
@@ -46,6 +49,26 @@ NOBODY_AGAIN_MS = 1_000
 By then their queue has usually left."""
 
 C = TypeVar("C", bound="Chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the parts of one push consumer share."""
+
+    broker: Broker
+    group: str
+    workers: Workers
+    handling: Handling
+    batch_size: int
+    limits: Limits
+    ordered: bool
+    broadcasting: bool
+    timeout_ms: int
+    """`consume_timeout`."""
+
+    @property
+    def clock(self) -> Clock:
+        return self.broker.store.clock
 
 
 class Home(Protocol):
@@ -130,13 +153,8 @@ class ChunkRunner(Generic[C]):
     def __init__(
         self,
         owner: ChunkOwner[C],
-        workers: Workers,
-        handling: Handling,
-        clock: Clock,
+        context: Context,
         *,
-        batch_size: int,
-        ordered: bool,
-        timeout_ms: int,
         then: str,
         held_up: Callable[[Worker], object] = lambda worker: None,
         overdue: Callable[[C, Sequence[Message]], object] | None = None,
@@ -145,17 +163,15 @@ class ChunkRunner(Generic[C]):
         """`then` says in the log what becomes of overdue messages. `held_up` and `overdue` are called on the timer
         thread. Without `overdue` nothing is cancelled. `decided` is called as `failed` is, with COMMIT and ROLLBACK."""
         self._owner = owner
-        self._workers = workers
-        self._handling = handling
-        self._clock = clock
-        self._batch_size = batch_size
-        self._ordered = ordered
-        self._timeout_ms = timeout_ms
+        self._context = context
+        self._workers = context.workers
+        self._handling = context.handling
+        self._ordered = context.ordered
         self._then = then
         self._tell_held_up = held_up
         self._overdue = overdue
         self._decided = decided
-        self._at: dict[Worker, C | None] = dict.fromkeys(workers.all)
+        self._at: dict[Worker, C | None] = dict.fromkeys(context.workers.all)
         """Chunk that each worker is at."""
         self._seen: dict[Worker, tuple[int, int]] = {}
         """Call that a worker was in at the last tick, and when that call was first seen."""
@@ -163,7 +179,7 @@ class ChunkRunner(Generic[C]):
         """Guards the numbers of invited workers, and `_ticking`."""
         self._ticking = False
         self._idle_ticks = 0
-        self._others = len(workers.all) - 1
+        self._others = len(context.workers.all) - 1
         self.pace_ms = WORTH_MS
         """Recent average duration of a handler call. The first call may be slow."""
 
@@ -173,7 +189,7 @@ class ChunkRunner(Generic[C]):
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
         """Begin a chunk in a worker. If handlers are slow, ask other workers to help."""
         if not self._ordered:
-            batches = -(-len(chunk.items) // self._batch_size)
+            batches = -(-len(chunk.items) // self._context.batch_size)
             self._ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)))
         return self._owner.run(chunk, worker)
 
@@ -215,7 +231,7 @@ class ChunkRunner(Generic[C]):
 
     def _look(self) -> bool:
         """Look for workers that are in a call for long. Return True if any worker is at work."""
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self._context.clock.monotonic_ms()
         seen, self._seen = self._seen, {}
         busy = False
         for worker, chunk in self._at.items():
@@ -227,7 +243,7 @@ class ChunkRunner(Generic[C]):
             call, since_ms = seen.get(worker, (-1, now_ms))
             if call != worker.calls:
                 since_ms = now_ms
-            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
+            elif call != worker.lapsed and now_ms - since_ms >= self._context.timeout_ms:
                 self._lapse(worker, chunk, call)
             else:
                 self._held_up(worker, chunk)
@@ -239,10 +255,10 @@ class ChunkRunner(Generic[C]):
         if not messages:  # it has just ended
             return
         stack = worker.stack()
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s{self._then}"
+        what = f"has been in its handler for {self._context.timeout_ms / 1000:g} s{self._then}"
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
-            self._handling.timed_out(message, stack, self._timeout_ms)
+            self._handling.timed_out(message, stack, self._context.timeout_ms)
         if self._overdue is None:
             return
         overdue = partial(self._overdue, chunk, messages)
@@ -277,7 +293,7 @@ class ChunkRunner(Generic[C]):
             self._handling.suspects.leave(chunk)
 
     def _hand_out(self, chunk: C, worker: Worker) -> Flow[None]:
-        owner, handling, size = self._owner, self._handling, self._batch_size
+        owner, handling, size = self._owner, self._handling, self._context.batch_size
         home, items, ordered = chunk.home, chunk.items, self._ordered
         watches, alone = handling.watches(), False
         each = chunk.apart or bool(handling.hooks.on_settle)

@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any
 
 from mqstore.broker.begun import PROCESS_ENDED
-from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
+from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner, Context
 from mqstore.client.delivery import as_sent, shown
-from mqstore.client.handling import Failure, Handling
+from mqstore.client.handling import Failure
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.workers import Flow, Worker, Workers
+from mqstore.client.workers import Flow, Worker
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.message import Message
 
@@ -59,34 +58,16 @@ class _Chunk(Chunk):
 
 
 class ConcurrentService:
-    def __init__(
-        self,
-        broker: Broker,
-        group: str,
-        workers: Workers,
-        handling: Handling,
-        *,
-        batch_size: int,
-        consume_timeout_ms: int,
-        broadcasting: bool,
-    ) -> None:
+    def __init__(self, context: Context) -> None:
         self.assignment: Assignment
-        self._broker = broker
-        self._group = group
-        self._workers = workers
-        self._handling = handling
-        self._timeout_ms = consume_timeout_ms
-        self._broadcasting = broadcasting
+        self._broker = context.broker
+        self._group = context.group
+        self._workers = context.workers
+        self._handling = context.handling
+        self._timeout_ms = context.timeout_ms
+        self._broadcasting = context.broadcasting
         self._runner: ChunkRunner[_Chunk] = ChunkRunner(
-            self,
-            workers,
-            handling,
-            broker.store.clock,
-            batch_size=batch_size,
-            ordered=False,
-            timeout_ms=consume_timeout_ms,
-            then="; it is sent back",
-            overdue=self._time_is_up,
+            self, context, then="; it is sent back", overdue=self._time_is_up
         )
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:

@@ -21,16 +21,15 @@ from functools import partial
 from itertools import chain
 
 from mqstore.broker.begun import PROCESS_ENDED
-from mqstore.broker.broker import Broker
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
-from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
+from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner, Context
 from mqstore.client.delivery import as_sent, shown
 from mqstore.client.handlers import shortened
-from mqstore.client.handling import Failure, Handling
+from mqstore.client.handling import Failure
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.workers import Flow, Worker, Workers
+from mqstore.client.workers import Flow, Worker
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.message import Message
 
@@ -66,41 +65,22 @@ class _Line(Chunk):
 
 
 class OrderlyService:
-    def __init__(
-        self,
-        broker: Broker,
-        group: str,
-        workers: Workers,
-        handling: Handling,
-        *,
-        batch_size: int,
-        consume_timeout_ms: int,
-        suspend_ms: int | None,
-        broadcasting: bool,
-        auto_commit: bool = True,
-    ) -> None:
+    def __init__(self, context: Context, *, suspend_ms: int | None, auto_commit: bool) -> None:
         """With `suspend_ms` None the delays of the group's retry policy are used."""
         self.assignment: Assignment
-        self._broker = broker
-        self._group = group
-        self._workers = workers
-        self._handling = handling
+        self._broker = context.broker
+        self._group = context.group
+        self._workers = context.workers
+        self._handling = context.handling
         self._suspend_ms = suspend_ms
-        self._broadcasting = broadcasting
+        self._broadcasting = context.broadcasting
         self._auto_commit = auto_commit
-        self._clock = broker.store.clock
+        self._clock = context.clock
+        decided = None if auto_commit else self._decided
         self._runner: ChunkRunner[_Line] = ChunkRunner(
-            self,
-            workers,
-            handling,
-            self._clock,
-            batch_size=batch_size,
-            ordered=True,
-            timeout_ms=consume_timeout_ms,
-            then=", and everything behind it waits",
-            decided=None if auto_commit else self._decided,
+            self, context, then=", and everything behind it waits", decided=decided
         )
-        self.own = OrderInfoTable() if broadcasting else None
+        self.own = OrderInfoTable() if context.broadcasting else None
         """Failed attempts of a broadcasting consumer. The broker keeps those of a group."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:

@@ -27,21 +27,21 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
-from mqstore.broker.broker import Broker, Start
+from mqstore.broker.broker import Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop import service as pop
 from mqstore.broker.pop.service import Delivery
-from mqstore.client.chunks import WORTH_MS, Chunk, ChunkRunner, Home
+from mqstore.client.chunks import WORTH_MS, Chunk, ChunkRunner, Context, Home
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.groupsettings import Wanted
 from mqstore.client.handlers import shortened
-from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.handling import Failure, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.popsource import PopSource
-from mqstore.client.processqueue import Limits, QueueInfo
+from mqstore.client.processqueue import QueueInfo
 from mqstore.client.renewal import Held, Renewer
-from mqstore.client.workers import Flow, Worker, Workers
+from mqstore.client.workers import Flow, Worker
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
@@ -99,42 +99,22 @@ SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 class PopEngine:
     """Fetches, handles and settles messages by the workers of one push consumer."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        group: str,
-        client_id: str,
-        workers: Workers,
-        handling: Handling,
-        *,
-        ordered: bool,
-        batch_size: int,
-        start: Start | None,
-        retry: RetryPolicy | None,
-        limits: Limits,
-        consume_timeout_ms: int,
-    ) -> None:
-        self._broker = broker
-        self._group = group
-        self._workers = workers
-        self._handling = handling
-        self._ordered = ordered
-        self._batch_size = batch_size
-        self._limits = limits
-        self._timeout_ms = consume_timeout_ms
+    def __init__(self, context: Context, client_id: str, *, start: Start | None, retry: RetryPolicy | None) -> None:
+        self._context = context
+        self._broker = broker = context.broker
+        self._group = group = context.group
+        self._workers = context.workers
+        self._handling = handling = context.handling
+        self._ordered = ordered = context.ordered
+        self._limits = context.limits
+        self._clock = context.clock
         self._runner: ChunkRunner[Unit] = ChunkRunner(
             self,
-            workers,
-            handling,
-            broker.store.clock,
-            batch_size=batch_size,
-            ordered=ordered,
-            timeout_ms=consume_timeout_ms,
+            context,
             then=", and its queue waits" if ordered else ", and is redelivered",
             held_up=self._hand_over,
             overdue=None if ordered else self._time_is_up,
         )
-        self._clock = broker.store.clock
         self._source = PopSource(
             broker, group, client_id, ordered=ordered, start=start, retry=retry, on_loss=handling.hooks.loss_teller()
         )
@@ -320,7 +300,7 @@ class PopEngine:
     def _capacity(self) -> int:
         """Return how many messages to hold: as many as the workers are likely to begin soon."""
         each = max(2, int(HOLD_MS / max(self._runner.pace_ms, 0.01)))
-        return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
+        return min(self._limits.messages, each * len(self._workers.all) * self._context.batch_size)
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
@@ -524,7 +504,7 @@ class PopEngine:
 
     def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
         """Give up messages whose handlers exceeded `consume_timeout`."""
-        self.failed(unit, messages, Failure("retry", "its handler hung"), self._timeout_ms)
+        self.failed(unit, messages, Failure("retry", "its handler hung"), self._context.timeout_ms)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another worker fetch in place of `worker`, if `worker` is the one that fetches."""

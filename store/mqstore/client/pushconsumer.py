@@ -38,6 +38,7 @@ from mqstore.broker.names import check_group, retry_topic
 from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
+from mqstore.client.chunks import Context
 from mqstore.client.concurrent import ConcurrentService
 from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
 from mqstore.client.groupsettings import (
@@ -187,7 +188,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """Name of this consumer in its group."""
         self._broker = broker
         self._batch_size = check_whole("batch_size", batch_size, 1, 1_024)
-        self._limits = limits = Limits(
+        limits = Limits(
             messages=check_whole("prefetch", prefetch, 1, 65_535),
             size=check_whole("prefetch_bytes", prefetch_bytes, 1, 1 << 40),
             span=None if ordered else check_whole("max_span", 2000 if max_span is None else max_span, 1, 65_535),
@@ -238,50 +239,33 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
         self._own: OrderInfoTable | None = None
 
+        context = Context(
+            broker,
+            group,
+            self._workers,
+            self._handling,
+            batch_size=self._batch_size,
+            limits=limits,
+            ordered=ordered,
+            broadcasting=broadcasting,
+            timeout_ms=timeout_ms,
+        )
+
         def new_engine() -> Assignment | PopEngine:
             if progress is None:
-                return PopEngine(
-                    broker,
-                    group,
-                    self.client_id,
-                    self._workers,
-                    self._handling,
-                    ordered=ordered,
-                    batch_size=self._batch_size,
-                    start=start,
-                    retry=retry,
-                    limits=limits,
-                    consume_timeout_ms=timeout_ms,
-                )
-            parts = (broker, group, self._workers, self._handling)
+                return PopEngine(context, self.client_id, start=start, retry=retry)
             service: ConcurrentService | OrderlyService
             if ordered:
-                service = OrderlyService(
-                    *parts,
-                    batch_size=self._batch_size,
-                    consume_timeout_ms=timeout_ms,
-                    suspend_ms=suspend_ms,
-                    broadcasting=broadcasting,
-                    auto_commit=auto_commit,
-                )
+                service = OrderlyService(context, suspend_ms=suspend_ms, auto_commit=auto_commit)
                 self._own = service.own
             else:
-                service = ConcurrentService(
-                    *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
-                )
+                service = ConcurrentService(context)
             seat = Membership(
                 broker, group, self.client_id, self._mode, chosen, lambda: service.assignment.stir(), retry=retry
             )
+            retries = None if broadcasting else retry_topic(group)
             service.assignment = Assignment(
-                broker,
-                group,
-                membership=seat,
-                progress=progress,
-                workers=self._workers,
-                handling=self._handling,
-                service=service,
-                limits=limits,
-                retries=None if broadcasting else retry_topic(group),
+                context, membership=seat, progress=progress, service=service, retries=retries
             )
             return service.assignment
 
