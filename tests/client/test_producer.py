@@ -45,6 +45,7 @@ from tests.broker import support
 from tests.client.pushsupport import hook
 from tests.client.support import ended, failing, in_thread, until
 from tests.faults import FaultyFileSystem
+from tests.interrupts import run_interrupted
 from tests.log.support import open_store
 
 CHECK_MS = 6_000
@@ -1520,6 +1521,18 @@ def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(
             tx.send("orders", b"x")
         bench.advance(CHECK_MS)
         assert asked == [b"x"]
+
+
+def test_no_point_of_a_send_leaves_a_message_that_is_taken_for_one_of_a_running_block(bench: Bench) -> None:
+    producer = bench.producer(checker=lambda message: False)
+    with producer.transaction() as tx:
+        tx.send("orders", b"x")  # the first one makes the topic
+    at, stack = 0, ["first"]
+    while stack:
+        with producer.transaction() as tx:
+            stack, at = run_interrupted(lambda tx=tx: tx.send("orders", b"x"), at), at + 1
+        assert not producer._checks._running, stack
+    assert at > 10
 
 
 # --- what one send may say -------------------------------------------------------------------------------------------

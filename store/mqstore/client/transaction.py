@@ -164,8 +164,8 @@ class Transaction:
             raise TransactionStateError("a transaction sends inside its `with` block", self._outcome())
         ready = self._preparer.half(topic, body, queue_id, options)
         unique_key = ready.unique_key
-        self._checks.begin(unique_key)
-        try:  # after Ctrl-C between the two the engine asks about the half message, so that it ends
+        try:  # after Ctrl-C in here the engine asks about the half message, so that it ends
+            self._checks.begin(unique_key)
             self._halves.append((self._prepare(ready), ready.message))
         except BaseException as error:
             self._checks.end(self._transactions, unique_key)
