@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -26,15 +27,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from mqstore.columnar.arrow import cut, spread, text
-from mqstore.columnar.batches import inflated, joined, merged, stored_bodies
 from mqstore.columnar.rows import Cost, OnCorrupt, Piece, PieceReader, Policy
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, FormatError
+from mqstore.files.segment import place_in_file
+from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, is_reserved
-from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, STORE_HOST_AT_V4, STORE_HOST_V6
+from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import StoreReader
+from mqstore.log.recovery.report import Finding, Kind
 
 __all__ = [
     "ARROW_TYPES",
@@ -50,6 +53,8 @@ __all__ = [
 ]
 
 _Int64s = npt.NDArray[np.int64]
+_ENOUGH_ROWS = 4096
+"""A batch of so many rows costs little more a row than a larger one."""
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 _STRING, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
@@ -285,10 +290,17 @@ def _topic(piece: Piece) -> Any:
     return text(coded.dictionary).take(coded.indices)
 
 
+def _body(piece: Piece) -> Any:
+    if piece.bodies is not None:
+        return piece.bodies
+    starts = piece.headers.body_position
+    return cut(piece.buffer, starts, starts + piece.headers.body_size)
+
+
 _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "topic": _topic,
     "queue_id": _int("queue_id"),
-    "body": lambda piece: stored_bodies(piece) if piece.bodies is None else piece.bodies,
+    "body": _body,
     "keys": _property(KEYS),
     "tags": _property(TAGS),
     "properties": _properties,
@@ -305,6 +317,98 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "record": lambda piece: cut(piece.buffer, piece.headers.positions, piece.headers.positions + piece.sizes),
     "headers": _user_headers,
 }
+
+
+# -- batches of pieces -------------------------------------------------------------------------------------------------
+
+
+def _joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
+    """Yield pieces by batches. Small ones are put together, which costs a copy, until there are enough rows."""
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in pieces:
+        more = int(piece.sizes.sum()) if piece.records else 0
+        if piece.bodies is not None:
+            more = max(more, piece.bodies.nbytes)  # what was stored small may be large
+        if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
+            yield group
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows += len(piece)
+        size += more
+    if group:
+        yield group
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Merge neighbours whose records lie in one buffer into one piece, with the queue of the first.
+    A column costs a piece of one row as much time as one of hundreds. Small batches of a stream have one or two
+    messages of each of many queues."""
+    found: list[Piece] = []
+    for (_, records, stored), run in groupby(pieces, lambda each: (id(each.buffer), each.records, each.bodies is None)):
+        first, *others = run
+        if others and records:
+            same = [first, *others]
+            names = ["slots", "physical", "sizes", "positions"] + ["tags_codes"] * (first.tags_codes is not None)
+            arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in same]) for name in names}
+            bodies = None if stored else pa.concat_arrays([each.bodies for each in same])
+            first, others = replace(first, **arrays, bodies=bodies), []
+        found += [first, *others]
+    return found
+
+
+def _inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
+    """Yield `pieces` with compressed bodies inflated, cut where these would make a batch too large.
+    A body that does not inflate is damage of its message."""
+    for piece in pieces:
+        if not piece.records or piece.bodies is not None:
+            yield piece
+            continue
+        headers, low, size = piece.headers, 0, 0
+        bodies: dict[int, bytes] = {}
+        for row in np.flatnonzero(headers.sys_flag & COMPRESSED).tolist():
+            at, stored = int(headers.body_position[row]), int(headers.body_size[row])
+            try:
+                body = inflate(int(headers.sys_flag[row]), piece.buffer[at : at + stored])
+            except (FormatError, MissingPackageError) as error:
+                yield from _with_bodies(piece, low, row, bodies)
+                yield from _not_inflated(piece, row, error, store, policy)
+                low, size, bodies = row + 1, 0, {}
+                continue
+            if size and size + len(body) > policy.max_bytes:
+                yield from _with_bodies(piece, low, row, bodies)
+                low, size, bodies = row, 0, {}
+            bodies[row] = body
+            size += len(body)
+        yield from _with_bodies(piece, low, len(piece), bodies)
+
+
+def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes]) -> Iterator[Piece]:
+    """Yield the rows [low, high), if there are any, with these bodies in place of the stored ones."""
+    if low == high:
+        return
+    part = piece if high - low == len(piece) else piece.take(slice(low, high))
+    if bodies:
+        index = np.arange(len(part), dtype=np.int32)
+        index[[row - low for row in bodies]] = np.arange(len(part), len(part) + len(bodies), dtype=np.int32)
+        values = pa.concat_arrays([_body(part), pa.array([*bodies.values()], pa.binary())])
+        part.bodies = values.take(pa.array(index))
+    yield part
+
+
+def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, policy: Policy) -> Iterator[Piece]:
+    headers = piece.headers
+    place = place_in_file(int(piece.physical[row]), store.manifest.commitlog_segment_bytes)
+    kind: Kind = "not_inflated" if isinstance(error, MissingPackageError) else "bad_record"
+    at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
+    damaged = piece.take(slice(row, row + 1))
+    damaged.topic, damaged.queue_id = str(piece.buffer[at : at + size], "utf-8", "replace"), int(headers.queue_id[row])
+    where = f"{damaged.topic}, queue {damaged.queue_id}, offset {headers.queue_offset[row]}"
+    finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate: {error}")
+    yield from damaged.damaged([finding], policy)
+
+
+# -- reader ------------------------------------------------------------------------------------------------------------
 
 
 class ColumnReader(PieceReader):
@@ -356,13 +460,13 @@ class ColumnReader(PieceReader):
     def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
         """Yield record batches of pieces of this reader, small ones together."""
         if self._inflates:
-            pieces = inflated(pieces, self.store, self.policy)
-        for group in joined(pieces, self.policy):
+            pieces = _inflated(pieces, self.store, self.policy)
+        for group in _joined(pieces, self.policy):
             yield self._batch(group)
 
     def _batch(self, pieces: list[Piece]) -> Any:
         arrays = []
-        together = merged(pieces)
+        together = _merged(pieces)
         for field in self.schema:
             name = _KAFKA.get(field.name, field.name)
             # Each piece knows its own queue.

@@ -43,7 +43,7 @@ from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.native import kernel
 
-__all__ = ["Cost", "OnCorrupt", "Piece", "PieceReader", "Policy", "spans"]
+__all__ = ["Cost", "OnCorrupt", "Piece", "PieceReader", "Policy"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -159,7 +159,7 @@ class Piece:
             yield replace(self, positions=None, bodies=None, errors=[finding.detail for finding in findings])
 
 
-def spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
+def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
     """Yield the rows of each batch."""
     low, count = 0, len(sizes)
     ends = np.cumsum(sizes)
@@ -171,23 +171,64 @@ def spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
         low = high
 
 
-# -- queue scan --------------------------------------------------------------------------------------------------------
+# -- reader, and its queue scan ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class QueueScan:
-    """Reads queues of one store."""
+Cost = Literal["unit", "header", "body", "properties", "record"]
+"""Part of a message that has to be read: its unit, or a part of its record."""
 
-    store: StoreReader
-    policy: Policy
-    records: bool = True
-    """True to examine the records, else only units are read."""
-    bodies: bool = False
-    """True to keep the bodies that the check has copied."""
-    headers: bool = True
-    """True to keep the headers that the check has read."""
 
-    def pieces(self, topic: str, queue_id: int, start: int, stop: int, tags: TagFilter | None) -> Iterator[Piece]:
+class PieceReader:
+    """Reader of the pieces of one store. Not for several threads.
+
+    `costs`: parts of the messages that are needed. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression
+    over properties. `keys`: keys or unique keys of which a message must have one. Raises FilterError.
+    """
+
+    def __init__(
+        self,
+        store: StoreReader,
+        costs: Collection[Cost],
+        policy: Policy,
+        *,
+        tags: str | None = None,
+        where: str | None = None,
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self._tags = tags
+        self._passes = _passes(where, keys)
+        filtered = parse_tags(tags, "") is not None or self._passes is not None
+        self._looks = filtered or not {*costs} <= {"unit"}
+        """True to examine the records, else only units are read."""
+        self._keeps_bodies = "body" in costs and not filtered
+        """True to keep the bodies that the check has copied."""
+        self._keeps_headers = filtered or not {*costs} <= {"unit", "body"}
+        """True to keep the headers that the check has read."""
+
+    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces of queue offsets [start, stop), checked and filtered, in order.
+        Records are looked at if something of them is needed."""
+        chosen = parse_tags(self._tags, topic)
+        return self._chosen(self._scan(topic, queue_id, start, stop, chosen), chosen)
+
+    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """Yield the pieces of a log, checked and filtered."""
+        pieces = _log_pieces(self.store, start, stop, self.policy, wanted)
+        return self._chosen(pieces, parse_tags(self._tags, ""))
+
+    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
+        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
+        for piece in pieces:
+            if not piece.errors and tags is not None:
+                piece = piece.only(_tagged(piece, tags.tags))
+            if not piece.errors and self._passes is not None:
+                piece = piece.only(_passing(piece, self._passes))
+            if len(piece):
+                yield piece
+
+    def _scan(self, topic: str, queue_id: int, start: int, stop: int, tags: TagFilter | None) -> Iterator[Piece]:
         """Yield the messages of queue offsets [start, stop), in order.
         `tags` compares only hashes, so some messages pass that have another tag."""
         store, policy = self.store, self.policy
@@ -224,17 +265,17 @@ class QueueScan:
             if tags is not None:
                 live &= tags.units(units["tags_code"].astype(np.int64))
             whole = whole.only(live)
-            if self.records:
+            if self._looks:
                 yield from self._looked_up(queue, whole, apart=tags is not None)
             else:
-                yield from map(whole.take, spans(whole.sizes, policy.max_rows, 1 << 62))
+                yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
             start += count
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
         """Check the records of `whole` by segments, or copied together if they lie `apart`."""
         store, policy = self.store, self.policy
         if apart:
-            for rows in spans(whole.sizes, policy.max_rows, policy.max_bytes):
+            for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
                 piece = whole.take(rows)
                 if self._copy(piece):
                     yield from self._checked(queue, piece)
@@ -253,7 +294,7 @@ class QueueScan:
                 policy.removed += last - first
                 continue
             buffer = b"" if there is None else there[1]
-            for rows in spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
+            for rows in _spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
                 piece = whole.take(slice(first + rows.start, first + rows.stop))
                 piece.buffer, piece.positions = buffer, piece.physical - int(segments[first]) * size
                 yield from self._checked(queue, piece)
@@ -293,8 +334,8 @@ class QueueScan:
             piece.buffer,
             Units(piece.positions, piece.physical, piece.sizes, piece.slots),
             self.store.checksum if self.policy.verify else None,
-            copied=self.bodies,
-            headers=self.headers,
+            copied=self._keeps_bodies,
+            headers=self._keeps_headers,
         )
         if headers is not None:
             piece.headers = headers
@@ -321,7 +362,7 @@ class QueueScan:
 # -- log scan ----------------------------------------------------------------------------------------------------------
 
 
-def log_pieces(
+def _log_pieces(
     store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
     """Yield messages of `wanted` topics whose records begin at physical offsets [start, stop), in log order.
@@ -343,7 +384,7 @@ def log_pieces(
             headers, chosen = found.headers, _listed(found, wanted_from)
             numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))
             whole = Piece(None, None, *numbers, None, found.buffer, base, headers.positions).take(chosen)
-            yield from map(whole.take, spans(whole.sizes, policy.max_rows, policy.max_bytes))
+            yield from map(whole.take, _spans(whole.sizes, policy.max_rows, policy.max_bytes))
 
 
 def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
@@ -392,59 +433,7 @@ def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece
     yield from piece.damaged([Finding(kind, file, position, length, detail)], policy)
 
 
-# -- reader ------------------------------------------------------------------------------------------------------------
-
-Cost = Literal["unit", "header", "body", "properties", "record"]
-"""Part of a message that has to be read: its unit, or a part of its record."""
-
-
-class PieceReader:
-    """Reader of the pieces of one store. Not for several threads.
-
-    `costs`: parts of the messages that are needed. `tags`: as for `MessageStore.read`. `where`: an SQL92 expression
-    over properties. `keys`: keys or unique keys of which a message must have one. Raises FilterError.
-    """
-
-    def __init__(
-        self,
-        store: StoreReader,
-        costs: Collection[Cost],
-        policy: Policy,
-        *,
-        tags: str | None = None,
-        where: str | None = None,
-        keys: Sequence[str] | None = None,
-    ) -> None:
-        self.store = store
-        self.policy = policy
-        self._costs = {*costs}
-        self._tags = tags
-        self._passes = _passes(where, keys)
-
-    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of queue offsets [start, stop), checked and filtered, in order.
-        Records are looked at if something of them is needed."""
-        chosen, costs = parse_tags(self._tags, topic), self._costs
-        filtered = chosen is not None or self._passes is not None
-        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
-        records = filtered or not costs <= {"unit"}
-        scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
-        return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
-
-    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
-        """Yield the pieces of a log, checked and filtered."""
-        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
-        return self._chosen(pieces, parse_tags(self._tags, ""))
-
-    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
-        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
-        for piece in pieces:
-            if not piece.errors and tags is not None:
-                piece = piece.only(_tagged(piece, tags.tags))
-            if not piece.errors and self._passes is not None:
-                piece = piece.only(_passing(piece, self._passes))
-            if len(piece):
-                yield piece
+# -- filters -----------------------------------------------------------------------------------------------------------
 
 
 def _tagged(piece: Piece, tags: Iterable[str]) -> _Bools:
