@@ -402,7 +402,8 @@ class SendError(MQStoreError):
 
 class FlushTimeoutError(SendError, TimeoutError):
     """The message is stored and visible, but perhaps not on disk within `flush_timeout`.
-    Or no descriptor was free for the sync; then `__cause__` is a StoreIOError. `receipt` tells where it is."""
+    Or the sync could not begin: no descriptor was free, or a signal handler interrupted one. Then `__cause__` says so.
+    `receipt` is that of the message."""
 
     code = ResultCode.FLUSH_DISK_TIMEOUT
 

@@ -81,9 +81,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
             if not self.acquire(False):
                 self._wait()
             return self._is_owned
-        except (
-            BaseException
-        ):  # an exception of a signal handler. There is no call, and so no other one, until the block
+        except BaseException:  # of a signal handler. It can raise only before the return, which makes no call
             if self._is_owned():
                 self.release()
             raise

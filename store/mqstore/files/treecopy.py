@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+from mqstore.closing import Closing
 from mqstore.files.filesystem import REAL, FileSystem
 
 __all__ = ["TreeCopy"]
@@ -21,7 +21,7 @@ _UNSYNCED: Final = 16
 """Number of files that the system may be writing side by side."""
 
 
-class TreeCopy:
+class TreeCopy(Closing):
     """New directory `target`, filled from `source` by `file`, `content` and `link`.
 
     Names are paths within the two. `source` is read through `source_fs`. `on_bytes(count)` is called for what is
@@ -59,12 +59,8 @@ class TreeCopy:
         self._folders: dict[str, None] = {}
         self.folder("")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files that were not synced."""
         while self._unsynced:
             self._fs.close(self._unsynced.popleft())
 

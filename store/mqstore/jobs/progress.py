@@ -31,13 +31,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.published import publish
 from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.closing import Closing
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
 from mqstore.jobs.opening import SlicedStore, StoreName, check_queues, open_sliced, open_store, opened, queues_of
 from mqstore.jobs.options import ANY, LATEST, Key, Offsets, SourceOptions, queue_id_of
@@ -83,13 +84,10 @@ class Limit(NamedTuple):
     unit: Literal["messages", "bytes"]
 
 
-class Costs:
+class Costs(Closing):
     """Costs of messages against a limit, here 1 each."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Close the store that was looked at last."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
@@ -157,13 +155,13 @@ class _QueueBytes(Costs):
         self._open = ""
         self._store: SlicedStore | None = None
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._store is not None:
             self._store.close()
 
     def _queue(self, key: Key) -> ConsumeQueue:
         if self._store is None or self._open != key.store:
-            self.__exit__()
+            self.close()
             self._store, self._open = open_sliced(self._names[key.store]), key.store
         return ConsumeQueue(self._store.queue_table, key.topic, key.queue_id)  # its units are there: no bounds needed
 
