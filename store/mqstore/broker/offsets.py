@@ -35,7 +35,7 @@ Dead letters behind a logical start that were sent again are in the file as `"se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from operator import index
 from time import thread_time
@@ -273,7 +273,7 @@ class OffsetTable(OffsetFields, Mechanism):
         if self._store.mode == "rw":
             self._published.forget(group)
 
-    def remove_topics(self, topics: Iterable[str]) -> None:
+    def remove_topics(self, topics: Collection[str]) -> None:
         """Forget all offsets in deleted topics, on disk when this returns.
         If it raises what `save` raises, the next save writes it."""
         with self._lock:

@@ -25,7 +25,7 @@ from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
-from mqstore.log.reader import Bound
+from mqstore.log.reader import Bound, GetStatus
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
@@ -37,17 +37,7 @@ _log = logging.getLogger("mqstore")
 
 Start = Literal["earliest", "latest"] | datetime | int
 """Start of a group: a word, or the earliest store time of a message (aware, or ms since the epoch)."""
-ReadStatus = Literal[
-    "FOUND",
-    "NO_MATCHED_MESSAGE",
-    "MESSAGE_WAS_REMOVING",
-    "NO_MESSAGE_IN_QUEUE",
-    "NO_MATCHED_LOGIC_QUEUE",
-    "OFFSET_TOO_SMALL",
-    "OFFSET_OVERFLOW_ONE",
-    "OFFSET_OVERFLOW_BADLY",
-    "OFFSET_RESET",
-]
+ReadStatus = Literal[GetStatus, "OFFSET_RESET"]
 OnReset = Callable[[QueueKey, int], object]
 """Function to call with the queue and the offset of each reset."""
 

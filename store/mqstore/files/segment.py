@@ -75,20 +75,6 @@ class Segment:
     `allocated` bytes have disk blocks.
     """
 
-    __slots__ = (
-        "allocated",
-        "end",
-        "file",
-        "in_memory",
-        "inode",
-        "length",
-        "mapping",
-        "path",
-        "size",
-        "start",
-        "writable",
-    )
-
     def __init__(self, start: int, size: int, length: int, path: str) -> None:
         self.start = start
         self.size = size

@@ -81,21 +81,6 @@ class IndexFile:
     The file that is written to stays mapped. Another one is mapped when it is read, and only few at a time. There may
     be thousands, and a mapping may cost a descriptor."""
 
-    __slots__ = (
-        "_allocated",
-        "_entries",
-        "_final_header",
-        "_fs",
-        "_length",
-        "_mapped",
-        "_mapping",
-        "_order",
-        "dirty",
-        "fd",
-        "path",
-        "writable",
-    )
-
     def __init__(
         self, path: str, length: int, entries: int, fs: FileSystem, mapped: _Mapped, *, writable: bool
     ) -> None:

@@ -56,9 +56,19 @@ from mqstore.log.tip import QueueRef
 from mqstore.options import Duration, StoreConfig
 from mqstore.signalsafe import Lock
 
-__all__ = ["Bound", "GetResult", "StoreReader"]
+__all__ = ["Bound", "GetResult", "GetStatus", "StoreReader"]
 
 Bound = Literal["lower", "upper"]
+GetStatus = Literal[
+    "FOUND",
+    "NO_MATCHED_MESSAGE",
+    "MESSAGE_WAS_REMOVING",
+    "NO_MESSAGE_IN_QUEUE",
+    "NO_MATCHED_LOGIC_QUEUE",
+    "OFFSET_TOO_SMALL",
+    "OFFSET_OVERFLOW_ONE",
+    "OFFSET_OVERFLOW_BADLY",
+]
 _SCAN_UNITS = 800
 """Number of units examined by one filtered read (format#reads)."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -80,16 +90,7 @@ class GetResult:
     ('FOUND', [b'b', b'c'], 'OFFSET_OVERFLOW_ONE', 3)
     """
 
-    status: Literal[
-        "FOUND",
-        "NO_MATCHED_MESSAGE",
-        "MESSAGE_WAS_REMOVING",
-        "NO_MESSAGE_IN_QUEUE",
-        "NO_MATCHED_LOGIC_QUEUE",
-        "OFFSET_TOO_SMALL",
-        "OFFSET_OVERFLOW_ONE",
-        "OFFSET_OVERFLOW_BADLY",
-    ]
+    status: GetStatus
     messages: list[Message]
     next_offset: int
     min_offset: int
@@ -379,9 +380,7 @@ class StoreReader(Closing):
         if offset < low:
             return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
         if offset >= high:
-            status: Literal["OFFSET_OVERFLOW_ONE", "OFFSET_OVERFLOW_BADLY"] = (
-                "OFFSET_OVERFLOW_ONE" if offset == high else "OFFSET_OVERFLOW_BADLY"
-            )
+            status: GetStatus = "OFFSET_OVERFLOW_ONE" if offset == high else "OFFSET_OVERFLOW_BADLY"
             return GetResult(status, [], high, low, high)
         if tags is None or isinstance(tags, str):
             unit_filter: UnitFilter | None = parse_tags(tags, topic) if tags != "*" else None
