@@ -27,7 +27,6 @@ from mqstore import native
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
-from mqstore.layout.record import encode_record
 from mqstore.layout.scan import gather, read_run
 from mqstore.log.message import Message
 from mqstore.log.outgoing import SLOTS
@@ -36,6 +35,7 @@ from mqstore.log.records import Request
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
+from tests.records import encode_record
 from tests.without import append_compiled, compiled, read_by_compiled_put, tip_put
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,12 +17,12 @@ from mqstore.broker.admin.cut import contents, cut_files, restore
 from mqstore.errors import ConfigError, FormatError, StoreIOError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import encode_record
 from mqstore.log.message import Message
 from mqstore.log.recovery.report import Finding
 from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, files, kill, open_store
+from tests.records import encode_record
 
 BAD = 20
 """Index of the message at whose record the log is cut."""

@@ -33,10 +33,11 @@ import mqstore
 import mqstore_tools.main
 from mqstore.broker.published import publish
 from mqstore.errors import MQStoreError
-from mqstore.layout.record import Checksum, encode_record
+from mqstore.layout.record import Checksum
 from tests.children import in_child
 from tests.commands import looking
 from tests.log.splicesupport import Row, bundle
+from tests.records import encode_record
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "40"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")

@@ -25,9 +25,10 @@ from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import encode_blank, encode_record
+from mqstore.layout.record import encode_blank
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore_tools.main import cli
+from tests.records import encode_record
 
 SEGMENT = 1 << 14
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

@@ -21,7 +21,7 @@ from mqstore.columnar.rows import Policy
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
-from mqstore.layout.record import BODY_AT_V4, encode_record
+from mqstore.layout.record import BODY_AT_V4
 from tests.columnar.support import (
     Odd,
     as_exported,
@@ -38,6 +38,7 @@ from tests.columnar.support import (
 )
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip, open_store, overwrite
+from tests.records import encode_record
 
 
 def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,12 +21,12 @@ from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.jobs.views import view_batch
-from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
 from mqstore.log.recovery.verify import verified_ranges
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import files, flip, flip_log, open_store, overwrite_log
+from tests.records import encode_record
 
 Told = tuple[str, str, int, int, str]
 

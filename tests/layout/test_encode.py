@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mqstore.layout.encode import encode_records
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, encode_record
+from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum
+from tests.records import encode_record
 
 HOSTS = [encode_host("127.0.0.1:0"), encode_host("10.1.2.3:10911"), encode_host("[::1]:124")]
 

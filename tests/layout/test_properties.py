@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.properties import (
-    CRC_TAIL_BYTES,
     MAX_PROPERTIES_BYTES,
     RESERVED,
     decode_crc_tail,
     decode_properties,
-    encode_crc_tail,
     encode_properties,
     is_reserved,
-    reserve_crc_tail,
 )
+from tests.records import encode_crc_tail
 
 # The table of format#property-names, spelled again, and the one name of ours.
 # fmt: off
@@ -164,25 +162,3 @@ def test_a_damaged_tail_is_told_from_a_missing_one(position: int) -> None:
     tail[position] ^= 0x40
     with pytest.raises(FormatError):
         decode_crc_tail(bytes(tail))
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (b"", b""),
-        (b"a\x01b\x02", b"a\x01b\x02"),
-        (b"a\x01b", b"a\x01b\x02"),  # a missing end is inserted
-        (b"a\x01b\x02" + encode_crc_tail(5), b"a\x01b\x02"),  # an incoming one is removed, wherever it stands
-        (encode_crc_tail(5) + b"a\x01b\x02", b"a\x01b\x02"),
-        (b"a\x01b\x02__CRC32#\x0112", b"a\x01b\x02"),
-    ],
-)
-def test_room_for_the_tail_is_the_last_twenty_bytes(before: bytes, after: bytes) -> None:
-    assert reserve_crc_tail(before) == after + bytes(20)
-
-
-def test_a_tail_without_room_is_refused() -> None:
-    full = b"n\x01" + b"v" * (MAX_PROPERTIES_BYTES - 3 - CRC_TAIL_BYTES) + b"\x02"
-    assert len(reserve_crc_tail(full)) == MAX_PROPERTIES_BYTES
-    with pytest.raises(InvalidMessageError):
-        reserve_crc_tail(b"x" + full)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.javahash import index_hash, java_hash
-from mqstore.layout.record import Checksum, check_record, encode_blank, encode_record
+from mqstore.layout.record import Checksum, check_record, encode_blank
 from mqstore.layout.scan import Headers, content_end, read_run
 from mqstore.layout.spares import Spares
 from mqstore.native import kernel
+from tests.records import encode_record
 from tests.without import compiled, compiled_parts_left_out
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout import scan
-from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank, encode_record
+from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, check_record, decode_record, encode_blank
 from mqstore.layout.scan import check_place, content_end, find_next, gather, topic_is, verify, walk
+from tests.records import encode_record
 
 CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]
 V4, V6 = bytes(8), bytes(range(20))

@@ -13,10 +13,10 @@ from crc32c import crc32c
 
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import encode_record
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import all_queues, kill
+from tests.records import encode_record
 
 __all__ = ["Halfway", "Row", "bodies", "bundle", "kill_in_splice", "put_one_by_one", "shown", "stage", "staged"]
 

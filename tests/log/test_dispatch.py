@@ -19,7 +19,6 @@ from mqstore import SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore
 from mqstore.errors import StoreFullError
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.record import encode_record
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -31,6 +30,7 @@ from mqstore.threads import start_thread
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, dispatcher_of, files, flip_log, open_store, units_of, until_parked
+from tests.records import encode_record
 
 VOID = (0, 0x7FFFFFFF, 0)
 HOST = encode_host("127.0.0.1:0")

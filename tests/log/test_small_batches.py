@@ -26,7 +26,6 @@ from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.layout.record import encode_record
 from mqstore.log import reput
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
@@ -36,6 +35,7 @@ from mqstore.log.reput import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store, overwrite
+from tests.records import encode_record
 
 HOSTS = [encode_host("127.0.0.1:0"), encode_host("[::1]:9")]
 

@@ -24,10 +24,11 @@ from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
-from mqstore.layout.record import Record, decode_record, encode_record
+from mqstore.layout.record import Record, decode_record
 from tests.columnar.support import Odd, many, odd_records, read_all, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.jobs.staged import records, stage
+from tests.records import encode_record
 
 Queues = dict[tuple[str, int], list[Record]]
 

@@ -10,7 +10,6 @@ The names are RocketMQ's (`MessageConst`).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Final
 
@@ -153,15 +152,6 @@ _TAIL_DIGITS: Final = 10
 CRC_TAIL_BYTES: Final = len(_TAIL_START) + _TAIL_DIGITS + len(PAIR_END)
 
 
-def encode_crc_tail(value: int) -> bytes:
-    """The 20 bytes that hold `value` (0..2147483647).
-
-    >>> encode_crc_tail(552320511)
-    b'__CRC32#\\x011150232550\\x02'
-    """
-    return _TAIL_START + f"{value:0{_TAIL_DIGITS}d}"[::-1].encode() + PAIR_END
-
-
 def decode_crc_tail(properties: bytes) -> int | None:
     """The value in the CRC tail that closes `properties`, None when there is no tail.
 
@@ -176,26 +166,3 @@ def decode_crc_tail(properties: bytes) -> int | None:
     if not digits.isdigit() or not properties.endswith(PAIR_END):
         raise FormatError("the CRC property is not ten digits and 0x02", CRC32, start)
     return int(digits[::-1])
-
-
-def reserve_crc_tail(properties: bytes) -> bytes:
-    """Return `properties` with 20 bytes of room for the CRC tail.
-    A `__CRC32#` that came in is removed, a missing 0x02 inserted. Raises `InvalidMessageError` (field "properties")
-    when tail and properties exceed 32767 bytes together."""
-    if _TAIL_START in properties:
-        kept = [piece for piece in properties.split(PAIR_END) if not piece.startswith(_TAIL_START)]
-        properties = PAIR_END.join(kept)
-    if properties and not properties.endswith(PAIR_END):
-        properties += PAIR_END
-    if len(properties) + CRC_TAIL_BYTES > MAX_PROPERTIES_BYTES:
-        raise InvalidMessageError(
-            f"properties take {len(properties)} bytes and their CRC {CRC_TAIL_BYTES}, the limit is "
-            f"{MAX_PROPERTIES_BYTES} together",
-            "properties",
-        )
-    return properties + bytes(CRC_TAIL_BYTES)
-
-
-def append_crc_tail(record: bytearray) -> None:
-    """Fill the reserved last 20 bytes of `record` with the CRC-32 of all bytes before, sign bit cleared."""
-    record[-CRC_TAIL_BYTES:] = encode_crc_tail(zlib.crc32(memoryview(record)[:-CRC_TAIL_BYTES]) & 0x7FFF_FFFF)

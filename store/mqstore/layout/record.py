@@ -1,4 +1,4 @@
-"""The commitlog record: encode, decode, check (format#record). Module `scan` takes many at once.
+"""The commitlog record: decode, check (format#record). Module `encode` makes many at once, and `scan` reads many.
 
     #  field                      size  offset (IPv4/IPv4)
     1  totalSize                  i32     0   length of the whole record
@@ -38,18 +38,15 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import crc32c
 
 from mqstore.errors import FormatError, InvalidMessageError
-from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
     DELAY,
     INNER_BASE,
     INNER_NUM,
-    MAX_PROPERTIES_BYTES,
-    append_crc_tail,
     decode_crc_tail,
     decode_properties,
-    reserve_crc_tail,
 )
 from mqstore.native import kernel
 
@@ -103,7 +100,6 @@ COMPRESSION_ZSTD: Final = 0x200
 COMPRESSION_ZLIB: Final = 0x300
 
 MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
-MAX_TOPIC_BYTES: Final = 255  # what we write; a reader takes what the i16 of V2 holds
 MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + PROPERTIES_LENGTH_BYTES  # no body, no topic, no properties, V1
 BLANK_BYTES: Final = 8
 
@@ -135,7 +131,7 @@ _HEADS: Final = tuple(_head(born, store) for store in (IPV4_BYTES, IPV6_BYTES) f
 
 def header_struct(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
     """Return the struct of fields 1 to 15, all before the body, for hosts of these lengths (8 or 20).
-    For callers that pack many records of one shape. Unlike `encode_record` it checks no arguments."""
+    For callers that pack many records of one shape. It checks no arguments."""
     return _HEADS[(born_host_bytes == IPV6_BYTES) + 2 * (store_host_bytes == IPV6_BYTES)]
 
 
@@ -190,86 +186,6 @@ class Record(NamedTuple):
 # --- encoding -------------------------------------------------------------------------------------------------------
 
 
-def record_bytes(
-    *, body_bytes: int, topic_bytes: int, properties_bytes: int, born_host_bytes: int = 8, store_host_bytes: int = 8
-) -> int:
-    """Return the totalSize of a record of these lengths. `properties_bytes` includes any CRC tail."""
-    topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
-    hosts_bytes = born_host_bytes + store_host_bytes
-    fixed_bytes = BODY_AT_V4 - 2 * IPV4_BYTES + PROPERTIES_LENGTH_BYTES
-    return fixed_bytes + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + properties_bytes
-
-
-def encode_record(
-    *,
-    topic: str | bytes,
-    body: bytes | bytearray | memoryview,
-    queue_id: int,
-    queue_offset: int,
-    physical_offset: int,
-    born_timestamp_ms: int,
-    store_timestamp_ms: int,
-    checksum: Checksum,
-    properties: bytes = b"",
-    flag: int = 0,
-    sys_flag: int = 0,
-    born_host: bytes = LOCAL_HOST,
-    store_host: bytes = LOCAL_HOST,
-    reconsume_times: int = 0,
-    prepared_transaction_offset: int = 0,
-    crc_tail: bool = False,
-) -> bytes:
-    """One record, ready to be written at `physical_offset` (format#record).
-
-    `properties` and the hosts are encoded already (`encode_properties`, `encode_host`). V1 up to 127 topic bytes, V2
-    above. The two host bits of `sys_flag` are set to what the hosts are. All others are kept. `crc_tail` appends the
-    `__CRC32#` property, which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
-
-    Raises `InvalidMessageError`, whose `field` is the argument at fault. Reasons are an empty topic or one over 255
-    bytes, properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked
-    where messages come in, not here.
-    """
-    topic_data = topic.encode("utf-8") if isinstance(topic, str) else topic
-    topic_size = len(topic_data)
-    if not 1 <= topic_size <= MAX_TOPIC_BYTES:
-        raise InvalidMessageError(f"topic takes {topic_size} bytes, allowed are 1..{MAX_TOPIC_BYTES}", "topic")
-    if crc_tail:
-        if checksum != "crc32-body":
-            raise ValueError("the __CRC32# property belongs to checksum crc32-body; crc32c-record covers all it covers")
-        properties = reserve_crc_tail(properties)
-    if len(properties) > MAX_PROPERTIES_BYTES:
-        raise InvalidMessageError(
-            f"properties take {len(properties)} bytes, the limit is {MAX_PROPERTIES_BYTES}", "properties"
-        )
-    sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, store_host)
-    head_struct = _HEADS[sys_flag >> 4 & 3]
-    body_size = body.nbytes if isinstance(body, memoryview) else len(body)
-    if topic_size <= MAX_TOPIC_BYTES_V1:
-        magic, topic_length = MAGIC_V1, _I8.pack(topic_size)
-    else:
-        magic, topic_length = MAGIC_V2, _I16.pack(topic_size)
-    tail = b"".join((topic_length, topic_data, _I16.pack(len(properties)), properties))
-    total_size = head_struct.size + body_size + len(tail)
-    values = (
-        total_size, magic, _body_checksum(body) if checksum == "crc32-body" else 0, queue_id, flag, queue_offset,
-        physical_offset, sys_flag, born_timestamp_ms, born_host, store_timestamp_ms, store_host, reconsume_times,
-        prepared_transaction_offset, body_size,
-    )  # fmt: skip
-    try:
-        head = head_struct.pack(*values)
-    except struct.error as error:
-        raise _unfit(values, error) from error
-    if checksum == "crc32c-record":
-        # The checksum field is still zero, as the rule wants it; fill it in afterwards.
-        value = crc32c.crc32c(tail, crc32c.crc32c(body, crc32c.crc32c(head)))
-        head = b"".join((head[:CHECKSUM_AT], value.to_bytes(4, "big"), head[QUEUE_ID_AT:]))
-    if crc_tail:
-        record = bytearray().join((head, body, tail))
-        append_crc_tail(record)
-        return bytes(record)
-    return b"".join((head, body, tail))
-
-
 def encode_blank(size: int) -> bytes:
     """Return the 8 defined bytes of a BLANK that fills the last `size` bytes of a segment (format#blank).
 
@@ -298,18 +214,6 @@ def host_bits(born_host: bytes, store_host: bytes) -> int:
             field, host = ("store_host", store_host)
         raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
     return bits
-
-
-def _unfit(values: tuple[object, ...], error: struct.error) -> InvalidMessageError:
-    """Return an error that names the first value that `struct` did not take."""
-    for (field, code), value in zip(HEADER_FIELDS, values, strict=True):
-        if code != "s":
-            try:
-                struct.pack(">" + code, value)
-            except struct.error:
-                bits = 8 * struct.calcsize(">" + code)
-                return InvalidMessageError(f"{field} {value!r} is not an integer of {bits} bits", field)
-    return InvalidMessageError(f"a field does not fit: {error}", "record")
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
