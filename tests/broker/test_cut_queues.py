@@ -131,15 +131,15 @@ def test_broadcasting_client_skips_no_message_put_after_a_cut(bench: Bench) -> N
 
     for client, offset in (("a-1", 10), ("b-1", 3)):
         file = offsets(client)
-        file.update(QueueRef("t", 0), offset)
-        file.update(QueueRef("t", 1), 0)
-        file.persist()
+        file.commit(QueueRef("t", 0), offset)
+        file.commit(QueueRef("t", 1), 0)
+        file.save()
     (path / LOCAL_OFFSETS / "bad").mkdir()
     (path / LOCAL_OFFSETS / "bad" / "prices.json").write_text("{")
     lose_tail(bench, sixth)
     put_eight_without_broker(bench)
-    assert [offsets(client).get(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
-    assert [offsets(client).get(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
+    assert [offsets(client).committed(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
+    assert [offsets(client).committed(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
     assert (path / LOCAL_OFFSETS / "bad" / "prices.json").read_text() == "{"
 
 

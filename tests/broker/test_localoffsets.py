@@ -36,18 +36,18 @@ def offsets(store: MessageStore) -> LocalOffsets:
 
 
 def test_an_update_sets_forwards_and_backwards(offsets: LocalOffsets) -> None:
-    assert offsets.get(Q0) is None
-    offsets.update(Q0, 1024)
-    offsets.update(Q0, 1023)
+    assert offsets.committed(Q0) is None
+    offsets.commit(Q0, 1024)
+    offsets.commit(Q0, 1023)
 
-    assert offsets.get(Q0) == 1023
+    assert offsets.committed(Q0) == 1023
 
 
 def test_the_file_is_standard_json(offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 12)
-    offsets.update(Q1, 250)
-    offsets.update(OTHER, 0)
-    offsets.persist()
+    offsets.commit(Q0, 12)
+    offsets.commit(Q1, 250)
+    offsets.commit(OTHER, 0)
+    offsets.save()
 
     assert json.loads(offsets.path.read_text()) == {"offsets": {"orders": {"0": 12, "1": 250}, "bills": {"0": 0}}}
     assert offsets.path.stat().st_mode & 0o777 == 0o600
@@ -56,14 +56,14 @@ def test_the_file_is_standard_json(offsets: LocalOffsets) -> None:
 def test_nothing_is_written_before_it_is_persisted_nor_when_nothing_changed(
     store: MessageStore, offsets: LocalOffsets
 ) -> None:
-    offsets.persist()
+    offsets.save()
     assert not (store.path / "local_offsets").exists()
-    offsets.update(Q0, 1)
+    offsets.commit(Q0, 1)
     assert not offsets.path.exists()
-    offsets.persist()
+    offsets.save()
     before = offsets.path.stat().st_ino
-    offsets.update(Q0, 1)
-    offsets.persist()
+    offsets.commit(Q0, 1)
+    offsets.save()
 
     assert offsets.path.stat().st_ino == before
 
@@ -74,9 +74,9 @@ def test_messages_are_on_disk_before_an_offset_that_rests_on_them(tmp_path: Path
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("orders", b"x", 0)
         offsets = opened(store)
-        offsets.update(Q0, 1)
+        offsets.commit(Q0, 1)
         before = len(fs.changes())
-        offsets.persist()
+        offsets.save()
         changes = [(call.operation, call.path) for call in fs.changes()[before:]]
     flushed = next(i for i, (op, path) in enumerate(changes) if "commitlog" in path and "sync" in op)
     written = next(i for i, (_, path) in enumerate(changes) if path.endswith("prices.json.tmp"))
@@ -87,9 +87,9 @@ def test_its_folders_are_made_durable_before_anything_lies_in_them(tmp_path: Pat
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         offsets = opened(store)
-        offsets.update(Q0, 1)
+        offsets.commit(Q0, 1)
         before = len(fs.changes())
-        offsets.persist()
+        offsets.save()
         changes = [(call.operation, Path(call.path).name) for call in fs.changes()[before:]]
     made = [change for change in changes if change[0] in ("mkdir", "sync_directory", "create")]
     assert made[:5] == [
@@ -102,39 +102,39 @@ def test_its_folders_are_made_durable_before_anything_lies_in_them(tmp_path: Pat
 
 
 def test_a_new_object_goes_on_where_the_file_says(store: MessageStore, offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 12)
-    offsets.persist()
-    offsets.update(Q0, 13)
+    offsets.commit(Q0, 12)
+    offsets.save()
+    offsets.commit(Q0, 13)
 
-    assert opened(store).get(Q0) == 12
+    assert opened(store).committed(Q0) == 12
     again = opened(store)
-    again.update(Q1, 1)
-    again.persist()
-    assert (opened(store).get(Q0), opened(store).get(Q1)) == (12, 1)
+    again.commit(Q1, 1)
+    again.save()
+    assert (opened(store).committed(Q0), opened(store).committed(Q1)) == (12, 1)
 
 
 def test_who_takes_over_reads_the_file_anew(store: MessageStore, offsets: LocalOffsets) -> None:
     before = opened(store)
-    offsets.update(Q0, 5)
-    offsets.persist()
-    before.update(Q0, 1)
+    offsets.commit(Q0, 5)
+    offsets.save()
+    before.commit(Q0, 1)
     before.reload()
-    assert before.get(Q0) == 5
-    before.persist()
-    assert opened(store).get(Q0) == 5
+    assert before.committed(Q0) == 5
+    before.save()
+    assert opened(store).committed(Q0) == 5
 
 
 def test_progress_of_which_only_the_backup_is_left_is_lowered_too(store: MessageStore, offsets: LocalOffsets) -> None:
     """Its file was looked for, and not found; the client went on by the backup, behind where the queue was cut, and
     passed over what was put there since."""
     for offset in (9, 10):
-        offsets.update(Q0, offset)
-        offsets.persist()
+        offsets.commit(Q0, offset)
+        offsets.save()
     offsets.path.unlink()
 
     lower_all(store, lambda topic, queue_id: 5)
 
-    assert opened(store).get(Q0) == 5
+    assert opened(store).committed(Q0) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"offsets": 7}', b'{"offsets": {"orders": {"0": "12"}}}'])
@@ -154,7 +154,7 @@ def test_an_entry_that_cannot_be_is_left_out_and_reported(
     offsets.path.write_text('{"offsets": {"orders": {"0": -1, "x": 3, "1": 4}}}')
     again = opened(store)
 
-    assert (again.get(Q0), again.get(Q1)) == (None, 4)
+    assert (again.committed(Q0), again.committed(Q1)) == (None, 4)
     assert len(caplog.records) == 2
 
 
@@ -162,16 +162,16 @@ def test_after_a_failed_write_the_file_is_as_it_was_and_the_next_call_writes(tmp
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         offsets = opened(store)
-        offsets.update(Q0, 1)
-        offsets.persist()
-        offsets.update(Q0, 2)
+        offsets.commit(Q0, 1)
+        offsets.save()
+        offsets.commit(Q0, 2)
         fs.fail("pwrite", errno.ENOSPC, path_part="prices.json")
         with pytest.raises(StoreFullError):
-            offsets.persist()
-        assert opened(store).get(Q0) == 1
-        assert offsets.get(Q0) == 2
-        offsets.persist()
-        assert opened(store).get(Q0) == 2
+            offsets.save()
+        assert opened(store).committed(Q0) == 1
+        assert offsets.committed(Q0) == 2
+        offsets.save()
+        assert opened(store).committed(Q0) == 2
 
 
 @pytest.mark.parametrize(("client_id", "group"), [("..", "g"), ("a/b", "g"), ("", "g"), ("c", "../g"), ("c", "")])
@@ -183,5 +183,5 @@ def test_names_that_lead_elsewhere_are_refused(store: MessageStore, client_id: s
 def test_numbers_below_zero_are_refused(offsets: LocalOffsets) -> None:
     for queue, offset in ((Q0, -1), (QueueRef("orders", -1), 0)):
         with pytest.raises(ConfigError):
-            offsets.update(queue, offset)
-    assert offsets.get(Q0) is None
+            offsets.commit(queue, offset)
+    assert offsets.committed(Q0) is None

@@ -46,7 +46,6 @@ def cut() -> None:
 
 @cut.command(
     "list",
-    cls=StoreCommand,
     short_help="List what was cut, message by message. Changes nothing.",
     epilog="""\b
 Examples:
@@ -184,7 +183,6 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
 
 @cut.command(
     "restore",
-    cls=StoreCommand,
     short_help="Append what was cut to the log again.",
     epilog="""\b
 Examples:

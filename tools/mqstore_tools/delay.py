@@ -11,7 +11,7 @@ from mqstore.broker.admin.offline import offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
 from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, tell
 from mqstore_tools.render import note, show_tables, when
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
 __all__ = ["delay"]
 
@@ -34,7 +34,6 @@ def delay() -> None:
 
 
 @delay.command(
-    cls=StoreCommand,
     short_help="Show what waits for later. Changes nothing.",
     epilog="""\b
 Examples:
@@ -59,7 +58,6 @@ def show(directory: Path, json_output: bool) -> None:
 
 
 @delay.command(
-    cls=StoreCommand,
     short_help="Cancel a message that waits for a moment of its own.",
     epilog="""\b
 Examples:

@@ -16,7 +16,7 @@ from mqstore.log.reader import to_ms
 from mqstore_tools.many import on_spark, spark_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
 from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
 __all__ = ["dlq"]
 
@@ -51,7 +51,6 @@ def dlq() -> None:
 
 @dlq.command(
     "list",
-    cls=StoreCommand,
     short_help="Count dead letters. Changes nothing.",
     epilog="""\b
 Examples:
@@ -106,7 +105,6 @@ def _ms(when_: datetime | None) -> int | None:
 
 
 @dlq.command(
-    cls=StoreCommand,
     short_help="Print dead letters whole. Changes nothing.",
     epilog="""\b
 Examples:
@@ -149,7 +147,6 @@ def show(
 
 
 @dlq.command(
-    cls=StoreCommand,
     short_help="Send dead letters again to their group.",
     epilog="""\b
 Examples:
@@ -217,7 +214,6 @@ def replay(
 
 
 @dlq.command(
-    cls=StoreCommand,
     short_help="Let go of dead letters.",
     epilog="""\b
 Examples:

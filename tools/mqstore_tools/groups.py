@@ -28,7 +28,7 @@ from mqstore_tools.opened import (
     yes_option,
 )
 from mqstore_tools.render import safe, show_tables, when
-from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["groups"]
 
@@ -54,7 +54,6 @@ def groups() -> None:
 
 @groups.command(
     "list",
-    cls=StoreCommand,
     short_help="Show groups. Changes nothing.",
     epilog="""\b
 Examples:
@@ -75,7 +74,6 @@ def list_(directory: Path, json_output: bool) -> None:
 
 @groups.command(
     "show",
-    cls=StoreCommand,
     short_help="Show one group. Changes nothing.",
     epilog="""\b
 Examples:
@@ -238,7 +236,6 @@ def _given(
 
 
 @groups.command(
-    cls=StoreCommand,
     short_help="Create a group.",
     epilog="""\b
 Examples:
@@ -267,7 +264,6 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
 
 
 @groups.command(
-    cls=StoreCommand,
     short_help="Change a group.",
     epilog="""\b
 Examples:
@@ -293,7 +289,6 @@ def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed:
 
 
 @groups.command(
-    cls=StoreCommand,
     short_help="Delete a group and its progress.",
     epilog="""\b
 Examples:

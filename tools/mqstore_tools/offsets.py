@@ -16,7 +16,7 @@ from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
 from mqstore_tools.render import safe, show_tables
-from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["offsets"]
 
@@ -42,7 +42,6 @@ def offsets() -> None:
 
 
 @offsets.command(
-    cls=StoreCommand,
     short_help="Show where groups go on. Changes nothing.",
     epilog="""\b
 Examples:
@@ -98,7 +97,6 @@ def _to(value: Any) -> To:
 
 
 @offsets.command(
-    cls=StoreCommand,
     short_help="Let a group go on somewhere else.",
     epilog="""\b
 Examples:

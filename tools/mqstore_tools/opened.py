@@ -26,6 +26,7 @@ from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.options import delay_table_ms
 from mqstore_tools.render import note, print_json, safe
+from mqstore_tools.shared import StoreCommand
 
 __all__ = [
     "DefaultGroup",
@@ -100,6 +101,8 @@ def carry_out(
 class DefaultGroup(click.Group):
     """Group of sub-commands with a default, the first: `mqstore topics DIR` means `topics list DIR`.
     A directory that is called like one of them is written `./list`."""
+
+    command_class = StoreCommand
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*click.Command.collect_usage_pieces(self, ctx), "[COMMAND] DIR [ARGS]..."]

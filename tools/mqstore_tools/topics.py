@@ -15,7 +15,7 @@ from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
 from mqstore.errors import ReadOnlyStoreError
 from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, looking, planning, tell, yes_option
 from mqstore_tools.render import pick, safe, show_tables
-from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["topics"]
 
@@ -46,7 +46,6 @@ def topics() -> None:
 
 @topics.command(
     "list",
-    cls=StoreCommand,
     short_help="Show topics. Changes nothing.",
     epilog="""\b
 Examples:
@@ -112,7 +111,6 @@ def _messages(tables: Tables, topic: str) -> int:
 
 
 @topics.command(
-    cls=StoreCommand,
     short_help="Create a topic.",
     epilog="""\b
 Examples:
@@ -141,7 +139,6 @@ def create(
 
 
 @topics.command(
-    cls=StoreCommand,
     short_help="Change a topic.",
     epilog="""\b
 Examples:
@@ -198,7 +195,6 @@ def alter(
 
 
 @topics.command(
-    cls=StoreCommand,
     short_help="Delete a topic, its messages and the progress of groups on it.",
     epilog="""\b
 Examples:

@@ -2,7 +2,7 @@
 
     local_offsets/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
-An update counts in memory at once, forwards or backwards, and in the file with the next `persist`. A file has one
+A commit counts in memory at once, forwards or backwards, and in the file with the next `save`. A file has one
 object at a time: the next one reloads it.
 """
 
@@ -39,9 +39,9 @@ class LocalOffsets:
     >>> queue = QueueRef("orders", 0)
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     offsets = LocalOffsets(store, "cache-1", "prices")
-    ...     offsets.update(queue, 12)
-    ...     offsets.persist()
-    ...     LocalOffsets(store, "cache-1", "prices").get(queue)
+    ...     offsets.commit(queue, 12)
+    ...     offsets.save()
+    ...     LocalOffsets(store, "cache-1", "prices").committed(queue)
     12
     """
 
@@ -52,7 +52,6 @@ class LocalOffsets:
         for name in (client_id, group):
             if not name or name in (".", "..") or "/" in name or "\0" in name:
                 raise ConfigError(f"{name!r:.150} cannot be the name of a file; choose another client id or group")
-        self._store = store
         self._file = ConfigFile(store, f"{client_id}/{group}.json", check_local_offsets, folder=LOCAL_OFFSETS)
         self.path = self._file.path
         self._lock = Lock()
@@ -85,11 +84,11 @@ class LocalOffsets:
             with self._lock:
                 self._offsets, self._saved = stored, dict(stored)
 
-    def get(self, queue: QueueRef) -> int | None:
+    def committed(self, queue: QueueRef) -> int | None:
         """Return the client's offset in `queue`, or None if it is not known, which is not 0."""
         return self._offsets.get(queue)
 
-    def update(self, queue: QueueRef, offset: int) -> None:
+    def commit(self, queue: QueueRef, offset: int) -> None:
         """Note that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
         queue, offset = QueueRef(queue[0], index(queue[1])), index(offset)
         if offset < 0 or queue.queue_id < 0:
@@ -97,7 +96,7 @@ class LocalOffsets:
         with self._lock:
             self._offsets[queue] = offset
 
-    def persist(self) -> None:
+    def save(self) -> None:
         """Save the offsets. They are on disk when this returns. Without changes nothing is written.
         After StoreFullError or StoreIOError the file is as it was, and the next call tries again."""
         with self._saving:
@@ -120,7 +119,7 @@ class LocalOffsets:
             if offset > end:
                 _log.warning("%s: offset %d of %s/%d lies behind the end of the queue; it is lowered to %d",
                              self.path, offset, *queue, end)  # fmt: skip
-                self.update(queue, end)
+                self.commit(queue, end)
 
 
 def clients_of(store: StoreReader, group: str) -> list[str]:
@@ -145,7 +144,7 @@ def _files(store: StoreReader) -> list[Path]:
 
 def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
     """Lower the offsets in every file of a store. The files are on disk when this returns.
-    A damaged file is left to its client. Raises as `LocalOffsets.persist`."""
+    A damaged file is left to its client. Raises as `LocalOffsets.save`."""
     for path in _files(store):
         try:
             offsets = LocalOffsets(store, path.parent.name, path.stem)
@@ -153,7 +152,7 @@ def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
             _log.error("%s", error)
             continue
         offsets.lower(end_of)
-        offsets.persist()
+        offsets.save()
 
 
 def check_local_offsets(value: dict[str, Any]) -> dict[str, dict[str, int]]:

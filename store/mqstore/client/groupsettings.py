@@ -78,30 +78,27 @@ class GroupProgress:
         self._broker.offsets.save()
 
 
-class LocalProgress:
+class LocalProgress(LocalOffsets):
     """Offsets of a broadcasting client, with the methods of `GroupProgress`. Retention ignores them."""
 
-    def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
+    def __init__(self, broker: Broker, client_id: str, group: str, start: Start | None) -> None:
         """`start` is where the client begins in a new topic. None means its group's start."""
+        super().__init__(broker.store, client_id, group)
         self._broker = broker
         self._group = group
-        self._offsets = offsets
         self._start = start
 
-    def reload(self) -> None:
-        self._offsets.reload()
-
     def begin(self, queue: QueueRef) -> int:
-        known = self._offsets.get(queue)
+        known = self.committed(queue)
         if known is not None:
             return known
         queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
-        if any(self._offsets.get(each) is not None for each in queues):  # a later queue has only new messages
+        if any(self.committed(each) is not None for each in queues):  # a later queue has only new messages
             begins = {queue: self._broker.min_offset(*queue)}
         else:
             begins = {each: self._first(each) for each in queues}
         for each, begin in begins.items():
-            self._offsets.update(each, begin)
+            self.commit(each, begin)
         return begins[queue]
 
     def _first(self, queue: QueueRef) -> int:
@@ -109,15 +106,6 @@ class LocalProgress:
         if type(start) is int:
             return self._broker.offset_for_time(*queue, start)
         return place(self._broker, queue, start)
-
-    def commit(self, queue: QueueRef, offset: int) -> None:
-        self._offsets.update(queue, offset)
-
-    def committed(self, queue: QueueRef) -> int | None:
-        return self._offsets.get(queue)
-
-    def save(self) -> None:
-        self._offsets.persist()
 
 
 Progress = GroupProgress | LocalProgress

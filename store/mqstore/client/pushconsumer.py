@@ -32,7 +32,6 @@ from typing import Any, Literal, TypeVar, overload
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.localoffsets import LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
 from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
@@ -273,11 +272,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._engine = new_engine()
 
     def _progress(self) -> Progress:
-        store, start = self._broker.store, self._start
-        if not self._mode.broadcasting:
-            return GroupProgress(self._broker, self.group, self.client_id, start)
-        offsets = LocalOffsets(store, self.client_id, self.group)
-        return LocalProgress(self._broker, offsets, self.group, start)
+        if self._mode.broadcasting:
+            return LocalProgress(self._broker, self.client_id, self.group, self._start)
+        return GroupProgress(self._broker, self.group, self.client_id, self._start)
 
     def _check_group(self) -> None:
         """Raise an error if the group exists and must not be consumed in this way."""
