@@ -19,10 +19,9 @@ from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.quick import QueueFields
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import Batch
+from mqstore.broker.pop.state import Batch, QueueFields
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import PopBench, interrupted_puts, memory, orders

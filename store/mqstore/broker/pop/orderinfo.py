@@ -33,12 +33,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import is_visible
-from mqstore.broker.pop.quick import BatchFields
 from mqstore.signalsafe import Lock
+
+if TYPE_CHECKING:
+    from mqstore.broker.pop.state import Batch
 
 __all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
 
@@ -273,7 +275,7 @@ class OrderInfo:
         return info
 
 
-def record_of(batch: BatchFields) -> OrderInfo:
+def record_of(batch: Batch) -> OrderInfo:
     """Return the record of a batch that was popped after another, if only acknowledgements followed.
     Each message was delivered for the first time, and no visible time was changed."""
     distances = range(batch.count) if batch.deltas is None else batch.deltas
@@ -290,7 +292,7 @@ class OrderInfoTable:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self.entries: dict[QueueKey, OrderInfo | BatchFields] = {}
+        self.entries: dict[QueueKey, OrderInfo | Batch] = {}
         """Records by queue. A batch represents its `record_of`, and compiled code changes both together."""
         self._others: dict[str, Any] = {}
         """Entries of the file's table whose key does not name a topic and a group. They are kept."""
@@ -304,21 +306,19 @@ class OrderInfoTable:
 
     def get(self, queue: QueueKey) -> OrderInfo | None:
         entry = self.entries.get(queue)
-        return record_of(entry) if isinstance(entry, BatchFields) else entry
+        return entry if entry is None or isinstance(entry, OrderInfo) else record_of(entry)
 
     def records(self) -> dict[QueueKey, OrderInfo]:
         """Return all records, as of one moment."""
         entries = dict(self.entries)
-        return {
-            queue: record_of(entry) if isinstance(entry, BatchFields) else entry for queue, entry in entries.items()
-        }
+        return {queue: entry if isinstance(entry, OrderInfo) else record_of(entry) for queue, entry in entries.items()}
 
-    def put(self, queue: QueueKey, entry: OrderInfo | BatchFields | None) -> None:
+    def put(self, queue: QueueKey, entry: OrderInfo | Batch | None) -> None:
         """Replace the record of a queue, or store the batch that represents it. None: forget the queue."""
         with self._lock:
             self._put(queue, entry)
 
-    def _put(self, queue: QueueKey, entry: OrderInfo | BatchFields | None) -> None:
+    def _put(self, queue: QueueKey, entry: OrderInfo | Batch | None) -> None:
         if entry is not None:
             self.entries[queue] = entry
         elif self.entries.pop(queue, None) is None:

@@ -10,7 +10,6 @@
     receipts    receipts as text
     routes      which queues a group pops a topic from
     state       what is in flight in one queue, in memory
-    quick       its fields, for compiled pops and acknowledgements
     log         form of the records
     tables      all states, locks, agenda of due queues, measurements
     standard    redelivery by copies              fifo    redelivery by reading again

@@ -12,6 +12,9 @@ A batch names many offsets, so a million messages in flight cost a million dict 
 were pops. Visible times are kept in buckets of one millisecond. A pop adds to a bucket. Entries leave it when their
 time has come, or when most entries of all buckets are settled.
 
+The fields of all three classes are in C structures where there are compiled parts, which pop and settle single messages
+by them (`PopTables`).
+
 FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`).
 """
 
@@ -20,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice, repeat, takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.log import queue_head
-from mqstore.broker.pop.quick import BatchFields, QueueFields, TimelineFields
 from mqstore.log.message import Message
+from mqstore.log.tagfilter import UnitFilter
+from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
 __all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]
@@ -65,10 +69,44 @@ class Standing(NamedTuple):
     """Number of messages before `next` that may be delivered again."""
 
 
+class BatchFields:
+    """Base of `Batch`."""
+
+
+class TimelineFields:
+    """Base of `Timeline`."""
+
+
+class QueueFields:
+    """Base of `QueueState`."""
+
+
+if not TYPE_CHECKING and kernel is not None:
+    BatchFields, TimelineFields, QueueFields = kernel.BatchFields, kernel.TimelineFields, kernel.QueueFields
+
+
 class Batch(BatchFields):
     """Messages of one pop, stored as one `ck` record."""
 
     __slots__ = ()
+
+    name: int
+    """Position of the `ck` in the pop log. -1 for a settled batch, which is not looked for there."""
+    start: int
+    count: int
+    """Number of messages."""
+    pop_time_ms: int
+    invisible_ms: int
+    deltas: tuple[int, ...] | None
+    """Distances of the offsets from `start`. None means 0, 1, 2 ..."""
+    left: int
+    """Bit i: the i-th message is in flight or released."""
+    moved: dict[int, tuple[int, int]] | None
+    """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
+    local: bool
+    """True if the receiver is in this process and ends with it."""
+    failed: set[int] | None
+    """Offsets that failed and wait to be redelivered. No receiver holds them."""
 
     def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
         """Take `offsets` in ascending order."""
@@ -129,6 +167,12 @@ class Timeline(TimelineFields):
     """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
 
     __slots__ = ("asked",)
+
+    _buckets: dict[int, Batch | list[Batch]]
+    """A single batch is stored without a list: a list of one would double the memory."""
+    _times: list[int]
+    """Keys of `_buckets`, as a heap."""
+    entries: int
 
     def __init__(self) -> None:
         self._buckets = {}
@@ -207,6 +251,45 @@ class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
     __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
+
+    key: QueueKey
+    head: str
+    lock: Lock
+    cursor: int
+    """Next offset to pop. -1 until the state is opened."""
+    committed: int
+    """Smallest offset that is in flight or released. Without one, the cursor."""
+    written: int | None
+    """Committed offset that the offset table has."""
+    in_flight: dict[int, Batch]
+    """Batches in flight by offset. The first entry is the oldest: insertion follows the batches' names."""
+    released: dict[int, Batch]
+    """Released deliveries, by offset. They are popped before the cursor moves on."""
+    timeline: Timeline
+    _batches: int
+    """Number of batches with an unsettled message."""
+    fifo: Batch | None
+    """The last FIFO batch. The order info, which may be this batch itself, knows its messages' state."""
+    ahead: list[Message]
+    """Prefetched messages. Reading one message costs as much as reading many."""
+    ahead_at: int
+    ahead_from: int
+    """Cursor value at which the rest of `ahead` is next."""
+    ahead_next: int
+    """Offset behind the last unit that was read for `ahead`."""
+    ahead_filter: UnitFilter | None
+    announced_ms: int | None
+    """Time at which the housekeeper will check this queue."""
+    last_pop_ms: int
+    reset_ms: int
+    """Last pop time before a reset, after which all messages are redelivered."""
+    pops: int
+    """Pops since the last call of `counts`, like the three below. They are counted under the lock."""
+    popped: int
+    popped_bytes: int
+    acked: int
+    gone: bool
+    """True if group or topic was deleted. A thread that still has this state must look up another."""
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key

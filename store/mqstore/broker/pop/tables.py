@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
@@ -22,15 +22,17 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
-from mqstore.broker.pop.quick import PopFields
 from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.log.tip import Numbered, Tip
+from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
+    from mqstore.broker.offsets import OffsetTable
     from mqstore.broker.parts import Parts
     from mqstore.broker.pop.fifo import FifoQueues
     from mqstore.broker.reading import Reads
@@ -47,7 +49,51 @@ _LOOKS = 16
 """Maximum number of reads in which one pop searches for a message that passes its filter."""
 
 
+class PopFields:
+    """Base of `PopTables`."""
+
+
+if not TYPE_CHECKING and kernel is not None:
+    PopFields = kernel.PopFields
+
+
 class PopTables(PopFields):
+    """Tables of one store.
+    Compiled methods need the fields up to `_delivery` besides a queue's state. If `_tip` is None they decline."""
+
+    _tip: Tip | None
+    _queue: Numbered
+    """Queue of the pop log."""
+    _pop_tail: bytes
+    """Bytes behind the body of a `ck` record."""
+    _ack_tail: bytes
+    _max_body: int
+    _resets: dict[QueueKey, int]
+    """Pending resets of the offset table."""
+    _orders: dict[QueueKey, OrderInfo | Batch]
+    """Entries of the order info table."""
+    _order_changes: int
+    """Number of changes to the order info by compiled code."""
+    _offsets: OffsetTable
+    _freed: Callable[[QueueState], None]
+    """Callback for a queue whose last FIFO batch is settled. Called without its lock."""
+    _batch: type[Batch]
+    _delivery: type[tuple[Any, ...]]
+
+    if TYPE_CHECKING:
+
+        def hand_out(
+            self, state: QueueState, n: int, invisible_ms: int, topic: str, local: bool, in_order: bool
+        ) -> list[Delivery] | None:
+            """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
+            Returns None, with nothing changed, for any other case of `pop` of `StandardQueues` or `FifoQueues`."""
+
+        def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
+            """Acknowledge deliveries from queues of `states`, a list by queue id. Takes the states' locks.
+            Returns the number of settled receipts, from the front. It stops, with no further change, at the first
+            receipt that `settle` of `StandardQueues` or `FifoQueues` must handle. In order, all receipts must be of one
+            batch."""
+
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
         self.parts = parts
         self.store = parts.store
@@ -77,6 +123,7 @@ class PopTables(PopFields):
 
     def _init_desk(self) -> None:
         self._tip = None
+        self._order_changes = 0
         pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
         if pop is not None and ack is not None:
             self._tip, self._queue, self._pop_tail, self._max_body = pop
