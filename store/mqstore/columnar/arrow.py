@@ -19,7 +19,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-__all__ = ["cut", "fixed", "flat", "laid", "nulls", "odd_rows", "sizes_of", "small", "spread", "text", "write_numbers"]
+__all__ = ["cut", "fixed", "flat", "laid", "nulls", "odd_rows", "sizes_of", "small", "spread", "text"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -120,10 +120,3 @@ def odd_rows(values: Any, forbidden: bytes) -> list[int]:
     if values.null_count:
         odd &= ~nulls(values)
     return np.flatnonzero(odd).tolist()
-
-
-def write_numbers(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: Any) -> None:
-    """Write a number at each of these positions, which need not be aligned."""
-    dtype = np.dtype(kind)
-    everywhere: npt.NDArray[Any] = np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data.data, 0, (1,))
-    everywhere[positions] = values

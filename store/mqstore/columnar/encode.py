@@ -34,7 +34,7 @@ from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.selection import group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.columnar.arrow import cut, fixed, flat, nulls, odd_rows, sizes_of, small, text, write_numbers
+from mqstore.columnar.arrow import cut, fixed, flat, nulls, odd_rows, sizes_of, small, text
 from mqstore.columnar.inputs import INPUTS, KAFKA, is_kafka
 from mqstore.columnar.rules import Rules, TopicRule
 from mqstore.errors import InvalidMessageError, MQStoreError
@@ -43,7 +43,7 @@ from mqstore.layout import record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
-from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
+from mqstore.layout.scan import Headers, everywhere, gather, has_crc_tail, verify
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
 from mqstore.log.tip import QueueRef
 
@@ -501,13 +501,13 @@ class _Copies(_Slice):
         data, edges = flat(pc.binary_join_element_wise(*parts, _NOTHING))
         data, starts, sizes = data.copy(), edges[:-1].astype(np.int64), np.diff(edges).astype(np.int64)
         self._check_sizes(sizes, self._rules.max_record_bytes, "record")
-        write_numbers(data, ">i4", starts + record.TOTAL_SIZE_AT, sizes)
-        write_numbers(data, ">i4", starts + record.MAGIC_AT, magics)
-        write_numbers(data, ">i4", starts + record.CHECKSUM_AT, 0)
-        write_numbers(data, ">i4", starts + record.QUEUE_ID_AT, queues)
-        write_numbers(data, ">i8", starts + record.QUEUE_OFFSET_AT, 0)
-        write_numbers(data, ">i8", starts + record.PHYSICAL_OFFSET_AT, 0)
-        write_numbers(data, ">i8", starts + record.STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
+        everywhere(data, ">i4")[starts + record.TOTAL_SIZE_AT] = sizes
+        everywhere(data, ">i4")[starts + record.MAGIC_AT] = magics
+        everywhere(data, ">i4")[starts + record.CHECKSUM_AT] = 0
+        everywhere(data, ">i4")[starts + record.QUEUE_ID_AT] = queues
+        everywhere(data, ">i8")[starts + record.QUEUE_OFFSET_AT] = 0
+        everywhere(data, ">i8")[starts + record.PHYSICAL_OFFSET_AT] = 0
+        everywhere(data, ">i8")[starts + record.STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES)] = 0
         return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._found)
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:

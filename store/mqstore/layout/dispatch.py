@@ -47,7 +47,7 @@ from mqstore.layout.record import (
     body_length_at,
     store_timestamp_at,
 )
-from mqstore.layout.scan import ROW_SPACE, Headers, Run
+from mqstore.layout.scan import ROW_SPACE, Headers, Run, slices
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _columns_of(
     entry_row: list[int] = []
     entry_hash: list[int] = []
     rows = np.flatnonzero(headers.properties_size)
-    blobs = _slices(view, headers.properties_position[rows], headers.properties_size[rows])
+    blobs = map(bytes, slices(view, headers.properties_position[rows], headers.properties_size[rows]))
     fields = (rows, topic[rows], transaction[rows], headers.store_timestamp_ms[rows])
     for blob, row, which, ends, stamp in zip(blobs, *(field.tolist() for field in fields), strict=True):
         found = _named(blob)
@@ -339,7 +339,7 @@ def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]
     of_row: list[int] = []
     queues: list[tuple[int, int, int]] = []
     named = np.array(light)[rows.has_unit[light]]
-    blobs = _slices(view, headers.properties_position[named], headers.properties_size[named])
+    blobs = map(bytes, slices(view, headers.properties_position[named], headers.properties_size[named]))
     for row, blob in zip(named.tolist(), blobs, strict=True):
         for name, its_id, number in light_queues(rows.topics[rows.topic[row]], int(rows.queue_id[row]), blob):
             of_row.append(row)
@@ -364,17 +364,13 @@ def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]
     )
 
 
-def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
-    return [view[a:b].tobytes() for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
-
-
 def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int32s]:
     """Return distinct topics and each record's index. Invalid UTF-8 becomes surrogates, no folder's name."""
     known = headers.topics()
     if known is not None:
         return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1]
     numbers: dict[bytes, int] = {}
-    names = _slices(view, headers.topic_position, headers.topic_size)
+    names = map(bytes, slices(view, headers.topic_position, headers.topic_size))
     index = [numbers.setdefault(name, len(numbers)) for name in names]
     return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int32)
 

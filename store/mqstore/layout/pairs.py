@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.layout.scan import everywhere
 from mqstore.native import kernel
 
 __all__ = ["Pairs"]
@@ -91,8 +92,7 @@ class Pairs:
     @cached_property
     def _words(self) -> npt.NDArray[np.uint32]:
         """The four bytes at any position, as a big-endian number."""
-        words: npt.NDArray[np.uint32] = np.ndarray((max(0, len(self.data) - 3),), ">u4", self.data.data, 0, (1,))
-        return words
+        return everywhere(self.data, ">u4")
 
     @cached_property
     def _heads(self) -> npt.NDArray[np.uint32]:

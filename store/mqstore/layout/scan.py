@@ -15,8 +15,8 @@ can avoid it. Positions are relative to the buffer. The byte table and all const
 Everything here is fed damaged bytes on purpose. Nothing reads outside the buffer, no length is trusted before it was
 compared with the room there is, and every loop moves forward by at least the smallest record.
 
-Strided arrays over the buffer are used freely: `ndarray((n,), dtype, buffer, position, (stride,))` reads a field of n
-records `stride` bytes apart. With stride 1 it is "the value at any position", which indexing by positions then gathers.
+Strided arrays over the buffer are used freely: `everywhere` has the value at any position, and indexing by positions
+gathers what is wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import zlib
 from functools import cached_property
 from itertools import repeat
 from struct import Struct
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import crc32c
 import numpy as np
@@ -53,8 +53,8 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Headers", "check_place", "collect", "content_end", "find_next", "gather", "read_run", "topic_is"]
-__all__ += ["verify", "walk"]
+__all__ = ["Headers", "check_place", "collect", "content_end", "everywhere", "find_next", "gather", "read_run"]
+__all__ += ["slices", "topic_is", "verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -218,11 +218,18 @@ def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
 
 def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
     """Read the big-endian integers at `positions`, in native order. IndexError if one is outside."""
+    return everywhere(view, dtype)[positions].astype(np.dtype(dtype).newbyteorder("="))
+
+
+def everywhere(view: memoryview | npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return an array whose element i is the value at byte i of `view`. Writing to it writes to `view`."""
     kind = np.dtype(dtype)
-    everywhere: npt.NDArray[np.signedinteger] = np.ndarray(
-        (max(0, len(view) - kind.itemsize + 1),), kind, view, 0, (1,)
-    )
-    return everywhere[positions].astype(kind.newbyteorder("="))
+    return np.ndarray((max(0, len(view) - kind.itemsize + 1),), kind, view, 0, (1,))
+
+
+def slices(view: memoryview, starts: _Int64s, sizes: npt.NDArray[np.signedinteger]) -> map[memoryview]:
+    """Return the bytes of many values."""
+    return map(view.__getitem__, map(slice, starts.tolist(), (starts + sizes).tolist()))
 
 
 class Run(NamedTuple):
@@ -283,10 +290,7 @@ class Headers:
             # As bytes: what reads them in C takes no structured items.
             kernel.gather(self._view, self.positions, _HEAD_BYTES, heads.view(np.uint8))
             return heads
-        everywhere: npt.NDArray[np.void] = np.ndarray(
-            (len(self._view) - _HEAD_BYTES + 1,), f"V{_HEAD_BYTES}", self._view, 0, (1,)
-        )
-        return everywhere[self.positions].view(_HEAD)
+        return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_HEAD)
 
     def head_words(self, at: int) -> npt.NDArray[np.uint64]:
         """Return the eight bytes at `at` of each header as native numbers, strided. Do not write to them."""
@@ -447,7 +451,7 @@ def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> npt.NDArray
         data = np.empty(int(sizes.sum()), np.uint8)
         kernel.join(buf, starts, sizes, data)
         return data
-    return np.frombuffer(bytearray().join(_slices(memoryview(buf), starts, starts + sizes)), np.uint8)
+    return np.frombuffer(bytearray().join(slices(memoryview(buf), starts, sizes)), np.uint8)
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
@@ -469,7 +473,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
         result[rows] = _records_hold(view, starts, sizes, stored)
     else:
         bodies, body_sizes = headers.body_position[rows], headers.body_size[rows]
-        found = np.fromiter(map(zlib.crc32, _slices(view, bodies, bodies + body_sizes)), np.uint32, len(rows))
+        found = np.fromiter(map(zlib.crc32, slices(view, bodies, body_sizes)), np.uint32, len(rows))
         result[rows] = ((found & 0x7FFF_FFFF) == stored) | (body_sizes == 0)
 
     tail = np.flatnonzero(has_crc_tail(view, headers)[rows])
@@ -493,8 +497,8 @@ def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
     same: _Bools = headers.topic_size == len(topic)
     rows = np.flatnonzero(same)
     if len(rows) and topic:
-        everywhere: npt.NDArray[np.void] = np.ndarray((len(view) - len(topic) + 1,), f"V{len(topic)}", view, 0, (1,))
-        found = everywhere[headers.topic_position[rows]].view(np.uint8).reshape(len(rows), len(topic))
+        found = everywhere(view, f"V{len(topic)}")[headers.topic_position[rows]].view(np.uint8)
+        found = found.reshape(len(rows), len(topic))
         same[rows] = (found == np.frombuffer(topic, np.uint8)).all(axis=1)
     return same
 
@@ -509,17 +513,13 @@ def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) ->
     return claimed is None or claimed == zlib.crc32(view[start : end - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
 
 
-def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]:
-    return map(view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
-
-
 def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
     """Compare the CRC-32C of whole records.
     The state behind the checksum field depends on size and magic alone, so it is computed once per pair."""
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
     states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
     begun = map(states.__getitem__, which.tolist())
-    computed = map(crc32c.crc32c, _slices(view, starts + _record.QUEUE_ID_AT, starts + sizes), begun)
+    computed = map(crc32c.crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), begun)
     holds: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
     return holds
 

@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +52,7 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
+from mqstore.layout.scan import everywhere, slices
 from mqstore.log.bulk.shard import Groups, Limits, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
@@ -376,26 +376,16 @@ def _patch(
     moved = headers.born_host_size - IPV4_BYTES
     both = np.empty((len(positions), 2), ">i8")
     both[:, 0], both[:, 1] = offsets, places
-    _column(data, "V16")[positions + QUEUE_OFFSET_AT] = both.view("V16").reshape(-1)  # one behind the other
-    _column(data, ">i8")[positions + STORE_TIMESTAMP_AT_V4 + moved] = stamp_ms
+    everywhere(data, "V16")[positions + QUEUE_OFFSET_AT] = both.view("V16").reshape(-1)  # one behind the other
+    everywhere(data, ">i8")[positions + STORE_TIMESTAMP_AT_V4 + moved] = stamp_ms
     if checksum == "crc32c-record":
-        crcs = np.fromiter(map(crc32c, _slices(data, positions, headers.size)), np.uint32, len(positions))
+        crcs = np.fromiter(map(crc32c, slices(data, positions, headers.size)), np.uint32, len(positions))
     else:
         crcs = np.fromiter(
-            map(zlib.crc32, _slices(data, headers.body_position, headers.body_size)), np.uint32, len(positions)
+            map(zlib.crc32, slices(data, headers.body_position, headers.body_size)), np.uint32, len(positions)
         )
         crcs &= np.uint32(0x7FFF_FFFF)
-    _column(data, ">u4")[positions + CHECKSUM_AT] = crcs
-
-
-def _column(data: memoryview, kind: str) -> npt.NDArray[Any]:
-    """Return an array whose element i is the value of `kind` at byte i of `data`."""
-    dtype = np.dtype(kind)
-    return np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data, 0, (1,))
-
-
-def _slices(data: memoryview, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.integer]) -> map[memoryview]:
-    return map(data.__getitem__, map(slice, starts.tolist(), (starts + sizes).tolist()))
+    everywhere(data, ">u4")[positions + CHECKSUM_AT] = crcs
 
 
 # -- into the segments -----------------------------------------------------------------------------------------------
