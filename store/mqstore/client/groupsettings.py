@@ -15,9 +15,9 @@ A `Queue` is no member of its group; its `retry` follows the same rule when the 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from mqstore.broker.broker import Broker
+from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter, as_filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.localoffsets import LocalOffsets
@@ -40,8 +40,6 @@ __all__ = [
     "place",
     "wanted",
 ]
-
-Start = Literal["earliest", "latest"] | datetime
 
 
 class GroupProgress:

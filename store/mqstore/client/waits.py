@@ -19,6 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
@@ -35,38 +36,43 @@ Topics = Iterable[tuple[str, Filter | None]]
 class Ready:
     """Wait for messages at several offsets, until there may be something to do."""
 
-    __slots__ = ("_callback", "_lock", "_open", "_over", "_parked")
+    __slots__ = ("_call", "_lock", "_open", "_parked", "over")
 
-    def __init__(self, callback: Callable[[], object], lock: Lock, waiting: set[Ready]) -> None:
+    def __init__(self, call: Callable[[], object], lock: Lock, waiting: set[Any]) -> None:
         """`waiting` is the set of waits that are not over. `lock` guards it."""
-        self._callback = callback
+        self._call = call
         self._lock = lock
         self._open = waiting
         self._parked: list[Callable[[], object]] = []
         """Functions that remove the parked waiters."""
-        self._over = False
+        self.over = False
+        """True if the callback was called, is about to be, or never will be."""
 
     def cancel(self) -> None:
         """Stop waiting. The callback will not be called any more. Repeating it is harmless."""
-        self._end()
+        self.end()
 
     def fire(self) -> None:
-        if self._end():
+        if self.end():
             try:
-                self._callback()
+                self._call()
             except Exception:  # the thread that brings the news must not fail
                 _log.exception("the callback of a consumer that waited failed")
 
-    def _end(self) -> bool:
-        """End the wait. Return False if it was over."""
+    def end(self, topic: str | None = None) -> bool:
+        """End the wait, one for messages to pop with the turn of `topic`. Return False if it was over."""
         with self._lock:
-            if self._over:
+            if self.over:
                 return False
-            self._over = True
+            self.over = True
             self._open.discard(self)
+            self._take_turn(topic)
         for remove in list(self._parked):
-            remove()
+            remove()  # a waiter that has fired calls back, and its turn is passed on
         return True
+
+    def _take_turn(self, topic: str | None) -> None:
+        """Keep a turn, under the lock."""
 
     def park(
         self,
@@ -77,71 +83,60 @@ class Ready:
         filter: Filter | str | None = None,  # noqa: A002
         timeout_s: float | None = None,
     ) -> None:
-        waiter = broker.add_waiter(topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s)
+        call = broker.add_waiter(topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s)
+        self._add(broker, call)
+
+    def _add(self, broker: Broker, waiter: Waiter) -> None:
         self._parked.append(partial(broker.remove_waiter, waiter))
-        if self._over:  # ended meanwhile, perhaps without this waiter
+        if self.over:  # ended meanwhile, perhaps without this waiter
             broker.remove_waiter(waiter)
 
 
-class Wait:
+class Wait(Ready):
     """Wait for messages to pop."""
 
-    __slots__ = ("_is_kept", "_over", "_parked", "_waits", "call", "topic")
+    __slots__ = ("_is_kept", "_waits", "topic")
 
     def __init__(self, waits: Waits, call: Callable[[], object], is_kept: bool) -> None:
+        super().__init__(call, waits.lock, waits.open)
         self._waits = waits
-        self.call = call
         self._is_kept = is_kept
-        self._parked: list[Waiter] = []
-        self._over = False
         self.topic: str | None = None
         """Topic whose turn this wait got and did not pass on."""
-
-    @property
-    def over(self) -> bool:
-        """True if the callback was called, is about to be, or never will be."""
-        return self._over
 
     def cancel(self) -> None:
         """Stop waiting, and pass on the turn if the callback was already called. Always harmless.
         A turn must be passed on because no look will use it."""
-        if not self.end(None):
-            with self._waits.lock:
+        if not self.end():
+            with self._lock:
                 topic, self.topic = self.topic, None
                 if topic is not None and self._is_kept and topic in self._waits.turns:
                     self._waits.turns.remove(topic)
             if topic is not None:
                 self._waits.pass_on(topic)
 
-    def park(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
+    def park_at(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
         waiter = self._waits.add_waiter(topic, filter, lambda worth: self._called(topic, worth))
         if waiter is not None:
-            self._parked.append(waiter)
-            if self._over:  # ended meanwhile, perhaps without this waiter
-                self._waits.broker.remove_waiter(waiter)
+            self._add(self._waits.broker, waiter)
 
     def _called(self, topic: str, worth: bool) -> None:
         """Use or pass on a turn, on the dispatching thread. Without `worth` the broker is closing.
         The next look will raise that."""
         if self.end(topic if worth else None):
-            self.call()
+            self._call()
         elif worth:
             self._waits.pass_on(topic)
 
-    def end(self, topic: str | None) -> bool:
-        """End the wait with the turn of `topic`. Return False if it was over."""
-        waits = self._waits
-        with waits.lock:
-            if self._over:
-                return False
-            self._over = True
-            self.topic = topic
-            waits.open.discard(self)
-            if topic is not None and self._is_kept:
-                waits.turns.append(topic)
-        for waiter in list(self._parked):
-            waits.broker.remove_waiter(waiter)  # a waiter that has fired calls back, and its turn is passed on
-        return True
+    def ring(self) -> None:
+        """End the wait without a turn, and call back."""
+        if self.end():
+            self._call()
+
+    def _take_turn(self, topic: str | None) -> None:
+        self.topic = topic
+        if topic is not None and self._is_kept:
+            self._waits.turns.append(topic)
 
 
 class Waits:
@@ -166,7 +161,7 @@ class Waits:
         wait = self.add(topics, bell.ring, rings)
         try:
             bell.wait(timeout_s)
-            wait.end(None)
+            wait.end()
             return wait.topic
         except BaseException:  # Ctrl-C or similar: another receiver may have the message
             wait.cancel()
@@ -184,12 +179,12 @@ class Waits:
             self.open.add(wait)  # first, so that a later ring finds it
             rung = rings != self.rings
         if rung:
-            wait.end(None)
+            wait.end()
             call()
             return wait
         try:
             for topic, filter in topics:  # noqa: A001
-                wait.park(topic, filter)
+                wait.park_at(topic, filter)
         except BaseException:
             wait.cancel()
             raise
@@ -208,8 +203,7 @@ class Waits:
             self.rings += 1
             rung = list(self.open)
         for wait in rung:
-            if wait.end(None):
-                wait.call()
+            wait.ring()
 
     def pass_on(self, topic: str) -> None:
         """Give a turn to another receiver."""

@@ -11,16 +11,13 @@ its pop time.
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mqstore.broker.filters import Filter
+from mqstore.broker.reading import Start
 from mqstore.log.message import Message
 
-__all__ = ["SAME_MOMENT_MS", "Ask", "Delivery", "Pending", "Start", "is_visible", "pop_time"]
-
-Start = Literal["earliest", "latest"] | int | datetime
-"""Position at which a group without a committed offset begins. A number is in ms since the epoch."""
+__all__ = ["SAME_MOMENT_MS", "Ask", "Delivery", "Pending", "is_visible", "pop_time"]
 
 
 class Delivery(NamedTuple):

@@ -37,7 +37,7 @@ from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
 from mqstore.broker.mechanism import Mechanism, Pin, Wake
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.ask import SAME_MOMENT_MS, Ask, Delivery, Pending, Start
+from mqstore.broker.pop.ask import SAME_MOMENT_MS, Ask, Delivery, Pending
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.keep import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
@@ -48,6 +48,7 @@ from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopFigures, PopTables
+from mqstore.broker.reading import Start
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 

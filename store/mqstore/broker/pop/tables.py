@@ -19,10 +19,11 @@ from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
 from mqstore.broker.mechanism import Wake
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.ask import Delivery, Start
+from mqstore.broker.pop.ask import Delivery
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
+from mqstore.broker.reading import Start
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
