@@ -22,7 +22,7 @@
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make arm64   tests of the compiled parts on Linux arm64, emulated (needs Debian, its cross-compiler and qemu; ARM64="tests" chooses)
 #   make wheel   a wheel, checked by auditwheel, installed where there is no compiler, and used there
-#   make docs    docs/commands.md, the tables of docs/spark-options.md, store/native/table.h and aio/forwards.py from the code; fails if one was stale (and makes it fresh)
+#   make docs    docs/commands.md, the tables of docs/spark-options.md and store/native/table.h from the code; fails if one was stale (and makes it fresh)
 #   make clean   remove the environment, caches and var/
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; else the first of these that runs and is 3.11 or later is taken.
@@ -165,7 +165,7 @@ wheel: $(VENV)/stamp-wheel
 	env -i PATH=/nowhere $(CURDIR)/$(WHEEL)/venv/bin/python -I tests/installed.py
 
 docs: $(VENV)/stamp-dev
-	@stale=0; for page in docs/commands.md docs/spark-options.md store/native/table.h store/mqstore/aio/forwards.py; do \
+	@stale=0; for page in docs/commands.md docs/spark-options.md store/native/table.h; do \
 	$(BIN)/python -m mqstore_tools.docs $$page > $(VENV)/page.md || exit 1; \
 	if cmp -s $(VENV)/page.md $$page; then echo "$$page is fresh"; \
 	else cp $(VENV)/page.md $$page; echo "$$page was stale; it has been written again"; stale=1; fi; done; exit $$stale

@@ -15,9 +15,7 @@ from tests.tools.support import environment
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "name", ["docs/commands.md", "docs/spark-options.md", "store/native/table.h", "store/mqstore/aio/forwards.py"]
-)
+@pytest.mark.parametrize("name", ["docs/commands.md", "docs/spark-options.md", "store/native/table.h"])
 def test_the_page_is_fresh(name: str) -> None:
     # In a process of its own, as `make docs` runs it: click remembers in a command how its help was first asked for.
     run = subprocess.run(

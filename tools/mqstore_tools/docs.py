@@ -3,7 +3,6 @@
 docs/commands.md        all of it: the commands' own help
 docs/spark-options.md   its tables; the text between them is written by hand
 store/native/table.h    all of it: the numbers that C shares with Python
-aio/forwards.py         all of it: what the asyncio classes only forward
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import click
 
-from mqstore_tools.forwards import aio_forwards
 from mqstore_tools.main import cli
 
 __all__ = ["native_table", "page", "with_tables"]
@@ -92,5 +90,5 @@ def native_table() -> str:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    made = {"commands.md": page, "table.h": native_table, "forwards.py": aio_forwards}.get(file.name)
+    made = {"commands.md": page, "table.h": native_table}.get(file.name)
     print(made() if made else with_tables(file.read_text(encoding="utf-8")), end="")

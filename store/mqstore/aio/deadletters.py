@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-from mqstore.aio.bridge import Bridge
-from mqstore.aio.forwards import DeadLettersForwards
-from mqstore.aio.made import Pages
+from mqstore.aio.twin import Twin, Value, called, paged
 from mqstore.broker import deadletters
-from mqstore.log.message import Message
 
 __all__ = ["DeadLetters"]
 
 
-class DeadLetters(DeadLettersForwards[deadletters.DeadLetters]):
+class DeadLetters(Twin[deadletters.DeadLetters]):
     """Dead letters of a group: list, replay and purge them, as with the synchronous class.
 
     >>> import asyncio, mqstore, mqstore.aio, tempfile
@@ -30,19 +25,14 @@ class DeadLetters(DeadLettersForwards[deadletters.DeadLetters]):
     1 0
     """
 
-    def __init__(self, bridge: Bridge, sync: deadletters.DeadLetters) -> None:
-        super().__init__(bridge, sync)
-        self.group = sync.group
-        self.topic = sync.topic
+    group = Value[str]()
+    topic = Value[str]()
+    select = paged(deadletters.DeadLetters.select)
+    replay = called(deadletters.DeadLetters.replay)
+    purge = called(deadletters.DeadLetters.purge)
+    count = called(deadletters.DeadLetters.__len__)
+    __aiter__ = paged(deadletters.DeadLetters.__iter__)
 
     async def bounds(self) -> tuple[int, int]:
         """Return the offsets of the first letter and of the next one to come."""
-        return await self._call(lambda: self.sync.bounds)
-
-    async def count(self) -> int:
-        """Return the number of letters, which is `len` in the synchronous class."""
-        return await self._call(lambda: len(self.sync))
-
-    def __aiter__(self) -> AsyncIterator[Message]:
-        """Iterate over the letters, oldest first."""
-        return Pages(self._bridge, self.sync.__iter__)
+        return await self._bridge.call(lambda: self.sync.bounds)

@@ -10,28 +10,32 @@ No verb can be cancelled half way. A caller that is cancelled meanwhile gets Can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mqstore.aio.forwards import LeaseForwards
+from mqstore.aio.twin import Twin, Value, called, to_its_end
 from mqstore.client import delivery
+from mqstore.log.message import Message
 from mqstore.queue import Task
 
 __all__ = ["Lease"]
 
 L = TypeVar("L", Task, delivery.Delivery)
-T = TypeVar("T")
 
 
-class Lease(LeaseForwards[L]):
+class Lease(Twin[L]):
     """A delivery that has to be settled. No verb can be cancelled half way."""
 
     __slots__ = ()
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await self._bridge.finish(work)
+    message = Value[Message]()
+    attempt = Value[int]()
+    expires_at = Value[float]()
+    settled = Value[bool]()
+    nack = called(delivery.Lease.nack, to_its_end)
+    extend = called(delivery.Lease.extend, to_its_end)
+    reject = called(delivery.Lease.reject, to_its_end)
 
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
@@ -40,7 +44,7 @@ class Lease(LeaseForwards[L]):
             if self._bridge.is_turn_over():
                 await asyncio.sleep(0)
         else:
-            await self._call(self.sync.ack)
+            await self._bridge.finish(self.sync.ack)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -50,7 +54,7 @@ class Lease(LeaseForwards[L]):
         if isinstance(error, GeneratorExit) or self._bridge.closed:
             return leave()
         if error is not None:
-            return await self._call(leave)
+            return await self._bridge.finish(leave)
         if not self.sync.settled:
             await self.ack()
         return False

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forwards import ProducerForwards
 from mqstore.aio.puts import Puts, size_of
-from mqstore.aio.twin import Closable, owned
+from mqstore.aio.twin import Closable, apart, called, owned
 from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
@@ -37,8 +36,10 @@ from mqstore.store import Store
 
 __all__ = ["Producer", "Transaction"]
 
+T = TypeVar("T")
 
-class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer]):
+
+class Producer(Closable[producer.Producer]):
     """Producer with coroutines, made by `Store.producer`.
     Interceptors, selector and checker are plain functions, called on the loop and on other threads.
 
@@ -84,6 +85,16 @@ class Producer(Closable[producer.Producer], ProducerForwards[producer.Producer])
         self._closing = False
 
     # -- messages ---------------------------------------------------------------------------------------------------
+
+    async def _in_order(self, work: Callable[[], T]) -> T:
+        """Store messages in the order of the calls. If cancelled, it has not begun, or runs to its end."""
+        self._check()
+        return await self._puts.in_order(work)
+
+    send_oneway = called(producer.Producer.send_oneway, _in_order)
+    send_many = called(producer.Producer.send_many, _in_order)
+    flush = called(producer.Producer.flush, apart)
+    run_once = called(producer.Producer.run_once)
 
     async def send(
         self,

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forwards import PullConsumerForwards
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
-from mqstore.aio.twin import Closable
+from mqstore.aio.twin import Closable, Value, called
 from mqstore.client import pullconsumer
 from mqstore.errors import MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
@@ -32,7 +31,7 @@ __all__ = ["PullConsumer"]
 T = TypeVar("T")
 
 
-class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pullconsumer.PullConsumer]):
+class PullConsumer(Closable[pullconsumer.PullConsumer]):
     """Pull consumer with coroutines, made by `Store.pull_consumer`.
     A `poll` that is cancelled, at any moment, has returned nothing, and the next one begins at the same message.
     `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
@@ -54,13 +53,27 @@ class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pul
     def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
         super().__init__(bridge, sync := store.pull_consumer(*args, **options))
-        self.group = sync.group
-        self.client_id = sync.client_id
         self._caller: object = None
         """Task whose call the store's thread is making."""
         sync.caller = lambda: self._caller or threading.current_thread()
 
+    group = Value[str]()
+    client_id = Value[str]()
+    closed = Value[bool]()
+
+    async def _as_called(self, work: Callable[[], T]) -> T:
+        """Run on the store's thread. If cancelled, it has not begun, or runs to its end."""
+        return await self._bridge.call(self._as_caller(work))
+
     # -- subscriptions ----------------------------------------------------------------------------------------------
+
+    subscribe = called(pullconsumer.PullConsumer.subscribe, _as_called)
+    unsubscribe = called(pullconsumer.PullConsumer.unsubscribe, _as_called)
+    assign = called(pullconsumer.PullConsumer.assign, _as_called)
+    assignment = called(pullconsumer.PullConsumer.assignment)
+    pause = called(pullconsumer.PullConsumer.pause)
+    resume = called(pullconsumer.PullConsumer.resume)
+    paused = called(pullconsumer.PullConsumer.paused)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -110,6 +123,11 @@ class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pul
 
     # -- positions --------------------------------------------------------------------------------------------------
 
+    position = called(pullconsumer.PullConsumer.position)
+    committed = called(pullconsumer.PullConsumer.committed)
+    commit = called(pullconsumer.PullConsumer.commit, _as_called)
+    seek = called(pullconsumer.PullConsumer.seek, _as_called)
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def close(self, *, done: bool = True) -> None:
@@ -117,9 +135,6 @@ class PullConsumer(Closable[pullconsumer.PullConsumer], PullConsumerForwards[pul
         The messages of the last poll are taken for done only if the same task of the loop polled them."""
         if not self._bridge.closed:
             await self._bridge.finish(self._as_caller(partial(self.sync.close, done=done)))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await self._bridge.call(self._as_caller(work))
 
     def _as_caller(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return `work` for the store's thread, as a call by the current task."""

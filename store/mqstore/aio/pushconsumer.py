@@ -30,8 +30,7 @@ from types import FrameType
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
-from mqstore.aio.forwards import PushConsumerForwards
-from mqstore.aio.twin import Closable
+from mqstore.aio.twin import Closable, Value, called
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import Decision, check_handler, check_has_run
 from mqstore.client.workers import at_signals
@@ -174,7 +173,7 @@ def _stack_with(frame: FrameType | None) -> list[str]:
     return []
 
 
-class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pushconsumer.PushConsumer]):
+class PushConsumer(Closable[pushconsumer.PushConsumer]):
     """Push consumer with coroutines as handlers, run as tasks of the loop, at most `workers` at a time.
     Made by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
 
@@ -197,8 +196,6 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
 
     def __init__(self, bridge: Bridge, sync: pushconsumer.PushConsumer) -> None:
         super().__init__(bridge, sync)
-        self.group = sync.group
-        self.client_id = sync.client_id
         self._running: set[_Run] = set()
         self._started = False
         self._stopping = False
@@ -210,6 +207,9 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
         self._wish_to_stop = asyncio.Event()
         self._waits = sync.run_on_loop(_THREADS, self._exited)
         """True if a thread waits for each handler."""
+
+    group = Value[str]()
+    client_id = Value[str]()
 
     # -- subscriptions ----------------------------------------------------------------------------------------------
 
@@ -366,3 +366,9 @@ class PushConsumer(Closable[pushconsumer.PushConsumer], PushConsumerForwards[pus
         await self.stop()
 
     # -- manual control ---------------------------------------------------------------------------------------------
+
+    pause = called(pushconsumer.PushConsumer.pause)
+    resume = called(pushconsumer.PushConsumer.resume)
+    assignment = called(pushconsumer.PushConsumer.assignment)
+    seek = called(pushconsumer.PushConsumer.seek)
+    stats = called(pushconsumer.PushConsumer.stats)

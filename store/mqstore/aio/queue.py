@@ -24,11 +24,10 @@ from weakref import WeakKeyDictionary
 from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forwards import QueueForwards, TaskForwards
 from mqstore.aio.lease import Lease as AsyncLease
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
-from mqstore.aio.twin import Closable
+from mqstore.aio.twin import Closable, Value, called
 from mqstore.broker.broker import Broker
 from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES
@@ -54,7 +53,7 @@ def limit(timeout: Duration | None) -> float | None:
     return None if wait_s == math.inf else wait_s
 
 
-class Task(AsyncLease[queue.Task], TaskForwards[queue.Task]):
+class Task(AsyncLease[queue.Task]):
     """Leased item with coroutines.
     `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
     released at once, and the attempt does not count.
@@ -71,6 +70,8 @@ class Task(AsyncLease[queue.Task], TaskForwards[queue.Task]):
     """
 
     __slots__ = ()
+
+    value = Value[Any]()
 
     async def __aenter__(self) -> Task:
         return self
@@ -127,7 +128,7 @@ class _Told(queue.Queue):
         self._note_delay(receipt)
 
 
-class Queue(Closable[_Told], QueueForwards[_Told]):
+class Queue(Closable[_Told]):
     """Persistent queue with coroutines, made by `Store.queue`.
     An `await queue.get()` that is cancelled, at any moment, has taken nothing. A cancelled `put` has stored the item or
     has not.
@@ -317,6 +318,10 @@ class Queue(Closable[_Told], QueueForwards[_Told]):
         return news
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    qsize = called(queue.Queue.qsize)
+    empty = called(queue.Queue.empty)
+    full = called(queue.Queue.full)
 
     @property
     def dead_letters(self) -> DeadLetters:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forwards import DeliveryForwards, SimpleConsumerForwards
 from mqstore.aio.lease import Lease
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
-from mqstore.aio.twin import Closable
+from mqstore.aio.twin import Closable, Value, called
 from mqstore.client import delivery, simpleconsumer
 from mqstore.client.delivery import release
 from mqstore.errors import StoreClosedError
@@ -23,7 +22,7 @@ from mqstore.store import Store
 __all__ = ["Delivery", "SimpleConsumer"]
 
 
-class Delivery(Lease[delivery.Delivery], DeliveryForwards[delivery.Delivery]):
+class Delivery(Lease[delivery.Delivery]):
     """Delivery with coroutines.
     `async with delivery as message:` acknowledges it at a clean end, gives it back after an exception, and obeys
     `Retry` and `Reject`. If cancelled, it is released unseen.
@@ -42,11 +41,14 @@ class Delivery(Lease[delivery.Delivery], DeliveryForwards[delivery.Delivery]):
 
     __slots__ = ()
 
+    receipt = Value[str]()
+    received_at = Value[float]()
+
     async def __aenter__(self) -> Message:
         return self.sync.message
 
 
-class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer], SimpleConsumerForwards[simpleconsumer.SimpleConsumer]):
+class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
     """Simple consumer with coroutines, made by `Store.simple_consumer`.
     A `receive` that is cancelled, at any moment, has received nothing. Interceptors are called on the loop and on the
     store's thread.
@@ -67,10 +69,16 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer], SimpleConsumerForw
 
     def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.simple_consumer`."""
-        super().__init__(bridge, sync := store.simple_consumer(*args, **options))
-        self.group = sync.group
-        self.ordered = sync.ordered
-        self.client_id = sync.client_id
+        super().__init__(bridge, store.simple_consumer(*args, **options))
+
+    group = Value[str]()
+    ordered = Value[bool]()
+    client_id = Value[str]()
+    subscriptions = Value[dict[str, str]]()
+    closed = Value[bool]()
+    subscribe = called(simpleconsumer.SimpleConsumer.subscribe)
+    unsubscribe = called(simpleconsumer.SimpleConsumer.unsubscribe)
+    pending = called(simpleconsumer.SimpleConsumer.pending)
 
     async def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None

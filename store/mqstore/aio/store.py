@@ -18,13 +18,13 @@ from datetime import datetime
 from functools import partial
 from heapq import merge
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 from weakref import WeakSet
 
-from mqstore import store
+from mqstore import store as sync_store
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forwards import StoreForwards
 from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
 from mqstore.aio.pullconsumer import PullConsumer
@@ -32,7 +32,7 @@ from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
-from mqstore.aio.twin import Closable, takes
+from mqstore.aio.twin import Closable, Value, apart, called, paged, takes
 from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
@@ -40,12 +40,14 @@ from mqstore.files.beneath import resolved
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body
+from mqstore.log.recovery.report import RecoveryReport
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Lock
 
 __all__ = ["Store", "open"]
 
 M = TypeVar("M", bound=Closable[Any])
+T = TypeVar("T")
 
 _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
@@ -53,7 +55,7 @@ _NEW_QUEUES_S = 1.0
 """Time between the looks of a follower for new queues, and for unreported news."""
 
 
-@takes(store.Store)
+@takes(sync_store.Store)
 def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]:  # noqa: A001
     """Open a store as `mqstore.open` does.
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
@@ -63,7 +65,9 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     async def begin() -> Store:
         bridge = Bridge(f"store {path!r}")
         try:
-            return Store(bridge, await bridge.call(partial(store.Store, path, *args, **options), store.Store.close))
+            return Store(
+                bridge, await bridge.call(partial(sync_store.Store, path, *args, **options), sync_store.Store.close)
+            )
         except BaseException:
             bridge.close()
             raise
@@ -75,7 +79,7 @@ def _close(made: Closable[Any]) -> None:
     made.sync.close()
 
 
-class Store(Closable[store.Store], StoreForwards[store.Store]):
+class Store(Closable[sync_store.Store]):
     """Store with coroutines: the same names, arguments, results and errors as `mqstore.Store`.
     Opened by `mqstore.aio.open`. `async with` closes it. Calls from another loop than its own raise RuntimeError.
     Any thread may use `sync`.
@@ -91,7 +95,7 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
     b'hello' ('o-1',)
     """
 
-    def __init__(self, bridge: Bridge, sync: store.Store) -> None:
+    def __init__(self, bridge: Bridge, sync: sync_store.Store) -> None:
         super().__init__(bridge, sync)
         self._puts = Puts(bridge, sync)
         self._consumers: WeakSet[PushConsumer] = WeakSet()
@@ -102,9 +106,24 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
         """True if `close` was called, or this is a forked child of the process that opened it."""
         return self._bridge.closed or self.sync.closed
 
+    path = Value[Path]()
+    mode = Value[str]()
+    recovery = Value[RecoveryReport]()
+
     # -- topics -----------------------------------------------------------------------------------------------------
 
+    create_topic = called(sync_store.Store.create_topic)
+    topics = called(sync_store.Store.topics)
+    queues = called(sync_store.Store.queues)
+
     # -- in ---------------------------------------------------------------------------------------------------------
+
+    async def _in_order(self, work: Callable[[], T]) -> T:
+        """Store messages in the order of the calls. If cancelled, it has not begun, or runs to its end."""
+        return await self._puts.in_order(work)
+
+    put_many = called(sync_store.Store.put_many, _in_order)
+    recall = called(sync_store.Store.recall)
 
     async def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
@@ -115,6 +134,11 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
         return await self._puts.put(topic, body, queue_id, options)
 
     # -- out --------------------------------------------------------------------------------------------------------
+
+    read = called(sync_store.Store.read)
+    to_arrow = called(sync_store.Store.to_arrow)
+    find = called(sync_store.Store.find)
+    get = called(sync_store.Store.get)
 
     def iter(
         self,
@@ -135,24 +159,30 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
 
     # -- positions --------------------------------------------------------------------------------------------------
 
+    offsets = called(sync_store.Store.offsets)
+    offset_at = called(sync_store.Store.offset_at)
+    committed = called(sync_store.Store.committed)
+    commit_offset = called(sync_store.Store.commit_offset)
+    lag = called(sync_store.Store.lag)
+
     # -- queues, producers, consumers -------------------------------------------------------------------------------
 
-    @takes(store.Store.queue)
+    @takes(sync_store.Store.queue)
     def queue(self, *args: Any, **options: Any) -> Made[Queue]:
         """Return a persistent queue, to be awaited, or entered by `async with`, which shuts it down at its end."""
         return self._made(Queue, args, options)
 
-    @takes(store.Store.producer)
+    @takes(sync_store.Store.producer)
     def producer(self, *args: Any, **options: Any) -> Made[Producer]:
         """Return a producer, to be awaited, or entered by `async with`, which closes it at its end."""
         return self._made(Producer, args, options, _close)
 
-    @takes(store.Store.simple_consumer)
+    @takes(sync_store.Store.simple_consumer)
     def simple_consumer(self, *args: Any, **options: Any) -> Made[SimpleConsumer]:
         """Return a simple consumer, to be awaited, or entered by `async with`, which closes it at its end."""
         return self._made(SimpleConsumer, args, options, _close)
 
-    @takes(store.Store.pull_consumer)
+    @takes(sync_store.Store.pull_consumer)
     def pull_consumer(self, *args: Any, **options: Any) -> Made[PullConsumer]:
         """Return a pull consumer, to be awaited, or entered by `async with`, which closes it at its end."""
         return self._made(PullConsumer, args, options, _close)
@@ -168,7 +198,7 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
         make = partial(twin, self._bridge, self._puts, self.sync, *args, **options)
         return Made(partial(self._bridge.call, make, undo))
 
-    @takes(store.Store.push_consumer)
+    @takes(sync_store.Store.push_consumer)
     def push_consumer(self, *args: Any, **options: Any) -> Made[PushConsumer]:
         """Return a push consumer with coroutines as handlers, to be awaited or entered."""
 
@@ -184,6 +214,11 @@ class Store(Closable[store.Store], StoreForwards[store.Store]):
         return DeadLetters(self._bridge, self.sync.dead_letters(group))
 
     # -- the store --------------------------------------------------------------------------------------------------
+
+    stats = called(sync_store.Store.stats)
+    verify = paged(sync_store.Store.verify)
+    snapshot = called(sync_store.Store.snapshot, apart)
+    flush = called(sync_store.Store.flush)
 
     async def close(self, timeout: Duration = 30) -> None:
         """Close as `mqstore.Store.close`. A cancellation is raised once it is closed.
@@ -219,7 +254,7 @@ class _Follower(AsyncIterator[Message]):
     """Present and future messages of one queue, or all of a topic. A cancelled step skips nothing."""
 
     bridge: Bridge
-    sync: store.Store
+    sync: sync_store.Store
     topic: str
     queue_id: int | None
     start: Literal["earliest", "latest"] | datetime | int
