@@ -1020,7 +1020,7 @@ def test_who_is_parked_hears_when_the_bridge_closes() -> None:
 
 @pytest.mark.parametrize("heard_of", [True, False], ids=["the loop was woken", "it was closed before"])
 def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
-    """They lay in the mail, which the thread held, and held the bridge, whose end is what ends the thread."""
+    """Unread news held the bridge, and the thread held the news. The end of the bridge ends the thread."""
 
     async def begin() -> Bridge:
         return Bridge("test")
@@ -1033,7 +1033,7 @@ def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
     else:
         bridge.tell(bridge.check, wakes=False)
         loop.close()
-        assert not bridge.mail.wake()
+        assert not bridge.wake()
     del bridge
     gc.collect()
     assert not new_threads(before)

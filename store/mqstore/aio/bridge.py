@@ -16,10 +16,9 @@ A coroutine may be cancelled at each of these stations, and nothing may be lost 
     answered, not heard  the same
     parked               it stops waiting; a turn that it got is passed on to another receiver
 
-Several threads bring news: the line's own, the store's housekeeper, a producer's writer, and workers of a push
-consumer. They share the list of answers, and only the first to find it empty wakes the loop. The line's thread does so
-when its line is empty, or the next call may take long. A wake-up for each answer would make the two threads take turns,
-at ten times the cost of a look.
+Several threads bring news: this one, the store's housekeeper, a producer's writer, and workers of a push consumer. Only
+the first of them wakes the loop, and this one when its line is empty or the next call may take long. A wake-up for each
+answer would make the two threads take turns, at ten times the cost of a look.
 
 The bridge knows neither messages nor queues. A call that blocks its thread does not belong into the line, since the
 calls behind it would wait too. Exceptions are requested syncs of the disk, and closing.
@@ -29,23 +28,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mqstore.errors import StoreClosedError
-from mqstore.signalsafe import Lock
+from mqstore.signalsafe import Bell
+from mqstore.threads import start_thread
 
 __all__ = ["Bridge", "Parked", "uncancelled"]
 
 _log = logging.getLogger("mqstore")
 
 _BATCH = 32
-"""Number of looks whose answers may wait for each other: about a millisecond."""
+"""Number of answers that may wait for each other: about a millisecond."""
 _ROW = 256
 """Number of calls on the loop before others have a turn: about a millisecond."""
 
@@ -59,50 +60,67 @@ class Parked(Protocol):
         """Stop waiting. After the callback, pass the turn on. Repeating it is harmless."""
 
 
+Park = Callable[[Callable[[], object]], Parked]
+
+
 class _Call(Generic[T]):
-    """Call of the engine, and the future of its caller."""
+    """Call of the engine, and the future of its caller. With `park` it is a look, repeated until it finds something."""
 
-    __slots__ = ("bridge", "future", "over", "result", "undo", "work")
+    __slots__ = ("bridge", "caller", "future", "late", "park", "parked", "result", "undo", "work")
 
-    quick = False
-    """True if it takes some microseconds, so that earlier answers may wait for it."""
-
-    def __init__(self, bridge: Bridge, work: Callable[[], T | None], undo: Callable[[T], object] | None) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        work: Callable[[], T | None],
+        undo: Callable[[T], object] | None = None,
+        park: Park | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
+        """Put the call into the line, on the loop."""
+        bridge.check()
         self.bridge = bridge
         self.work = work
         self.undo = undo
+        self.park = park
+        self.parked: Parked | None = None
         self.future: asyncio.Future[T | None] = bridge.loop.create_future()
-        self.over = False
-        """True if the caller no longer waits."""
+        """Done when the call was answered, or its caller no longer waits."""
         self.result: T | None = None
         """Result of the call. Only the thread uses it."""
+        self.late = late
+        """True if the time is over. A look that has not looked yet does so once."""
+        task = asyncio.current_task()
+        self.caller = None if task is None else weakref.ref(task)
+        bridge.submit(self)
 
     def __call__(self) -> None:
         """Make the call, on the thread."""
-        if self.over:
+        if self.future.done():  # forgotten
             return
+        if self.park is None:
+            self.bridge.wake()  # it may take long, so earlier answers do not wait for it
+        self.bridge.calling = self.caller
         try:
             result = self.work()
+            if result is None and self.park is not None and not self.late:
+                self.parked = parked = self.park(partial(self.bridge.submit, self))
+                if not (self.late or self.future.done()):  # type: ignore[redundant-expr]  # the loop sets it
+                    return
+                parked.cancel()  # forgotten meanwhile, perhaps with the previous `parked`
         except BaseException as error:
-            self.answer(None, error)
+            if self.parked is not None:
+                self.parked.cancel()  # its turn, if any, goes to another receiver
+            self._answer(None, error)
         else:
-            self.answer(result, None)
+            self._answer(result, None)
 
-    def answer(self, result: T | None, error: BaseException | None) -> None:
-        """Send the result or the error to the loop, on the thread."""
+    def _answer(self, result: T | None, error: BaseException | None) -> None:
         self.result = result
-        if not self.bridge.mail.tell(partial(self.hear, result, error), wakes=False):
+        if isinstance(error, StopIteration):  # which a future does not take
+            error = RuntimeError(repr(error))
+        if not self.bridge.tell(partial(settle, self.future, result, error), wakes=False):
             self._take_back()  # the loop has ended
-
-    def hear(self, result: T | None, error: BaseException | None) -> None:
-        """Give the result or the error to the caller, on the loop."""
-        if self.future.done():  # cancelled, or its time was over
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            # A future takes no StopIteration: raised in a coroutine it would mean something else.
-            self.future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     async def wait(self) -> T | None:
         """Return the result or raise the error, on the loop."""
@@ -110,15 +128,28 @@ class _Call(Generic[T]):
             return await self.future
         except asyncio.CancelledError:
             self.forget()
-            if self.future.done() and not self.future.cancelled():
+            if not self.future.cancelled():
                 self.future.exception()  # it was answered, and cancelled before the caller saw it
             raise
 
     def forget(self) -> None:
         """Forget the call, on the loop. Its result is undone before any later call is made."""
-        self.over = True
         self.bridge.taking_back.add(self)
         self.bridge.submit(self._take_back)
+        if self.parked is not None:
+            self.parked.cancel()
+
+    def end(self, error: BaseException | None) -> None:
+        """End the wait of a look without a result, on the loop."""
+        if not self.future.done():
+            settle(self.future, None, error)
+            self.forget()
+
+    def time_out(self) -> None:
+        """End the wait of a look, on the loop. If it has not looked yet, it looks once and does not wait."""
+        self.late = True
+        if self.parked is not None:
+            self.end(None)
 
     def _take_back(self) -> None:
         """Undo the result of a forgotten call, on the thread."""
@@ -130,110 +161,6 @@ class _Call(Generic[T]):
             _log.warning("the result of a cancelled call could not be released: %s", error)
         finally:
             self.bridge.taking_back.discard(self)
-
-
-class _Look(_Call[T]):
-    """Call that is repeated whenever there may be more to find, until it finds something."""
-
-    __slots__ = ("late", "looked", "park", "parked")
-
-    quick = True
-
-    def __init__(
-        self,
-        bridge: Bridge,
-        work: Callable[[], T | None],
-        undo: Callable[[T], object] | None,
-        park: Callable[[Callable[[], object]], Parked],
-    ) -> None:
-        super().__init__(bridge, work, undo)
-        self.park = park
-        self.parked: Parked | None = None
-        self.looked = False
-        self.late = False
-
-    def __call__(self) -> None:
-        if self.over:  # `forget` has passed its turn on
-            return
-        try:
-            result = self.work()
-            if result is None:
-                self.looked = True
-                if self.late:
-                    self.answer(None, None)
-                    return
-                self._park()
-                return
-        except BaseException as error:
-            if self.parked is not None:
-                self.parked.cancel()  # its turn, if any, goes to another receiver
-            self.answer(None, error)
-        else:
-            self.answer(result, None)
-
-    def _park(self) -> None:
-        self.parked = parked = self.park(self._again)
-        if self.over:  # forgotten meanwhile, perhaps with the previous `parked`
-            parked.cancel()
-
-    def _again(self) -> None:
-        """Repeat the look. This is the door's callback, on any thread."""
-        self.bridge.submit(self)
-
-    def time_out(self) -> None:
-        """End the wait, on the loop. If it has not looked yet, it looks once and does not wait."""
-        self.late = True
-        if self.looked and not self.future.done():
-            self.future.set_result(None)
-            self.forget()
-
-    def forget(self) -> None:
-        super().forget()
-        if self.parked is not None:
-            self.parked.cancel()
-
-
-class _Mail:
-    """Calls that threads send to the loop. Thread-safe."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = Lock()
-        """Guards the two below, and is held only to access them, so that senders do not wait."""
-        self._news: list[Callable[[], object]] = []
-        self._woken = False
-        """True if the loop is on its way to the news."""
-
-    def tell(self, call: Callable[[], object], *, wakes: bool = True) -> bool:
-        """Make the loop call `call()`, in the order of these calls. Return False if the loop has ended.
-        If `wakes` is false, the call waits for `wake`."""
-        if self._loop.is_closed():
-            return False
-        with self._lock:
-            self._news.append(call)
-        return not wakes or self.wake()
-
-    def wake(self) -> bool:
-        """Make the loop fetch the news, if there is any. Return False if the loop has ended."""
-        with self._lock:
-            if self._woken or not self._news:
-                return True
-            self._woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._hear)
-        except RuntimeError:  # just closed
-            return False
-        return True
-
-    def _hear(self) -> None:
-        with self._lock:
-            self._woken = False
-            news, self._news = self._news, []
-        for call in news:
-            try:
-                call()
-            except Exception:  # a fault of ours: call the others
-                _log.exception("bringing news to an event loop failed")
 
 
 class Bridge:
@@ -253,20 +180,22 @@ class Bridge:
     def __init__(self, name: str) -> None:
         self.name = name
         self.loop = asyncio.get_running_loop()
+        self.loop_thread = threading.get_ident()
         self.closed = False
-        self.mail = _Mail(self.loop)
-        self.tell = self.mail.tell
-        """Has the loop call a function. Any thread may use it."""
-        self._line: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._looks: set[_Look[Any]] = set()
+        self.calling: object = None
+        """Weak reference to the task whose call the thread makes."""
         self.taking_back: set[_Call[Any]] = set()
         """Forgotten calls whose results the thread has not undone yet."""
+        self._line: deque[Callable[[], object]] = deque()
+        self._bell = Bell()
+        self._looks: set[_Call[Any]] = set()
+        self._news: deque[Callable[[], object]] = deque()
+        """Calls that threads send to the loop."""
+        self._woken = False
+        """True if the loop is on its way to the news."""
         self._in_a_row = 0
-        self._thread = threading.Thread(
-            target=_run, args=(self._line, weakref.WeakMethod(self.mail.wake)), name=f"mqstore-aio {name}", daemon=True
-        )
-        self._thread.start()
-        self._end = weakref.finalize(self, self._line.put, None)  # an unclosed store leaves no thread behind
+        self._thread = start_thread(self, self._bell, f"aio {name}")
+        weakref.finalize(self, self._bell.ring)  # an unclosed store leaves no thread behind
 
     # -- from the loop ----------------------------------------------------------------------------------------------
 
@@ -291,15 +220,16 @@ class Bridge:
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """Return what `work()` returns on the thread.
         If cancelled, it is not begun, or runs to its end. Then `undo(result)` is called there."""
-        self.check()
-        call: _Call[T] = _Call(self, work, undo)
-        self._line.put(call)
-        return cast(T, await call.wait())
+        return cast(T, await _Call(self, work, undo).wait())
+
+    async def finish(self, work: Callable[[], T]) -> T:
+        """Return what `work()` returns, as `call` does. A cancellation is raised after the end of `work`."""
+        return cast(T, await uncancelled(_Call(self, work).future))
 
     async def look(
         self,
         work: Callable[[], T | None],
-        park: Callable[[Callable[[], object]], Parked],
+        park: Park,
         *,
         timeout_s: float | None,
         undo: Callable[[T], object] | None = None,
@@ -307,12 +237,9 @@ class Bridge:
         """Return what `work()` finds, and repeat it after each callback until it is not None.
         `park` is given the callback. Return None after `timeout_s` seconds (None: never), but not before one look.
         `work` must be quick."""
-        self.check()
-        look = _Look(self, work, undo, park)
+        look = _Call(self, work, undo, park, late=timeout_s == 0)
         self._looks.add(look)
-        look.late = timeout_s == 0
         timer = self.loop.call_later(timeout_s, look.time_out) if timeout_s else None
-        self._line.put(look)
         try:
             return await look.wait()
         finally:
@@ -320,40 +247,88 @@ class Bridge:
             if timer is not None:
                 timer.cancel()
 
-    async def wait(self, future: Future[T]) -> T:
-        """Return the result of a future that another thread answers. If cancelled, the future is cancelled.
-        A future that cannot be cancelled continues."""
-        if not future.done():
-            call: _Call[T] = _Call(self, _nothing, None)
-            future.add_done_callback(lambda done: _pass_answer(call))
-            try:
-                await call.wait()
-            except asyncio.CancelledError:
-                future.cancel()
-                raise
-        return future.result()
+    def wrapped(self, future: Future[T]) -> asyncio.Future[T]:
+        """Return a future of the loop for one that another thread answers, as `asyncio.wrap_future` does.
+        If it is cancelled, the other is cancelled, unless that continues. Answers that are ready together wake the loop
+        once."""
+        mine: asyncio.Future[T] = self.loop.create_future()
 
-    async def finish(self, work: Callable[[], T]) -> T:
-        """Return what `work()` returns, as `call` does. A cancellation is raised after the end of `work`."""
-        self.check()
-        call: _Call[T] = _Call(self, work, None)
-        self._line.put(call)
-        return cast(T, await uncancelled(call.future))
+        def answer() -> None:
+            if future.cancelled():
+                mine.cancel()
+            else:
+                error = future.exception()
+                settle(mine, None if error else future.result(), error)
+
+        future.add_done_callback(lambda _: self.tell(answer))
+        mine.add_done_callback(lambda _: mine.cancelled() and future.cancel())
+        return mine
 
     def close(self) -> None:
         """End the thread after the work in its line. Parked callers get StoreClosedError."""
-        if not self.closed:
-            self.closed = True
-            self._end()
-            for look in list(self._looks):
-                look.hear(None, StoreClosedError(f"{self.name} was closed"))
-                look.forget()
+        for look in list(self._looks):
+            look.end(StoreClosedError(f"{self.name} was closed"))
+        self.closed = True
+        self._bell.ring()
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
+    def caller(self) -> object:
+        """Return the identity of the caller of the present call: a task of the loop, or another thread."""
+        thread = threading.current_thread()
+        return self.calling if thread is self._thread else thread
+
     def submit(self, work: Callable[[], object]) -> None:
         """Make the thread call `work()`. Never blocks."""
-        self._line.put(work)
+        self._line.append(work)
+        self._bell.ring()
+
+    def tell(self, call: Callable[[], object], *, wakes: bool = True) -> bool:
+        """Make the loop call `call()`, in the order of these calls. Return False if the loop has ended.
+        If `wakes` is false, the call may wait for a few others, or for `wake`."""
+        if self.loop.is_closed():
+            return False
+        self._news.append(call)
+        return self.wake() if wakes or len(self._news) >= _BATCH else True
+
+    def wake(self) -> bool:
+        """Make the loop fetch the news, if there is any. Return False if the loop has ended."""
+        if self._news and not self._woken:
+            self._woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._hear)
+            except RuntimeError:  # just closed
+                return False
+        return True
+
+    def step(self) -> float | None:
+        """Make the calls in the line, in the thread (`mqstore.threads`)."""
+        while self._line:
+            work = self._line.popleft()
+            try:
+                work()
+            except Exception:  # a fault of ours, since calls catch their errors
+                _log.exception("a call for an event loop failed")
+            del work  # it may hold messages, and those their segment
+        self.wake()
+        return None if self.closed and not self._line else math.inf
+
+    def _hear(self) -> None:
+        self._woken = False  # first: what comes from here on wakes the loop again
+        for _ in range(len(self._news)):
+            try:
+                self._news.popleft()()
+            except Exception:  # a fault of ours: call the others
+                _log.exception("bringing news to an event loop failed")
+
+
+def settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
+    """Answer a future, unless it was cancelled."""
+    if not future.done():
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 async def uncancelled(future: asyncio.Future[T]) -> T:
@@ -364,43 +339,8 @@ async def uncancelled(future: asyncio.Future[T]) -> T:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
-        if not future.cancelled() and (error_ := future.exception()) is not None:
-            _log.warning("what was cancelled has failed before: %r", error_)
-        raise cancelled
-    return future.result()
-
-
-def _run(line: SimpleQueue[Callable[[], object] | None], waker: weakref.WeakMethod[Callable[[], bool]]) -> None:
-    """Run the thread. It refers to neither bridge nor mail, since unread news keep the bridge alive."""
-
-    def wake() -> None:
-        if (found := waker()) is not None:
-            found()
-
-    held = 0  # answers that the loop was not woken for
-    while True:
-        if line.empty():
-            wake()
-            held = 0
-        work = line.get()
-        if work is None:
-            wake()
-            return
-        if held and (held >= _BATCH or not getattr(work, "quick", False)):
-            wake()
-            held = 0
-        try:
-            work()
-        except Exception:  # a fault of ours, since calls catch their errors
-            _log.exception("a call for an event loop failed")
-        held += 1
-        del work  # it may hold messages, and those their segment
-
-
-def _pass_answer(call: _Call[T]) -> None:
-    call.bridge.tell(partial(call.hear, None, None))
-
-
-def _nothing() -> None:
-    return None
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled() and (failed := future.exception()) is not None:
+        _log.warning("what was cancelled has failed before: %r", failed)
+    raise cancelled

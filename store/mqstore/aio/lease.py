@@ -1,4 +1,4 @@
-"""Base of `Task` and `Delivery`: a lease of the synchronous library whose verbs are coroutines.
+"""Tasks and deliveries with coroutines.
 
     ack, clean end of a block    on the loop, if no lock and no disk has to be waited for; else on the store's thread
     nack, extend, reject,        on the store's thread
@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mqstore import queue
 from mqstore.aio.twin import Twin, Value, called, to_its_end
 from mqstore.client import delivery
 from mqstore.log.message import Message
-from mqstore.queue import Task
 
-__all__ = ["Lease"]
+__all__ = ["Delivery", "Lease", "Task"]
 
-L = TypeVar("L", Task, delivery.Delivery)
+L = TypeVar("L", queue.Task, delivery.Delivery)
 
 
 class Lease(Twin[L]):
@@ -40,21 +40,68 @@ class Lease(Twin[L]):
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
         self._bridge.check()
-        if self.sync.ack_at_once():
-            if self._bridge.is_turn_over():
-                await asyncio.sleep(0)
-        else:
-            await self._bridge.finish(self.sync.ack)
+        if not self.sync.ack_at_once():
+            await to_its_end(self, self.sync.ack)
+        elif self._bridge.is_turn_over():
+            await asyncio.sleep(0)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        if error is None:
+            if not self.sync.settled:
+                await self.ack()
+            return False
         leave = partial(self.sync.__exit__, kind, error, traceback)
-        # A generator that is being closed cannot wait, and a bridge that was closed has no thread.
-        if isinstance(error, GeneratorExit) or self._bridge.closed:
-            return leave()
-        if error is not None:
-            return await self._bridge.finish(leave)
-        if not self.sync.settled:
-            await self.ack()
-        return False
+        # A generator that is being closed cannot wait.
+        return leave() if isinstance(error, GeneratorExit) else await to_its_end(self, leave)
+
+
+class Task(Lease[queue.Task]):
+    """Leased item with coroutines.
+    `async with task:` acknowledges it at a clean end, and gives it back after an exception. If cancelled, the item is
+    released at once, and the attempt does not count.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.queue("jobs") as queue:
+    ...         await queue.put(b"a.png")
+    ...         async with await queue.get() as task:
+    ...             return task.value, task.attempt
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    (b'a.png', 1)
+    """
+
+    __slots__ = ()
+
+    value = Value[Any]()
+
+    async def __aenter__(self) -> Task:
+        return self
+
+
+class Delivery(Lease[delivery.Delivery]):
+    """Delivery with coroutines.
+    `async with delivery as message:` acknowledges it at a clean end, gives it back after an exception, and obeys
+    `Retry` and `Reject`. If cancelled, it is released unseen.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.simple_consumer("mailer", {"mail": "*"}) as consumer:
+    ...         await store.put("mail", b"hello")
+    ...         [delivery] = await consumer.receive(wait=10)
+    ...         async with delivery as message:
+    ...             return message.body, delivery.attempt
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    (b'hello', 1)
+    """
+
+    __slots__ = ()
+
+    receipt = Value[str]()
+    received_at = Value[float]()
+
+    async def __aenter__(self) -> Message:
+        return self.sync.message

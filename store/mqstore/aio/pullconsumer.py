@@ -7,28 +7,18 @@ that one task polled are not taken for done if another task closes or unsubscrib
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, TypeVar
-from weakref import ref
+from typing import Any
 
-from mqstore.aio.bridge import Bridge
-from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
-from mqstore.aio.queue import limit
-from mqstore.aio.twin import Closable, Value, called
+from mqstore.aio.twin import Closable, Value, called, limit, to_its_end
 from mqstore.client import pullconsumer
-from mqstore.errors import MQStoreError, StoreClosedError
+from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration
-from mqstore.store import Store
 
 __all__ = ["PullConsumer"]
-
-T = TypeVar("T")
 
 
 class PullConsumer(Closable[pullconsumer.PullConsumer]):
@@ -50,64 +40,41 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
     1
     """
 
-    def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
-        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
-        super().__init__(bridge, sync := store.pull_consumer(*args, **options))
-        self._caller: object = None
-        """Task whose call the store's thread is making."""
-        sync.caller = lambda: self._caller or threading.current_thread()
-
     group = Value[str]()
     client_id = Value[str]()
     closed = Value[bool]()
-
-    async def _as_called(self, work: Callable[[], T]) -> T:
-        """Run on the store's thread. If cancelled, it has not begun, or runs to its end."""
-        return await self._bridge.call(self._as_caller(work))
-
-    # -- subscriptions ----------------------------------------------------------------------------------------------
-
-    subscribe = called(pullconsumer.PullConsumer.subscribe, _as_called)
-    unsubscribe = called(pullconsumer.PullConsumer.unsubscribe, _as_called)
-    assign = called(pullconsumer.PullConsumer.assign, _as_called)
+    subscribe = called(pullconsumer.PullConsumer.subscribe)
+    unsubscribe = called(pullconsumer.PullConsumer.unsubscribe)
+    assign = called(pullconsumer.PullConsumer.assign)
     assignment = called(pullconsumer.PullConsumer.assignment)
+    position = called(pullconsumer.PullConsumer.position)
+    committed = called(pullconsumer.PullConsumer.committed)
+    commit = called(pullconsumer.PullConsumer.commit)
+    seek = called(pullconsumer.PullConsumer.seek)
     pause = called(pullconsumer.PullConsumer.pause)
     resume = called(pullconsumer.PullConsumer.resume)
     paused = called(pullconsumer.PullConsumer.paused)
+    close = called(pullconsumer.PullConsumer.close, to_its_end)
 
-    # -- messages ---------------------------------------------------------------------------------------------------
+    def __init__(self, bridge: Puts, *args: Any, **options: Any) -> None:
+        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.pull_consumer`."""
+        super().__init__(bridge, bridge.store.pull_consumer(*args, **options))
+        self.sync.caller = bridge.caller
 
     async def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
         """Return messages as `mqstore.PullConsumer.poll` does. If cancelled, it has returned nothing."""
-        if self.sync.closed:
-            raise StoreClosedError(f"this consumer of group {self.group!r} was closed; make another one")
-        return await self._poll(limit(timeout), lambda: self.sync.poll(0, max_messages))
+        return await self._received(partial(self.sync.poll, 0, max_messages), limit(timeout), undo=self._unread)
 
-    def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> PullConsumer:
         """Yield messages one at a time, waiting for ever, until the consumer is closed.
         A request for the next message means that the caller is done with the last."""
-        return Each(self._next)
+        return self
 
-    async def _next(self) -> Message | None:
-        if self.sync.closed:
-            return None
-        found = await self._poll(None, lambda: self.sync.take(0, self.sync.fetch_max, 1))
-        return found[0] if found else None
-
-    async def _poll(self, timeout_s: float | None, poll: Callable[[], list[Message]]) -> list[Message]:
-        call = self._as_caller(poll)
-
-        def look() -> list[Message] | None:
-            try:
-                found = call()
-            except StoreClosedError:
-                if self.sync.closed:  # meanwhile
-                    return []
-                raise
-            return found or ([] if self.sync.closed else None)
-
-        found = await self._bridge.look(look, self.sync.when_ready, timeout_s=timeout_s, undo=self._unread)
-        return found or []
+    async def __anext__(self) -> Message:
+        take = partial(self.sync.take, 0, self.sync.fetch_max, 1)
+        for message in [] if self.closed else await self._received(take, None, undo=self._unread):
+            return message
+        raise StopAsyncIteration
 
     def _unread(self, messages: list[Message]) -> None:
         """Seek back to the messages of a cancelled poll, on the thread, so that they are polled again."""
@@ -120,35 +87,3 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
                     self.sync.seek(queue, offset)
             except MQStoreError:  # another member has it, and continues at the committed offset
                 pass
-
-    # -- positions --------------------------------------------------------------------------------------------------
-
-    position = called(pullconsumer.PullConsumer.position)
-    committed = called(pullconsumer.PullConsumer.committed)
-    commit = called(pullconsumer.PullConsumer.commit, _as_called)
-    seek = called(pullconsumer.PullConsumer.seek, _as_called)
-
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    async def close(self, *, done: bool = True) -> None:
-        """Close as `mqstore.PullConsumer.close`. A cancellation is raised once it is closed.
-        The messages of the last poll are taken for done only if the same task of the loop polled them."""
-        if not self._bridge.closed:
-            await self._bridge.finish(self._as_caller(partial(self.sync.close, done=done)))
-
-    def _as_caller(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Return `work` for the store's thread, as a call by the current task."""
-        current = asyncio.current_task()
-        caller = current and ref(current)
-
-        def call() -> T:
-            self._caller = caller
-            try:
-                return work()
-            finally:
-                self._caller = None
-
-        return call
-
-    async def _leave(self, error: BaseException | None) -> None:
-        await self.close(done=error is None)

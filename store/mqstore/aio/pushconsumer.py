@@ -25,16 +25,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
-from mqstore.aio.twin import Closable, Value, called
+from mqstore.aio.puts import Puts
+from mqstore.aio.twin import Closable, Value, apart, called
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import Decision, check_handler, check_has_run
 from mqstore.client.workers import at_signals
 from mqstore.options import Duration, seconds
+from mqstore.signalsafe import Bell
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
 
@@ -69,13 +69,11 @@ class _Abandoned(BaseException):
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "task", "worker")
-
     def __init__(
         self, bridge: Bridge, begin: Callable[[_Run], object], handler: Handler, arguments: tuple[Any, ...]
     ) -> None:
-        self._bridge = bridge
-        self._begin = begin
+        self.bridge = bridge
+        self.begin = begin
         self.handler = handler
         self.arguments = arguments
         self.worker = workers.current()
@@ -95,29 +93,30 @@ class _Run(workers.Awaited):
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         self._done.append(done)
-        if not self._bridge.tell(partial(self._begin, self)):
+        if not self.bridge.tell(partial(self.begin, self)):
             self.look()  # the loop has ended, perhaps after it took the call
 
-    def wait(self) -> None:
-        """Begin, and block until it has ended. Raises what it raised."""
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        worker = self.worker or workers.Worker()
+    def wait(self) -> Decision | None:
+        """Begin, and block until it has ended. Return or raise its outcome."""
+        worker, bell = self.worker or workers.Worker(), Bell()
+        errors: list[BaseException | None] = []
+
+        def done(error: BaseException | None) -> None:
+            errors.append(error)
+            bell.ring()
+
         worker.awaits = self
-        self.start(ended.put)
-        while True:
-            try:
-                error = ended.get(timeout=workers.LOOK_MS / 1000)
-            except Empty:
-                self.look()
-                continue
-            worker.awaits = None
-            if error is not None:
-                raise error
-            return
+        self.start(done)
+        while not bell.wait(workers.LOOK_MS / 1000):
+            self.look()
+        worker.awaits = None
+        if errors[0] is not None:
+            raise errors[0]
+        return self.decision
 
     def look(self) -> None:
         """End the call if the loop was closed. Nothing else reports that, and waiting calls are lost."""
-        if self._bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
+        if self.bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
             # A task that its loop never began is no fault, so Python must not warn.
             coroutine = self.task and self.task.get_coro()
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
@@ -125,14 +124,14 @@ class _Run(workers.Awaited):
                 self.task._log_destroy_pending = False  # type: ignore[union-attr]
 
     def cancel(self, then: Callable[[], object]) -> None:
-        if not self._bridge.tell(partial(self._cancel, then)):
+        if not self.bridge.tell(partial(self._cancel, then)):
             then()
 
     def _cancel(self, then: Callable[[], object]) -> None:
         """Cancel the task, on the loop. Its message must not wait for ever for a task that goes on."""
         once = [then]
         at_end = lambda *_: once.pop()() if once else None  # noqa: E731
-        self._bridge.loop.call_later(_GRACE_S, at_end)
+        self.bridge.loop.call_later(_GRACE_S, at_end)
         if self.task is not None:
             self.task.add_done_callback(at_end)
             self.task.cancel()
@@ -154,23 +153,12 @@ class _Run(workers.Awaited):
         lines: list[str] = []
         while awaited is not None:
             if getattr(awaited, "cr_running", False):
-                return "".join(lines + _stack_with(awaited.cr_frame))
+                return "".join(traceback.format_stack(sys._current_frames().get(self.bridge.loop_thread)))
             frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
             if frame is not None:
                 lines += traceback.format_stack(frame, 1)
             awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
         return "".join(lines) or "  (the event loop, which has not begun it)\n"
-
-
-def _stack_with(frame: FrameType | None) -> list[str]:
-    """Return the stack of the thread that is in `frame` now, or [] if there is none."""
-    for last in sys._current_frames().values():
-        each: FrameType | None = last
-        while each is not None:
-            if each is frame:
-                return traceback.format_stack(last)
-            each = each.f_back
-    return []
 
 
 class PushConsumer(Closable[pushconsumer.PushConsumer]):
@@ -194,24 +182,31 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     hello
     """
 
-    def __init__(self, bridge: Bridge, sync: pushconsumer.PushConsumer) -> None:
-        super().__init__(bridge, sync)
+    group = Value[str]()
+    client_id = Value[str]()
+    pause = called(pushconsumer.PushConsumer.pause)
+    resume = called(pushconsumer.PushConsumer.resume)
+    assignment = called(pushconsumer.PushConsumer.assignment)
+    seek = called(pushconsumer.PushConsumer.seek)
+    stats = called(pushconsumer.PushConsumer.stats)
+    # Not on the store's thread: it waits for handlers, which may wait for the store's thread.
+    run_once = called(pushconsumer.PushConsumer.run_once, apart)
+
+    def __init__(self, bridge: Puts, *args: Any, **options: Any) -> None:
+        """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.push_consumer`."""
+        super().__init__(bridge, bridge.store.push_consumer(*args, **options))
         self._running: set[_Run] = set()
-        self._started = False
-        self._stopping = False
         self._cancelling = False
         """True once handlers are cancelled. Their messages are redelivered."""
         self._cut = False
         """True if a handler was cancelled."""
         self._stopped: asyncio.Future[bool] | None = None
         self._wish_to_stop = asyncio.Event()
-        self._waits = sync.run_on_loop(_THREADS, self._exited)
+        self._waits = self.sync.run_on_loop(_THREADS, self._exited)
         """True if a thread waits for each handler."""
+        bridge.consumers.add(self)
 
-    group = Value[str]()
-    client_id = Value[str]()
-
-    # -- subscriptions ----------------------------------------------------------------------------------------------
+    # -- handlers ---------------------------------------------------------------------------------------------------
 
     @overload
     def subscribe(self, topic: str, handler: H, *, tags: str = "*", sql: str | None = None) -> H: ...
@@ -224,10 +219,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
         """Subscribe as `mqstore.PushConsumer.subscribe`. It may return a decorator, and is no coroutine."""
         if handler is None:
-            return partial(self._subscribe_here, topic, tags=tags, sql=sql)
-        return self._subscribe_here(topic, handler, tags=tags, sql=sql)
-
-    def _subscribe_here(self, topic: str, handler: H, /, *, tags: str, sql: str | None) -> H:
+            return partial(self.subscribe, topic, tags=tags, sql=sql)
         self._bridge.check()
         check_handler(handler, coroutines=True)
         self.sync.subscribe(topic, partial(self._on_worker, handler), tags=tags, sql=sql)
@@ -238,15 +230,10 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         self._bridge.check()
         self.sync.unsubscribe(topic)
 
-    # -- handlers ---------------------------------------------------------------------------------------------------
-
     def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | Decision | None:
         """Handle messages for the synchronous consumer, on one of its threads."""
         run = _Run(self._bridge, self._begin, handler, arguments)
-        if not self._waits:
-            return run
-        run.wait()
-        return run.decision
+        return run.wait() if self._waits else run
 
     def _begin(self, run: _Run) -> None:
         if self._cancelling:
@@ -261,7 +248,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         self._running.discard(run)
         if not task.cancelled():
             run.end(task.exception())
-        elif self._stopping or self._bridge.closed:
+        elif self._stopped is not None or self._bridge.closed:
             run.end(_Abandoned("cancelled"))
         else:  # by itself, by other code with its task, or after `consume_timeout`: the handler has failed
             run.end(RuntimeError("the handler was cancelled"))
@@ -269,7 +256,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     def _exited(self, error: BaseException) -> bool:
         """Stop after an error that ended a worker's job, which is not settled. Return False without a loop."""
         if isinstance(error, _Abandoned):
-            return self._stopping
+            return self._stopped is not None
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
         return self._bridge.tell(lambda: self._begin_to_stop(30.0))
 
@@ -277,19 +264,8 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
 
     async def start(self) -> PushConsumer:
         """Start as `mqstore.PushConsumer.start`."""
-        await self._bridge.finish(self._start)
+        await self._bridge.finish(self.sync.start)
         return self
-
-    def _start(self) -> None:
-        self.sync.start()
-        self._started = True
-
-    async def run_once(self) -> int | None:
-        """Run once, as `mqstore.PushConsumer.run_once`, until the handlers that it began have ended.
-        They run side by side."""
-        self._bridge.check()
-        # Not on the store's thread: this waits for handlers, which may wait for the store's thread.
-        return await self._bridge.loop.run_in_executor(None, self.sync.run_once)
 
     async def stop(self, timeout: Duration = 30) -> bool:
         """Start no more handlers, wait up to `timeout` seconds for running ones, then cancel the rest.
@@ -303,25 +279,23 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
 
     def _begin_to_stop(self, timeout_s: float) -> asyncio.Future[bool]:
         if self._stopped is None:
-            self._stopping = True
             loop = self._bridge.loop
             self._stopped = loop.create_future()
             loop.call_later(min(timeout_s, threading.TIMEOUT_MAX / 2), self._cancel)
             # A separate thread: it waits for handlers, which may wait for the store's thread.
-            threading.Thread(
-                target=self._stop, args=(timeout_s + _GRACE_S,), name=f"mqstore-{self.group}-stop", daemon=True
-            ).start()
+            name, timeout_s = f"mqstore-{self.group}-stop", timeout_s + _GRACE_S
+            threading.Thread(target=self._stop, args=(self._stopped, timeout_s), name=name, daemon=True).start()
         return self._stopped
 
     def _cancel(self) -> None:
         """Cancel the running handlers, because the time is over."""
         self._cancelling = True
+        self._cut = self._cut or bool(self._running)
         for run in self._running:
             if run.task is not None:
-                self._cut = True
                 run.task.cancel()
 
-    def _stop(self, timeout_s: float) -> None:
+    def _stop(self, stopped: asyncio.Future[bool], timeout_s: float) -> None:
         """Stop the synchronous consumer, on a separate thread."""
         ended = False
         try:
@@ -329,23 +303,17 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         except Exception:
             _log.exception("group %s: stopping failed", self.group)
         finally:
-            self._bridge.tell(partial(self._hear_stopped, ended))
-
-    def _hear_stopped(self, ended: bool) -> None:
-        self._wish_to_stop.set()
-        if self._stopped is not None and not self._stopped.done():
-            self._stopped.set_result(ended and not self._cut)
+            self._bridge.tell(self._wish_to_stop.set)
+            self._bridge.tell(lambda: stopped.set_result(ended and not self._cut))
 
     async def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM, and stop. Return what `stop` returns.
         Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
-        ended = False
-        try:
-            with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
-                await self.start()
+        with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
+            await self._enter(self.sync.start)
+            try:
                 await self._wish_to_stop.wait()
-        finally:
-            if self._started:  # otherwise it may be started again
+            finally:
                 ended = await self.stop(stop_timeout)
         return ended
 
@@ -354,21 +322,16 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         current = asyncio.current_task()
         return current is not None and any(run.task is current for run in self._running)
 
-    async def __aenter__(self) -> PushConsumer:
+    async def _enter(self, start: Callable[[], object]) -> None:
         try:
-            await self._bridge.finish(self.sync.__enter__)
+            await self._bridge.finish(start)
         except asyncio.CancelledError:  # there is no exit from a block that was not entered
             await self.stop()
             raise
+
+    async def __aenter__(self) -> PushConsumer:
+        await self._enter(self.sync.__enter__)
         return self
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
-
-    # -- manual control ---------------------------------------------------------------------------------------------
-
-    pause = called(pushconsumer.PushConsumer.pause)
-    resume = called(pushconsumer.PushConsumer.resume)
-    assignment = called(pushconsumer.PushConsumer.assignment)
-    seek = called(pushconsumer.PushConsumer.seek)
-    stats = called(pushconsumer.PushConsumer.stats)

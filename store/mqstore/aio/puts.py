@@ -13,18 +13,19 @@ A put into the page cache takes some microseconds, less than handing it over. So
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from mqstore.aio.bridge import Bridge
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body
 from mqstore.store import Store
 
-__all__ = ["LARGE", "Puts", "size_of"]
+__all__ = ["Puts", "owned", "size_of"]
 
-LARGE: Final = 16 << 10
+_LARGE: Final = 16 << 10
 _LARGEST_RECORD: Final = 64 << 10
 """Maximum size in bytes of a record without a large body. Its properties have less than 32 KiB."""
 
@@ -38,46 +39,61 @@ def size_of(body: object) -> int:
     return body.nbytes if isinstance(body, memoryview) else 0
 
 
-class Puts:
-    """All puts of one aio store."""
+class Puts(Bridge):
+    """Bridge of one store, with its puts."""
 
-    def __init__(self, bridge: Bridge, sync: Store) -> None:
-        self._bridge = bridge
-        self._sync = sync
-        self._on_thread = 0
+    store: Store
+    """The synchronous store, once it is open."""
+    _on_thread = 0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.consumers: WeakSet[Any] = WeakSet()
+        """Push consumers of the store, which it stops."""
 
     def here(self, topic: str, size: int) -> bool:
         """Return True if the put may be made on the loop."""
-        broker = self._sync.broker
+        broker = self.store.broker
         return (
             not self._on_thread
-            and size <= LARGE
+            and size <= _LARGE
             and broker.topics.get(topic) is not None
             and broker.store.wakeups.log.has_room(_LARGEST_RECORD)
         )
 
-    async def put(self, topic: str, body: Body, queue_id: int | None, options: Mapping[str, Any]) -> SendReceipt:
+    async def put(self, topic: str, body: Body, **options: Any) -> SendReceipt:
         """Put as `Store.put`. If cancelled, the message is stored whole or not at all."""
-        self._bridge.check()
-        broker = self._sync.broker
-        here = self.here(topic, size_of(body))
-        if not here and not isinstance(body, bytes) and isinstance(body, bytearray | memoryview):
-            body = bytes(body)  # a cancelled caller may reuse the buffer
-        if (options.get("durability") or broker.store.durability) == "flush":
-            put = partial(broker.put_async, topic, body, queue_id=queue_id, **options)
-            future = put() if here else await self.in_order(put)
-            return await self._bridge.wait(future)
-        if not here:
-            return await self.in_order(partial(broker.put, topic, body, queue_id=queue_id, **options))
-        receipt: SendReceipt = broker.put(topic, body, queue_id=queue_id, **options)
-        if self._bridge.is_turn_over():
-            await asyncio.sleep(0)  # the message is stored, even if the caller is cancelled here
+        self.check()
+        broker = self.store.broker
+        put: Callable[..., Any] = broker.put
+        flushes = (options.get("durability") or broker.store.durability) == "flush"
+        if flushes:
+            put = broker.put_async
+        if self.here(topic, size_of(body)):
+            stored = put(topic, body, **options)
+            if not flushes and self.is_turn_over():
+                await asyncio.sleep(0)  # the message is stored, even if the caller is cancelled here
+        else:
+            stored = await self.in_order(partial(put, topic, owned(body), **options))
+        receipt: SendReceipt = await self.wrapped(stored) if flushes else stored
         return receipt
 
     async def in_order(self, work: Callable[[], T]) -> T:
         """Call `work` on the thread. Later puts wait for it."""
         self._on_thread += 1
         try:
-            return await self._bridge.call(work)
+            return await self.call(work)
         finally:
             self._on_thread -= 1
+
+
+def owned(value: Any) -> Any:
+    """Return a copy of an argument, so that its caller may change it while the call waits.
+    Iterables are read here, on the loop, since they belong to the caller."""
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | tuple):
+        return [bytes(each) if isinstance(each, bytearray | memoryview) else each for each in value]
+    return value

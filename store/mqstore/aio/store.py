@@ -10,29 +10,25 @@ A store belongs to the loop on which it was opened. Other stores, in other direc
 from __future__ import annotations
 
 import asyncio
-import builtins
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from heapq import merge
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack
-from weakref import WeakSet
+from typing import Any, Literal, Unpack
 
-from mqstore import store as sync_store
-from mqstore.aio.bridge import Bridge, uncancelled
+from mqstore import store as sync
+from mqstore.aio.bridge import uncancelled
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
 from mqstore.aio.pullconsumer import PullConsumer
 from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
-from mqstore.aio.twin import Closable, Value, apart, called, paged, takes
+from mqstore.aio.twin import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
@@ -46,16 +42,15 @@ from mqstore.signalsafe import Lock
 
 __all__ = ["Store", "open"]
 
-M = TypeVar("M", bound=Closable[Any])
-T = TypeVar("T")
-
 _LOOK_S = 0.02
 """Time between the looks of a follower, if another process writes the store."""
 _NEW_QUEUES_S = 1.0
 """Time between the looks of a follower for new queues, and for unreported news."""
 
+Begin = Literal["earliest", "latest"] | datetime | int
 
-@takes(sync_store.Store)
+
+@takes(sync.Store)
 def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]:  # noqa: A001
     """Open a store as `mqstore.open` does.
     Use `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`, and then close it."""
@@ -63,11 +58,9 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     path = resolved(path)  # now: it is opened later, by another thread
 
     async def begin() -> Store:
-        bridge = Bridge(f"store {path!r}")
+        bridge = Puts(f"store {path!r}")
         try:
-            return Store(
-                bridge, await bridge.call(partial(sync_store.Store, path, *args, **options), sync_store.Store.close)
-            )
+            return Store(bridge, await bridge.call(partial(sync.Store, path, *args, **options), sync.Store.close))
         except BaseException:
             bridge.close()
             raise
@@ -75,11 +68,7 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
     return Made(begin)
 
 
-def _close(made: Closable[Any]) -> None:
-    made.sync.close()
-
-
-class Store(Closable[sync_store.Store]):
+class Store(Closable[sync.Store]):
     """Store with coroutines: the same names, arguments, results and errors as `mqstore.Store`.
     Opened by `mqstore.aio.open`. `async with` closes it. Calls from another loop than its own raise RuntimeError.
     Any thread may use `sync`.
@@ -95,10 +84,38 @@ class Store(Closable[sync_store.Store]):
     b'hello' ('o-1',)
     """
 
-    def __init__(self, bridge: Bridge, sync: sync_store.Store) -> None:
+    path = Value[Path]()
+    mode = Value[str]()
+    recovery = Value[RecoveryReport]()
+
+    create_topic = called(sync.Store.create_topic)
+    topics = called(sync.Store.topics)
+    queues = called(sync.Store.queues)
+    put_many = called(sync.Store.put_many, in_order)
+    recall = called(sync.Store.recall)
+    read = called(sync.Store.read)
+    to_arrow = called(sync.Store.to_arrow)
+    find = called(sync.Store.find)
+    get = called(sync.Store.get)
+    offsets = called(sync.Store.offsets)
+    offset_at = called(sync.Store.offset_at)
+    committed = called(sync.Store.committed)
+    commit_offset = called(sync.Store.commit_offset)
+    lag = called(sync.Store.lag)
+    stats = called(sync.Store.stats)
+    verify = paged(sync.Store.verify)
+    snapshot = called(sync.Store.snapshot, apart)
+    flush = called(sync.Store.flush)
+
+    queue = made(sync.Store.queue, Queue)
+    producer = made(sync.Store.producer, Producer)
+    simple_consumer = made(sync.Store.simple_consumer, SimpleConsumer)
+    pull_consumer = made(sync.Store.pull_consumer, PullConsumer)
+    push_consumer = made(sync.Store.push_consumer, PushConsumer)
+
+    def __init__(self, bridge: Puts, sync: sync.Store) -> None:
         super().__init__(bridge, sync)
-        self._puts = Puts(bridge, sync)
-        self._consumers: WeakSet[PushConsumer] = WeakSet()
+        bridge.store = sync
         self._end: asyncio.Task[None] | None = None
 
     @property
@@ -106,119 +123,32 @@ class Store(Closable[sync_store.Store]):
         """True if `close` was called, or this is a forked child of the process that opened it."""
         return self._bridge.closed or self.sync.closed
 
-    path = Value[Path]()
-    mode = Value[str]()
-    recovery = Value[RecoveryReport]()
-
-    # -- topics -----------------------------------------------------------------------------------------------------
-
-    create_topic = called(sync_store.Store.create_topic)
-    topics = called(sync_store.Store.topics)
-    queues = called(sync_store.Store.queues)
-
-    # -- in ---------------------------------------------------------------------------------------------------------
-
-    async def _in_order(self, work: Callable[[], T]) -> T:
-        """Store messages in the order of the calls. If cancelled, it has not begun, or runs to its end."""
-        return await self._puts.in_order(work)
-
-    put_many = called(sync_store.Store.put_many, _in_order)
-    recall = called(sync_store.Store.recall)
-
     async def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
         """Put as `mqstore.Store.put`. Messages are stored in the order of the calls.
         With durability "flush" all waiting puts share a sync, and the loop continues. If cancelled, the message is
         stored whole or not at all."""
-        return await self._puts.put(topic, body, queue_id, options)
-
-    # -- out --------------------------------------------------------------------------------------------------------
-
-    read = called(sync_store.Store.read)
-    to_arrow = called(sync_store.Store.to_arrow)
-    find = called(sync_store.Store.find)
-    get = called(sync_store.Store.get)
+        return await self._bridge.put(topic, body, queue_id=queue_id, **options)
 
     def iter(
         self,
         topic: str,
         queue_id: int | None = None,
         *,
-        start: Literal["earliest", "latest"] | datetime | int = "earliest",
+        start: Begin = "earliest",
         stop: int | None = None,
         follow: bool = False,
         tags: str | None = "*",
     ) -> AsyncIterator[Message]:
         """Iterate with `async for`, as `mqstore.Store.iter`. With `follow` it waits without a thread."""
         if follow:
-            if queue_id is None and (isinstance(start, int) or stop is not None):
-                raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
             return _Follower(self._bridge, self.sync, topic, queue_id, start, stop, tags)
         return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
-
-    # -- positions --------------------------------------------------------------------------------------------------
-
-    offsets = called(sync_store.Store.offsets)
-    offset_at = called(sync_store.Store.offset_at)
-    committed = called(sync_store.Store.committed)
-    commit_offset = called(sync_store.Store.commit_offset)
-    lag = called(sync_store.Store.lag)
-
-    # -- queues, producers, consumers -------------------------------------------------------------------------------
-
-    @takes(sync_store.Store.queue)
-    def queue(self, *args: Any, **options: Any) -> Made[Queue]:
-        """Return a persistent queue, to be awaited, or entered by `async with`, which shuts it down at its end."""
-        return self._made(Queue, args, options)
-
-    @takes(sync_store.Store.producer)
-    def producer(self, *args: Any, **options: Any) -> Made[Producer]:
-        """Return a producer, to be awaited, or entered by `async with`, which closes it at its end."""
-        return self._made(Producer, args, options, _close)
-
-    @takes(sync_store.Store.simple_consumer)
-    def simple_consumer(self, *args: Any, **options: Any) -> Made[SimpleConsumer]:
-        """Return a simple consumer, to be awaited, or entered by `async with`, which closes it at its end."""
-        return self._made(SimpleConsumer, args, options, _close)
-
-    @takes(sync_store.Store.pull_consumer)
-    def pull_consumer(self, *args: Any, **options: Any) -> Made[PullConsumer]:
-        """Return a pull consumer, to be awaited, or entered by `async with`, which closes it at its end."""
-        return self._made(PullConsumer, args, options, _close)
-
-    def _made(
-        self,
-        twin: Callable[..., M],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        undo: Callable[[M], object] | None = None,
-    ) -> Made[M]:
-        """Have the store's thread make a `twin`. If the call is cancelled, `undo` is called with it."""
-        make = partial(twin, self._bridge, self._puts, self.sync, *args, **options)
-        return Made(partial(self._bridge.call, make, undo))
-
-    @takes(sync_store.Store.push_consumer)
-    def push_consumer(self, *args: Any, **options: Any) -> Made[PushConsumer]:
-        """Return a push consumer with coroutines as handlers, to be awaited or entered."""
-
-        def made() -> PushConsumer:
-            consumer = PushConsumer(self._bridge, self.sync.push_consumer(*args, **options))
-            self._consumers.add(consumer)
-            return consumer
-
-        return Made(partial(self._bridge.call, made, lambda made: made.sync.stop(0)))
 
     def dead_letters(self, group: str) -> DeadLetters:
         """Return dead letters as `mqstore.Store.dead_letters`."""
         return DeadLetters(self._bridge, self.sync.dead_letters(group))
-
-    # -- the store --------------------------------------------------------------------------------------------------
-
-    stats = called(sync_store.Store.stats)
-    verify = paged(sync_store.Store.verify)
-    snapshot = called(sync_store.Store.snapshot, apart)
-    flush = called(sync_store.Store.flush)
 
     async def close(self, timeout: Duration = 30) -> None:
         """Close as `mqstore.Store.close`. A cancellation is raised once it is closed.
@@ -229,7 +159,7 @@ class Store(Closable[sync_store.Store]):
         if self._end is None:
             self._bridge.check()
             self._end = self._bridge.loop.create_task(self._close(timeout_s))
-        if not any(consumer.is_mine() for consumer in self._consumers):
+        if not any(consumer.is_mine() for consumer in self._bridge.consumers):
             await uncancelled(self._end)
 
     async def _close(self, timeout_s: float) -> None:
@@ -237,7 +167,7 @@ class Store(Closable[sync_store.Store]):
         try:
             await asyncio.gather(
                 self._bridge.finish(self.sync.halt),  # consumers made by `sync` too
-                *(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)),
+                *(consumer.stop(timeout_s) for consumer in tuple(self._bridge.consumers)),
             )
         finally:
             try:
@@ -245,76 +175,75 @@ class Store(Closable[sync_store.Store]):
             finally:
                 self._bridge.close()
 
-    async def _leave(self, error: BaseException | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
-@dataclass(eq=False)
-class _Follower(AsyncIterator[Message]):
-    """Present and future messages of one queue, or all of a topic. A cancelled step skips nothing."""
+class _Follower(Pages[Message]):
+    """Present and future messages of one queue, or all of a topic."""
 
-    bridge: Bridge
-    sync: sync_store.Store
-    topic: str
-    queue_id: int | None
-    start: Literal["earliest", "latest"] | datetime | int
-    stop: int | None
-    tags: str | None
-    positions: dict[int, int] | None = None
-    """Next offset to read by queue id. Only the store's thread uses it."""
-    round: Pages[Message] | None = None
-    """Messages found by the last look."""
+    def __init__(
+        self,
+        bridge: Puts,
+        sync: sync.Store,
+        topic: str,
+        queue_id: int | None,
+        start: Begin,
+        stop: int | None,
+        tags: str | None,
+    ) -> None:
+        if queue_id is None and (isinstance(start, int) or stop is not None):
+            raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+        super().__init__(bridge, self._round)
+        self._sync, self._topic, self._queue_id, self._tags = sync, topic, queue_id, tags
+        self._start, self._stop = start, stop
+        self._positions: dict[int, int] | None = None
+        """Next offset to read by queue id. Only the store's thread uses it."""
 
-    async def __anext__(self) -> Message:
-        while True:
-            if self.round is None:
-                if not await self.bridge.look(self.find, self.park, timeout_s=None):
-                    raise StopAsyncIteration
-                self.round = Pages(self.bridge, self.read)
-            try:
-                return await self.round.__anext__()
-            except StopAsyncIteration:
-                self.round = None
+    async def _fill(self) -> None:
+        await self._bridge.look(self._find, self._park, timeout_s=None)
 
-    def find(self) -> bool | None:
-        """Return True if there is something to read, None if not yet, and False at the stop."""
-        if self.positions is None:
-            ids = [ref.queue_id for ref in self.sync.queues(self.topic)] if self.queue_id is None else [self.queue_id]
-            self.positions = {each: self._begin(each) for each in ids}
-        elif self.queue_id is None:
-            for ref in self.sync.queues(self.topic):
-                self.positions.setdefault(ref.queue_id, self.sync.offsets(*ref)[0])
-        if self.stop is not None and all(offset >= self.stop for offset in self.positions.values()):
-            return False
-        news = any(self.sync.offsets(self.topic, each)[1] > offset for each, offset in self.positions.items())
-        return True if news else None
+    def _find(self) -> bool | None:
+        """Read a page. Return True if there is something, None if not yet, and False at the stop."""
+        self._read()
+        if not self._page:
+            self._items = self._round()
+            self._read()
+        if self._page:
+            return True
+        assert self._positions is not None
+        at_stop = self._stop is not None and all(offset >= self._stop for offset in self._positions.values())
+        return False if at_stop else None
 
-    def _begin(self, queue_id: int) -> int:
-        if isinstance(self.start, int):
-            return self.start
-        if isinstance(self.start, datetime):
-            return self.sync.offset_at(self.topic, queue_id, self.start)
-        low, high = self.sync.offsets(self.topic, queue_id)
-        return high if self.start == "latest" else low
-
-    def read(self) -> Iterator[Message]:
+    def _round(self) -> Iterator[Message]:
         """Iterate over the present messages, merged by store time, and move the positions behind them."""
-        assert self.positions is not None
+        topic, store = self._topic, self._sync
+        ids = [ref.queue_id for ref in store.queues(topic)] if self._queue_id is None else [self._queue_id]
+        if self._positions is None:
+            self._positions = {queue_id: self._first(queue_id) for queue_id in ids}
         scans = []
-        for queue_id, begin in self.positions.items():
-            end = self.sync.offsets(self.topic, queue_id)[1]
-            end = end if self.stop is None else min(end, self.stop)
+        for queue_id in ids:
+            low, end = store.offsets(topic, queue_id)
+            begin = self._positions.setdefault(queue_id, low)
+            end = end if self._stop is None else min(end, self._stop)
             if end > begin:
-                scans.append(self.sync.iter(self.topic, queue_id, start=begin, stop=end, tags=self.tags))
-                self.positions[queue_id] = end
+                scans.append(store.iter(topic, queue_id, start=begin, stop=end, tags=self._tags))
+                self._positions[queue_id] = end
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
 
-    def park(self, again: Callable[[], object]) -> Ready:
+    def _first(self, queue_id: int) -> int:
+        if isinstance(self._start, int):
+            return self._start
+        if isinstance(self._start, datetime):
+            return self._sync.offset_at(self._topic, queue_id, self._start)
+        return self._sync.offsets(self._topic, queue_id)[self._start == "latest"]
+
+    def _park(self, again: Callable[[], object]) -> Ready:
         """Call `again` once, when there may be something to read."""
         ready = Ready(again, Lock(), set())
-        if self.sync.mode == "rw":
-            for queue_id, offset in (self.positions or {}).items():
-                ready.park(self.sync.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)
+        if self._sync.mode == "rw":
+            for queue_id, offset in (self._positions or {}).items():
+                ready.park(self._sync.broker, self._topic, queue_id, offset, self._tags, _NEW_QUEUES_S)
         else:
-            self.bridge.tell(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
+            self._bridge.tell(lambda: self._bridge.loop.call_later(_LOOK_S, ready.fire))
         return ready

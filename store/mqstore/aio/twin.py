@@ -1,29 +1,39 @@
-"""Bases of the asyncio classes. What they only forward becomes theirs in one of these ways:
+"""Bases of the asyncio classes. A method of the synchronous class becomes one of theirs in one of these ways:
 
-    called     a coroutine: the method runs on the store's thread, or in another way of the class
+    called     a coroutine: runs on the store's thread, or in another way of the class
     paged      an asynchronous iterator: the store's thread reads it page by page
+    made       an object, made on the store's thread: `await` it, or enter it by `async with`
     Value      a property
 
-Names, parameters and docstrings are those of the synchronous class. A method that does more is written out.
+Names, parameters and docstrings are those of the synchronous method. A method that is called on the loop, or waits by
+callback, is written out in its class.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from functools import partial, wraps
+from itertools import islice
 from types import TracebackType
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
-from mqstore.aio.bridge import Bridge
-from mqstore.aio.made import Pages
+from mqstore.aio.puts import Puts, owned
+from mqstore.errors import StoreClosedError
+from mqstore.options import Duration, seconds
 
-__all__ = ["Closable", "Twin", "Value", "apart", "called", "owned", "paged", "takes", "to_its_end"]
+__all__ = [
+    *("Closable", "Made", "Pages", "Twin", "Value"),
+    *("apart", "called", "in_order", "limit", "made", "paged", "takes", "to_its_end"),
+]
+
+_PAGE = 64
 
 P = ParamSpec("P")
-S = TypeVar("S")
+S = TypeVar("S", covariant=True)
 T = TypeVar("T")
 
 
@@ -32,25 +42,17 @@ class Twin(Generic[S]):
 
     __slots__ = ("_bridge", "sync")
 
-    def __init__(self, bridge: Bridge, sync: S) -> None:
+    def __init__(self, bridge: Puts, sync: S) -> None:
         self._bridge = bridge
         self.sync: S = sync
         """The object of the synchronous library."""
-
-    def _check(self) -> None:
-        """Raise StoreClosedError or RuntimeError if nothing can be called here."""
-        self._bridge.check()
 
     def __repr__(self) -> str:
         return repr(self.sync)
 
 
-class Closable(Twin[S], ABC):
-    """A twin that is closed at the end of its `async with` block."""
-
-    @abstractmethod
-    async def _leave(self, error: BaseException | None) -> None:
-        """Close at the end of the block, after `error` if there was one."""
+class Closable(Twin[S]):
+    """A twin that is closed at the end of its `async with` block, as the synchronous object is."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,7 +60,82 @@ class Closable(Twin[S], ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._leave(error)
+        sync: Any = self.sync
+        await to_its_end(self, partial(sync.__exit__, kind, error, traceback))
+
+    async def _received(
+        self, receive: Callable[[], list[T]], wait_s: float | None, undo: Callable[[list[T]], object]
+    ) -> list[T]:
+        """Return what `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
+        consumer: Any = self.sync
+        was_closed = consumer.closed
+
+        def look() -> list[T] | None:
+            try:
+                return receive() or ([] if consumer.closed else None)
+            except StoreClosedError:
+                if was_closed or not consumer.closed:
+                    raise
+                return []
+
+        return await self._bridge.look(look, consumer.when_ready, timeout_s=wait_s, undo=undo) or []
+
+
+class Made(Generic[T]):
+    """Object still to be made: `await` it, or enter it by `async with`. Nothing happens before."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._make = make
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._make().__await__()
+
+    async def __aenter__(self) -> T:
+        made: Any = await self._make()
+        self._made = made
+        return cast(T, await made.__aenter__())  # which gives itself
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._made.__aexit__(kind, error, traceback)
+
+
+class Pages(AsyncIterator[T]):
+    """Synchronous iterator that the store's thread reads page by page. A cancelled step skips nothing."""
+
+    def __init__(self, bridge: Puts, begin: Callable[[], Iterator[T]]) -> None:
+        self._bridge = bridge
+        self._begin = begin
+        self._items: Iterator[T] | None = None
+        self._page: deque[T] = deque()
+        """Items that were read, by cancelled steps too."""
+
+    async def __anext__(self) -> T:
+        if not self._page:
+            await self._fill()
+        if not self._page:
+            raise StopAsyncIteration
+        return self._page.popleft()
+
+    async def _fill(self) -> None:
+        await self._bridge.call(self._read)
+
+    def _read(self) -> None:
+        """Read a page, on the thread."""
+        if self._items is None:
+            self._items = self._begin()
+        try:
+            self._page.extend(islice(self._items, _PAGE))
+        except Exception as error:
+            if not self._page:
+                raise
+            self._items = _raising(error)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 class Value(Generic[T]):
@@ -83,20 +160,27 @@ async def on_thread(self: Any, work: Callable[[], T]) -> T:
 
 async def to_its_end(self: Any, work: Callable[[], T]) -> T:
     """Run on the store's thread, to its end. A cancellation is raised after that."""
-    result: T = await self._bridge.finish(work)
+    # After the store was closed nothing blocks, and there is no thread.
+    result: T = work() if self._bridge.closed else await self._bridge.finish(work)
+    return result
+
+
+async def in_order(self: Any, work: Callable[[], T]) -> T:
+    """Store messages in the order of the calls. If cancelled, it has not begun, or runs to its end."""
+    result: T = await self._bridge.in_order(work)
     return result
 
 
 async def apart(self: Any, work: Callable[[], T]) -> T:
     """Run on a thread of its own, and call back there. If cancelled, it runs to its end."""
-    self._check()
+    self._bridge.check()
     return await asyncio.to_thread(work)
 
 
 def called(
     method: Callable[Concatenate[Any, P], T], way: Callable[[Any, Callable[[], T]], Coroutine[Any, Any, T]] = on_thread
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a coroutine function that calls the method by `way(self, work)`."""
+    """Return a coroutine function that calls the method by `way(twin, work)`."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **options: P.kwargs) -> T:
@@ -117,21 +201,14 @@ def paged(method: Callable[Concatenate[Any, P], Iterator[T]]) -> Callable[Concat
     return call
 
 
-def _work(twin: Twin[Any], method: Any, args: Iterable[Any], options: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the call. Arguments are copied, so that the caller may change them while it waits."""
-    given = {name: owned(value) for name, value in options.items()}
-    return partial(getattr(twin.sync, method.__name__), *map(owned, args), **given)
+def made(method: Callable[Concatenate[Any, P], Any], twin: Callable[..., T]) -> Callable[Concatenate[Any, P], Made[T]]:
+    """Return a function that has the store's thread make a `twin`. If that is cancelled, its block has ended."""
 
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **options: P.kwargs) -> Made[T]:
+        return Made(partial(self._bridge.call, partial(twin, self._bridge, *args, **options), _leave))
 
-def owned(value: Any) -> Any:
-    """Return a copy of an argument. Iterables are read here, on the loop, since they belong to the caller."""
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | tuple):
-        return [bytes(each) if isinstance(each, bytearray | memoryview) else each for each in value]
-    return value
+    return call
 
 
 def takes(sync: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -142,3 +219,19 @@ def takes(sync: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P,
         return function
 
     return decorate
+
+
+def _leave(made: Any) -> None:
+    made.sync.__exit__(None, None, None)
+
+
+def _work(twin: Twin[Any], method: Any, args: Iterable[Any], options: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return the call. Arguments are copied, so that the caller may change them while it waits."""
+    given = {name: owned(value) for name, value in options.items()}
+    return partial(getattr(twin.sync, method.__name__), *map(owned, args), **given)
+
+
+def limit(timeout: Duration | None) -> float | None:
+    """Return the longest wait in seconds, or None for ever. Raises ConfigError for a bad time."""
+    wait_s = None if timeout is None else seconds(timeout, "timeout")
+    return None if wait_s == math.inf else wait_s
