@@ -34,6 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -60,39 +61,30 @@ class Parked(Protocol):
         """Stop waiting. After the callback, pass the turn on. Repeating it is harmless."""
 
 
-Park = Callable[[Callable[[], object]], Parked]
-
-
+@dataclass(eq=False, slots=True)
 class _Call(Generic[T]):
-    """Call of the engine, and the future of its caller. With `park` it is a look, repeated until it finds something."""
+    """Call of the engine, and the future of its caller. With `park` it is a look, repeated until it finds something.
+    Made on the loop, and in the line from then on."""
 
-    __slots__ = ("bridge", "caller", "future", "late", "park", "parked", "result", "undo", "work")
+    bridge: Bridge
+    work: Callable[[], T | None]
+    undo: Callable[[T], object] | None = None
+    park: Callable[[Callable[[], object]], Parked] | None = None
+    late: bool = False
+    """True if the time is over. A look that has not looked yet does so once."""
+    parked: Parked | None = None
+    result: T | None = None
+    """Result of the call. Only the thread uses it."""
+    future: asyncio.Future[T | None] = field(init=False)
+    """Done when the call was answered, or its caller no longer waits."""
+    caller: object = None
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        work: Callable[[], T | None],
-        undo: Callable[[T], object] | None = None,
-        park: Park | None = None,
-        *,
-        late: bool = False,
-    ) -> None:
-        """Put the call into the line, on the loop."""
-        bridge.check()
-        self.bridge = bridge
-        self.work = work
-        self.undo = undo
-        self.park = park
-        self.parked: Parked | None = None
-        self.future: asyncio.Future[T | None] = bridge.loop.create_future()
-        """Done when the call was answered, or its caller no longer waits."""
-        self.result: T | None = None
-        """Result of the call. Only the thread uses it."""
-        self.late = late
-        """True if the time is over. A look that has not looked yet does so once."""
+    def __post_init__(self) -> None:
+        self.bridge.check()
+        self.future = self.bridge.loop.create_future()
         task = asyncio.current_task()
         self.caller = None if task is None else weakref.ref(task)
-        bridge.submit(self)
+        self.bridge.submit(self)
 
     def __call__(self) -> None:
         """Make the call, on the thread."""
@@ -229,7 +221,7 @@ class Bridge:
     async def look(
         self,
         work: Callable[[], T | None],
-        park: Park,
+        park: Callable[[Callable[[], object]], Parked],
         *,
         timeout_s: float | None,
         undo: Callable[[T], object] | None = None,
@@ -237,7 +229,7 @@ class Bridge:
         """Return what `work()` finds, and repeat it after each callback until it is not None.
         `park` is given the callback. Return None after `timeout_s` seconds (None: never), but not before one look.
         `work` must be quick."""
-        look = _Call(self, work, undo, park, late=timeout_s == 0)
+        look = _Call(self, work, undo, park, timeout_s == 0)
         self._looks.add(look)
         timer = self.loop.call_later(timeout_s, look.time_out) if timeout_s else None
         try:

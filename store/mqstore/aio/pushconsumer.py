@@ -24,6 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -66,20 +67,18 @@ class _Abandoned(BaseException):
     """Error in a job whose handler was cancelled or whose loop has ended. Nothing is settled."""
 
 
+@dataclass(eq=False)
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    def __init__(
-        self, bridge: Bridge, begin: Callable[[_Run], object], handler: Handler, arguments: tuple[Any, ...]
-    ) -> None:
-        self.bridge = bridge
-        self.begin = begin
-        self.handler = handler
-        self.arguments = arguments
-        self.worker = workers.current()
-        self.task: asyncio.Task[None] | None = None
-        self._done: list[Callable[[BaseException | None], object]] = []
-        """Function to call at the end, once. Empty after the call."""
+    bridge: Bridge
+    begin: Callable[[_Run], object]
+    handler: Handler
+    arguments: tuple[Any, ...]
+    worker: workers.Worker | None = field(default_factory=workers.current)
+    task: asyncio.Task[None] | None = None
+    done: list[Callable[[BaseException | None], object]] = field(default_factory=list)
+    """Function to call at the end, once. Empty after the call."""
 
     async def __call__(self) -> None:
         """Call the handler, on the loop."""
@@ -92,7 +91,7 @@ class _Run(workers.Awaited):
     # -- on any thread ----------------------------------------------------------------------------------------------
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:
-        self._done.append(done)
+        self.done.append(done)
         if not self.bridge.tell(partial(self.begin, self)):
             self.look()  # the loop has ended, perhaps after it took the call
 
@@ -139,7 +138,7 @@ class _Run(workers.Awaited):
     def end(self, error: BaseException | None) -> bool:
         """Report the end of the call. Return False if that was done before."""
         try:
-            done = self._done.pop()
+            done = self.done.pop()
         except IndexError:
             return False
         done(error)
@@ -196,12 +195,10 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """Make the consumer, on the store's thread. Arguments are those of `mqstore.Store.push_consumer`."""
         super().__init__(bridge, bridge.store.push_consumer(*args, **options))
         self._running: set[_Run] = set()
-        self._cancelling = False
-        """True once handlers are cancelled. Their messages are redelivered."""
-        self._cut = False
-        """True if a handler was cancelled."""
-        self._stopped: asyncio.Future[bool] | None = None
-        self._wish_to_stop = asyncio.Event()
+        self._cut: bool | None = None
+        """True if a handler was cancelled because the time to stop was over, None before it is."""
+        self._stopping = False
+        self._stopped: asyncio.Future[bool] = bridge.loop.create_future()
         self._waits = self.sync.run_on_loop(_THREADS, self._exited)
         """True if a thread waits for each handler."""
         bridge.consumers.add(self)
@@ -236,7 +233,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         return run.wait() if self._waits else run
 
     def _begin(self, run: _Run) -> None:
-        if self._cancelling:
+        if self._cut is not None:
             self._cut = True
             run.end(_Abandoned("the consumer stops"))
             return
@@ -248,7 +245,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         self._running.discard(run)
         if not task.cancelled():
             run.end(task.exception())
-        elif self._stopped is not None or self._bridge.closed:
+        elif self._stopping or self._bridge.closed:
             run.end(_Abandoned("cancelled"))
         else:  # by itself, by other code with its task, or after `consume_timeout`: the handler has failed
             run.end(RuntimeError("the handler was cancelled"))
@@ -256,7 +253,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     def _exited(self, error: BaseException) -> bool:
         """Stop after an error that ended a worker's job, which is not settled. Return False without a loop."""
         if isinstance(error, _Abandoned):
-            return self._stopped is not None
+            return self._stopping
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
         return self._bridge.tell(lambda: self._begin_to_stop(30.0))
 
@@ -278,24 +275,22 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         return False if self.is_mine() else await uncancelled(stopped)
 
     def _begin_to_stop(self, timeout_s: float) -> asyncio.Future[bool]:
-        if self._stopped is None:
-            loop = self._bridge.loop
-            self._stopped = loop.create_future()
-            loop.call_later(min(timeout_s, threading.TIMEOUT_MAX / 2), self._cancel)
+        if not self._stopping:
+            self._stopping = True
+            self._bridge.loop.call_later(min(timeout_s, threading.TIMEOUT_MAX / 2), self._cancel)
             # A separate thread: it waits for handlers, which may wait for the store's thread.
             name, timeout_s = f"mqstore-{self.group}-stop", timeout_s + _GRACE_S
-            threading.Thread(target=self._stop, args=(self._stopped, timeout_s), name=name, daemon=True).start()
+            threading.Thread(target=self._stop, args=(timeout_s,), name=name, daemon=True).start()
         return self._stopped
 
     def _cancel(self) -> None:
         """Cancel the running handlers, because the time is over."""
-        self._cancelling = True
-        self._cut = self._cut or bool(self._running)
+        self._cut = bool(self._running)
         for run in self._running:
             if run.task is not None:
                 run.task.cancel()
 
-    def _stop(self, stopped: asyncio.Future[bool], timeout_s: float) -> None:
+    def _stop(self, timeout_s: float) -> None:
         """Stop the synchronous consumer, on a separate thread."""
         ended = False
         try:
@@ -303,18 +298,18 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         except Exception:
             _log.exception("group %s: stopping failed", self.group)
         finally:
-            self._bridge.tell(self._wish_to_stop.set)
-            self._bridge.tell(lambda: stopped.set_result(ended and not self._cut))
+            self._bridge.tell(lambda: self._stopped.set_result(ended and not self._cut))
 
     async def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM, and stop. Return what `stop` returns.
         Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
-        with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
+        timeout_s = seconds(stop_timeout, "stop_timeout")
+        with at_signals(lambda: self._bridge.tell(partial(self._begin_to_stop, timeout_s))):
             await self._enter(self.sync.start)
             try:
-                await self._wish_to_stop.wait()
+                await asyncio.wait([self._stopped])
             finally:
-                ended = await self.stop(stop_timeout)
+                ended = await self.stop(timeout_s)
         return ended
 
     def is_mine(self) -> bool:

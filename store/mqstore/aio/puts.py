@@ -34,9 +34,7 @@ T = TypeVar("T")
 
 def size_of(body: object) -> int:
     """Return the number of bytes of a body, or 0 for a bad body, which the engine will refuse."""
-    if isinstance(body, bytes | bytearray):
-        return len(body)
-    return body.nbytes if isinstance(body, memoryview) else 0
+    return memoryview(body).nbytes if isinstance(body, bytes | bytearray | memoryview) else 0
 
 
 class Puts(Bridge):

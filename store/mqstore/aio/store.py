@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from heapq import merge
@@ -47,7 +48,7 @@ _LOOK_S = 0.02
 _NEW_QUEUES_S = 1.0
 """Time between the looks of a follower for new queues, and for unreported news."""
 
-Begin = Literal["earliest", "latest"] | datetime | int
+_Begin = Literal["earliest", "latest"] | datetime | int
 
 
 @takes(sync.Store)
@@ -136,14 +137,16 @@ class Store(Closable[sync.Store]):
         topic: str,
         queue_id: int | None = None,
         *,
-        start: Begin = "earliest",
+        start: _Begin = "earliest",
         stop: int | None = None,
         follow: bool = False,
         tags: str | None = "*",
     ) -> AsyncIterator[Message]:
         """Iterate with `async for`, as `mqstore.Store.iter`. With `follow` it waits without a thread."""
         if follow:
-            return _Follower(self._bridge, self.sync, topic, queue_id, start, stop, tags)
+            if queue_id is None and (isinstance(start, int) or stop is not None):
+                raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+            return _Follower(self._bridge, topic, queue_id, start, stop, tags)
         return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
 
     def dead_letters(self, group: str) -> DeadLetters:
@@ -179,29 +182,24 @@ class Store(Closable[sync.Store]):
         await self.close()
 
 
+@dataclass(eq=False)
 class _Follower(Pages[Message]):
     """Present and future messages of one queue, or all of a topic."""
 
-    def __init__(
-        self,
-        bridge: Puts,
-        sync: sync.Store,
-        topic: str,
-        queue_id: int | None,
-        start: Begin,
-        stop: int | None,
-        tags: str | None,
-    ) -> None:
-        if queue_id is None and (isinstance(start, int) or stop is not None):
-            raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-        super().__init__(bridge, self._round)
-        self._sync, self._topic, self._queue_id, self._tags = sync, topic, queue_id, tags
-        self._start, self._stop = start, stop
-        self._positions: dict[int, int] | None = None
-        """Next offset to read by queue id. Only the store's thread uses it."""
+    bridge: Puts
+    topic: str
+    queue_id: int | None
+    start: _Begin
+    stop: int | None
+    tags: str | None
+    positions: dict[int, int] | None = None
+    """Next offset to read by queue id. Only the store's thread uses it."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.bridge, self._round)
 
     async def _fill(self) -> None:
-        await self._bridge.look(self._find, self._park, timeout_s=None)
+        await self.bridge.look(self._find, self._park, timeout_s=None)
 
     def _find(self) -> bool | None:
         """Read a page. Return True if there is something, None if not yet, and False at the stop."""
@@ -211,39 +209,39 @@ class _Follower(Pages[Message]):
             self._read()
         if self._page:
             return True
-        assert self._positions is not None
-        at_stop = self._stop is not None and all(offset >= self._stop for offset in self._positions.values())
+        assert self.positions is not None
+        at_stop = self.stop is not None and all(offset >= self.stop for offset in self.positions.values())
         return False if at_stop else None
 
     def _round(self) -> Iterator[Message]:
         """Iterate over the present messages, merged by store time, and move the positions behind them."""
-        topic, store = self._topic, self._sync
-        ids = [ref.queue_id for ref in store.queues(topic)] if self._queue_id is None else [self._queue_id]
-        if self._positions is None:
-            self._positions = {queue_id: self._first(queue_id) for queue_id in ids}
+        topic, store = self.topic, self.bridge.store
+        ids = [ref.queue_id for ref in store.queues(topic)] if self.queue_id is None else [self.queue_id]
+        if self.positions is None:
+            self.positions = {queue_id: self._first(queue_id) for queue_id in ids}
         scans = []
         for queue_id in ids:
             low, end = store.offsets(topic, queue_id)
-            begin = self._positions.setdefault(queue_id, low)
-            end = end if self._stop is None else min(end, self._stop)
+            begin = self.positions.setdefault(queue_id, low)
+            end = end if self.stop is None else min(end, self.stop)
             if end > begin:
-                scans.append(store.iter(topic, queue_id, start=begin, stop=end, tags=self._tags))
-                self._positions[queue_id] = end
+                scans.append(store.iter(topic, queue_id, start=begin, stop=end, tags=self.tags))
+                self.positions[queue_id] = end
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
 
     def _first(self, queue_id: int) -> int:
-        if isinstance(self._start, int):
-            return self._start
-        if isinstance(self._start, datetime):
-            return self._sync.offset_at(self._topic, queue_id, self._start)
-        return self._sync.offsets(self._topic, queue_id)[self._start == "latest"]
+        if isinstance(self.start, int):
+            return self.start
+        if isinstance(self.start, datetime):
+            return self.bridge.store.offset_at(self.topic, queue_id, self.start)
+        return self.bridge.store.offsets(self.topic, queue_id)[self.start == "latest"]
 
     def _park(self, again: Callable[[], object]) -> Ready:
         """Call `again` once, when there may be something to read."""
         ready = Ready(again, Lock(), set())
-        if self._sync.mode == "rw":
-            for queue_id, offset in (self._positions or {}).items():
-                ready.park(self._sync.broker, self._topic, queue_id, offset, self._tags, _NEW_QUEUES_S)
+        if self.bridge.store.mode == "rw":
+            for queue_id, offset in (self.positions or {}).items():
+                ready.park(self.bridge.store.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)
         else:
-            self._bridge.tell(lambda: self._bridge.loop.call_later(_LOOK_S, ready.fire))
+            self.bridge.tell(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
         return ready

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
-from types import TracebackType
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
 from mqstore.aio.puts import Puts, owned
@@ -57,11 +56,9 @@ class Closable(Twin[S]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         sync: Any = self.sync
-        await to_its_end(self, partial(sync.__exit__, kind, error, traceback))
+        await to_its_end(self, partial(sync.__exit__, *error))
 
     async def _received(
         self, receive: Callable[[], list[T]], wait_s: float | None, undo: Callable[[list[T]], object]
@@ -95,10 +92,8 @@ class Made(Generic[T]):
         self._made = made
         return cast(T, await made.__aenter__())  # which gives itself
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._made.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._made.__aexit__(*error)
 
 
 class Pages(AsyncIterator[T]):
@@ -152,26 +147,23 @@ class Value(Generic[T]):
         raise AttributeError(f"{self._name} can only be read")
 
 
-async def on_thread(self: Any, work: Callable[[], T]) -> T:
+async def on_thread(self: Twin[Any], work: Callable[[], T]) -> T:
     """Run on the store's thread. If cancelled, it has not begun, or runs to its end."""
-    result: T = await self._bridge.call(work)
-    return result
+    return await self._bridge.call(work)
 
 
-async def to_its_end(self: Any, work: Callable[[], T]) -> T:
+async def to_its_end(self: Twin[Any], work: Callable[[], T]) -> T:
     """Run on the store's thread, to its end. A cancellation is raised after that."""
     # After the store was closed nothing blocks, and there is no thread.
-    result: T = work() if self._bridge.closed else await self._bridge.finish(work)
-    return result
+    return work() if self._bridge.closed else await self._bridge.finish(work)
 
 
-async def in_order(self: Any, work: Callable[[], T]) -> T:
+async def in_order(self: Twin[Any], work: Callable[[], T]) -> T:
     """Store messages in the order of the calls. If cancelled, it has not begun, or runs to its end."""
-    result: T = await self._bridge.in_order(work)
-    return result
+    return await self._bridge.in_order(work)
 
 
-async def apart(self: Any, work: Callable[[], T]) -> T:
+async def apart(self: Twin[Any], work: Callable[[], T]) -> T:
     """Run on a thread of its own, and call back there. If cancelled, it runs to its end."""
     self._bridge.check()
     return await asyncio.to_thread(work)
