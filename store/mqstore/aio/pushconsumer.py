@@ -32,10 +32,9 @@ from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.puts import Puts
 from mqstore.aio.twin import Closable, Value, apart, called
 from mqstore.client import pushconsumer, workers
-from mqstore.client.handlers import Decision, check_handler, check_has_run
+from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.workers import at_signals
 from mqstore.options import Duration, seconds
-from mqstore.signalsafe import Bell
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
 
@@ -74,7 +73,7 @@ class _Run(workers.Awaited):
     bridge: Bridge
     begin: Callable[[_Run], object]
     handler: Handler
-    arguments: tuple[Any, ...]
+    argument: Any
     worker: workers.Worker | None = field(default_factory=workers.current)
     task: asyncio.Task[None] | None = None
     done: list[Callable[[BaseException | None], object]] = field(default_factory=list)
@@ -83,7 +82,7 @@ class _Run(workers.Awaited):
     async def __call__(self) -> None:
         """Call the handler, on the loop."""
         _worker.set(self.worker)
-        result = self.handler(*self.arguments)
+        result = self.handler(self.argument)
         if inspect.isawaitable(result):
             result = await result
         self.decision = check_has_run(result)
@@ -94,24 +93,6 @@ class _Run(workers.Awaited):
         self.done.append(done)
         if not self.bridge.tell(partial(self.begin, self)):
             self.look()  # the loop has ended, perhaps after it took the call
-
-    def wait(self) -> Decision | None:
-        """Begin, and block until it has ended. Return or raise its outcome."""
-        worker, bell = self.worker or workers.Worker(), Bell()
-        errors: list[BaseException | None] = []
-
-        def done(error: BaseException | None) -> None:
-            errors.append(error)
-            bell.ring()
-
-        worker.awaits = self
-        self.start(done)
-        while not bell.wait(workers.LOOK_MS / 1000):
-            self.look()
-        worker.awaits = None
-        if errors[0] is not None:
-            raise errors[0]
-        return self.decision
 
     def look(self) -> None:
         """End the call if the loop was closed. Nothing else reports that, and waiting calls are lost."""
@@ -199,8 +180,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """True if a handler was cancelled because the time to stop was over, None before it is."""
         self._stopping = False
         self._stopped: asyncio.Future[bool] = bridge.loop.create_future()
-        self._waits = self.sync.run_on_loop(_THREADS, self._exited)
-        """True if a thread waits for each handler."""
+        self.sync.run_on_loop(_THREADS, self._exited)
         bridge.consumers.add(self)
 
     # -- handlers ---------------------------------------------------------------------------------------------------
@@ -219,18 +199,14 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
             return partial(self.subscribe, topic, tags=tags, sql=sql)
         self._bridge.check()
         check_handler(handler, coroutines=True)
-        self.sync.subscribe(topic, partial(self._on_worker, handler), tags=tags, sql=sql)
+        run = lambda argument: _Run(self._bridge, self._begin, handler, argument)  # noqa: E731
+        self.sync.subscribe(topic, run, tags=tags, sql=sql)
         return handler
 
     def unsubscribe(self, topic: str) -> None:
         """Unsubscribe as `mqstore.PushConsumer.unsubscribe`."""
         self._bridge.check()
         self.sync.unsubscribe(topic)
-
-    def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | Decision | None:
-        """Handle messages for the synchronous consumer, on one of its threads."""
-        run = _Run(self._bridge, self._begin, handler, arguments)
-        return run.wait() if self._waits else run
 
     def _begin(self, run: _Run) -> None:
         if self._cut is not None:

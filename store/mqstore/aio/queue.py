@@ -115,8 +115,8 @@ class Queue(Closable[_Told]):
     def __init__(self, bridge: Puts, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
         super().__init__(bridge, _Told(bridge.tell, bridge.store.broker, name, **options))
-        self._codec = options.get("codec") or BYTES
-        self._bounded = bool(options.get("maxsize"))
+        self._codec = BYTES if options.get("codec") is None else options["codec"]
+        self._maxsize: int = options.get("maxsize", 0)
         self._line = asyncio.Lock()
         """Line of the callers that wait for room."""
         self._last: WeakKeyDictionary[asyncio.Task[Any], Task] = WeakKeyDictionary()
@@ -130,11 +130,11 @@ class Queue(Closable[_Told]):
         """Put as `mqstore.Queue.put`. Items are stored in the order of the calls."""
         body = self._codec.encode(item)
         options: SendOptions = {} if delay is None else {"delay": delay}
-        if self._bounded:
+        if self._maxsize:
             append = partial(self.sync.append, body, options)
             stored = await (self._append_in_turn(append, limit(timeout)) if block else self._bridge.call(append))
             if stored is None:
-                raise QueueFull(f"queue {self.name!r} had no room")
+                raise QueueFull(f"queue {self.name!r} has no room for more than {self._maxsize} items")
             receipt = await self._bridge.wrapped(stored)
         else:
             self.sync.check_open()

@@ -157,8 +157,13 @@ class Handling:
         try:
             if self._around:
                 results: list[Decision | None] = [None]
-                # The result is checked inside, so that hooks see a failure.
-                self.hooks.consuming(lambda: results.append(check_has_run(handler(argument))), messages)
+
+                def consume() -> None:
+                    returned = handler(argument)
+                    # The result is checked inside, so that hooks see a failure.
+                    results.append(returned.wait(worker) if isinstance(returned, Awaited) else check_has_run(returned))
+
+                self.hooks.consuming(consume, messages)
                 result = results[-1]
             elif (result := handler(argument)) is not None:
                 if isinstance(result, Awaited):

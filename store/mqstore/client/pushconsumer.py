@@ -482,18 +482,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise self._left
         return ended
 
-    def run_on_loop(self, threads: int, exited: Callable[[BaseException], bool]) -> bool:
+    def run_on_loop(self, threads: int, exited: Callable[[BaseException], bool]) -> None:
         """Prepare a consumer that was not started for handlers that run on an event loop, for `mqstore.aio`.
 
-        Without `around_consume` hooks, at most `threads` threads begin and settle handlers. `exited` is called on a
-        worker with an error that ended its job. If it returns False, the consumer stops by itself. Returns True if a
-        thread has to wait for each handler, because of a hook.
+        Without `around_consume` hooks, for which a thread waits for each handler, at most `threads` threads begin and
+        settle handlers. `exited` is called on a worker with an error that ended its job. If it returns False, the
+        consumer stops by itself.
         """
         self._workers.on_exit = lambda error: None if exited(error) else self._exited(error)
-        waits = bool(self._handling.hooks.around_consume)
-        if not waits:
+        if not self._handling.hooks.around_consume:
             self._workers.threads = min(threads, self._workers.threads)
-        return waits
 
     def _exited(self, error: BaseException) -> None:
         """Stop because a handler raised SystemExit or KeyboardInterrupt. Its messages are not settled."""

@@ -36,7 +36,7 @@ from mqstore.broker.begun import NONE, UNREAD
 from mqstore.client.handlers import Decision
 from mqstore.clock import Clock
 from mqstore.log.message import Message
-from mqstore.signalsafe import Condition, Lock
+from mqstore.signalsafe import Bell, Condition, Lock
 
 __all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "at_signals", "cancelled", "current"]
 
@@ -58,6 +58,24 @@ class Awaited(ABC):
     @abstractmethod
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         """Begin. `done(error)` must be called once, by any thread, when it has ended."""
+
+    def wait(self, worker: Worker) -> Decision | None:
+        """Begin, and block until it has ended. Return its decision, or raise its error."""
+        bell = Bell()
+        errors: list[BaseException | None] = []
+
+        def done(error: BaseException | None) -> None:
+            errors.append(error)
+            bell.ring()
+
+        worker.awaits = self
+        self.start(done)
+        while not bell.wait(LOOK_MS / 1000):
+            self.look()
+        worker.awaits = None
+        if errors[0] is not None:
+            raise errors[0]
+        return self.decision
 
     @abstractmethod
     def look(self) -> None:
