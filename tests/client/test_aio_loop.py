@@ -83,11 +83,12 @@ def busy(store: aio.Store) -> Iterator[None]:
 def held_log(store: aio.Store) -> Iterator[None]:
     """Hold the log, as a bulk append does."""
     log = store.sync.log.wakeups.log
-    log.hold()
-    try:
-        yield
-    finally:
-        log.release()
+    with log.lock:  # else an append of another thread would release it
+        log.hold()
+        try:
+            yield
+        finally:
+            log.release()
 
 
 def queue_lock(store: aio.Store) -> Any:
