@@ -216,7 +216,7 @@ def stored(root: Path, config: StoreConfig, fs: FileSystem = REAL) -> Manifest:
             raise CorruptStoreError(f"{path}: {contradiction}", str(path), repair=repair)
         return found
     if (root / GUARD).exists() or checksum_found(root, fs) == "crc32c-record":
-        text = f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone"
+        text = f"{path} is missing, the manifest of this store of profile mqstore"
         raise CorruptStoreError(text, str(path), repair=repair)
     return sizes_found(root, "rocketmq", config, fs)
 
