@@ -166,7 +166,7 @@ wheel: $(VENV)/stamp-wheel
 
 docs: $(VENV)/stamp-dev
 	@stale=0; for page in docs/commands.md docs/spark-options.md store/native/table.h; do \
-	$(BIN)/python -m mqstore_tools.docs $$page > $(VENV)/page.md || exit 1; \
+	$(BIN)/python -m scripts.docs $$page > $(VENV)/page.md || exit 1; \
 	if cmp -s $(VENV)/page.md $$page; then echo "$$page is fresh"; \
 	else cp $(VENV)/page.md $$page; echo "$$page was stale; it has been written again"; stale=1; fi; done; exit $$stale
 

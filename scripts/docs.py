@@ -1,4 +1,4 @@
-"""`python -m mqstore_tools.docs FILE`: print a file with its generated parts made again.
+"""`python -m scripts.docs FILE`: print a file with its generated parts made again.
 
 docs/commands.md        all of it: the commands' own help
 docs/spark-options.md   its tables; the text between them is written by hand

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from mqstore_tools.docs import page
+from scripts.docs import page
 from tests.tools.support import environment
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ["docs/commands.md", "docs/spark-options.md", "store/native/table.h"])
 def test_the_page_is_fresh(name: str) -> None:
     # In a process of its own, as `make docs` runs it: click remembers in a command how its help was first asked for.
     run = subprocess.run(
-        [sys.executable, "-m", "mqstore_tools.docs", str(_ROOT / name)],
+        [sys.executable, "-m", "scripts.docs", str(_ROOT / name)],
         capture_output=True,
         encoding="utf-8",
         check=True,
+        cwd=_ROOT,
         env={**environment(), "PYTHONUTF8": "1"},
     )
 
