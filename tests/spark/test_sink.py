@@ -537,6 +537,7 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
         ),
         ({"path": "/p", "topic": ""}, "^option topic='': it "),
         ({"topic": "t"}, r"^no target: give \.save\(PATH\)"),
+        ({"path": "/p", "topic": "t", "view": "queues"}, "^option 'topic' is for writing and 'view' for reading; "),
     ):
         with pytest.raises(ConfigError, match=says):
             MQStoreDataSource(given)

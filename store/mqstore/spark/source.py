@@ -66,10 +66,14 @@ class MQStoreDataSource(DataSource):
         super().__init__(options)
         self._raw = dict(options)
         refuse_table(self._raw)
-        if ONLY_FOR_WRITING.isdisjoint(name.lower() for name in self._raw):
-            self._columns  # noqa: B018  (parsed: what is wrong shows at `load`)
-        else:
+        writing = [name for name in self._raw if name.lower() in ONLY_FOR_WRITING]
+        reading = [name for name in self._raw if name in SOURCE_OPTIONS and name not in SINK_OPTIONS]
+        if writing and reading:
+            raise ConfigError(f"option {writing[0]!r} is for writing and {reading[0]!r} for reading; leave one out")
+        if writing:
             SinkOptions.parse(self._raw)
+        else:
+            self._columns  # noqa: B018  (parsed: what is wrong shows at `load`)
 
     @cached_property
     def _given(self) -> SourceOptions:
