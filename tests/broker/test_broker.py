@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -19,7 +20,7 @@ from mqstore.broker import road
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
-from mqstore.broker.road import Road
+from mqstore.broker.road import AsyncPuts, Road
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -653,6 +654,21 @@ def test_async_puts_that_start_a_thread_each_all_end(tmp_path: Path, monkeypatch
         for thread in started:
             thread.join(20)
             assert not thread.is_alive()
+
+
+def test_an_async_put_may_be_taken_by_another_thread_between_look_and_take(tmp_path: Path) -> None:
+    """IndexError ended the thread, or left the call of the put, and what else had been taken was never answered."""
+
+    class TakenByAnother(deque[Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    with Bench(tmp_path).broker as broker:
+        puts = AsyncPuts(broker.store)
+        puts._later, puts._waiting = TakenByAnother(), TakenByAnother()
+        future = puts.put(lambda: broker.put("t", b"x"), synced=True)
+        puts.close()
+        assert future.result(20).size > 0
 
 
 def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:

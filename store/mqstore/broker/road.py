@@ -17,9 +17,10 @@ import math
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import Literal, Unpack, cast
+from typing import Literal, TypeVar, Unpack, cast
 
 from mqstore.broker.delay.route import PRECISION_MS, delay_route, routed_properties
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
@@ -57,6 +58,9 @@ from mqstore.signalsafe import Bell, Future
 from mqstore.threads import start_thread
 
 __all__ = ["AsyncPuts", "DelayedReceipt", "Road", "SendOptions"]
+
+
+Item = TypeVar("Item")
 
 
 class SendOptions(PutOptions, total=False):
@@ -277,6 +281,17 @@ def _identified(copies: Sequence[Copy]) -> list[Copy]:
     return known
 
 
+_AsyncPut = tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]
+"""A future, the put that makes its receipt, and True if it waits for the disk."""
+
+
+def _taken(items: deque[Item]) -> Iterator[Item]:
+    """Take items from the front, one at a time. Other threads may do so at the same time."""
+    with suppress(IndexError):
+        while True:
+            yield items.popleft()
+
+
 class AsyncPuts:
     """Futures of receipts whose records are stored and not yet synced, or not yet stored.
     An event loop must not wait for a sync, nor a signal handler for the call that it interrupted. They pass their
@@ -286,7 +301,7 @@ class AsyncPuts:
     def __init__(self, store: MessageStore) -> None:
         self._store = store
         self._bell = Bell()
-        self._later: deque[tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]] = deque()
+        self._later: deque[_AsyncPut] = deque()
         self._waiting: deque[tuple[Future[SendReceipt], SendReceipt]] = deque()
         self._threads: list[threading.Thread] = []
         """One thread, or several if puts came while the first was started. One bell wakes them in turn."""
@@ -298,27 +313,21 @@ class AsyncPuts:
         raises. If that is StoreBusyError, the thread calls `put` again."""
         future: Future[SendReceipt] = Future()
         future.set_running_or_notify_cancel()
-        if self._put(future, put, synced, later=self._later):
+        if self._put((future, put, synced), again=True):
             self._wake()
         return future
 
-    def _put(
-        self,
-        future: Future[SendReceipt],
-        put: Callable[[], SendReceipt],
-        synced: bool,
-        *,
-        later: deque[tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]] | None = None,
-    ) -> bool:
-        """Call `put`. Return True if something remains to be done for `future`."""
+    def _put(self, wanted: _AsyncPut, *, again: bool = False) -> bool:
+        """Make a put, or with `again` leave it for later if the store is busy. Return True if something remains."""
+        future, put, synced = wanted
         try:
             receipt = put()
         except Exception as error:
-            if later is None or not isinstance(error, StoreBusyError):
-                future.set_exception(error)
-                return False
-            later.append((future, put, synced))
-            return True
+            if again and isinstance(error, StoreBusyError):
+                self._later.append(wanted)
+                return True
+            future.set_exception(error)
+            return False
         if synced:
             self._waiting.append((future, receipt))
         else:
@@ -334,12 +343,9 @@ class AsyncPuts:
 
     def step(self) -> float | None:
         """Put what has to be put again, and sync what waits, in the thread (`mqstore.threads`) or while closing."""
-        while self._later:
-            self._put(*self._later.popleft())
-        batch = []
-        while self._waiting:
-            batch.append(self._waiting.popleft())
-        if batch:
+        for wanted in _taken(self._later):
+            self._put(wanted)
+        if batch := [*_taken(self._waiting)]:
             try:
                 self._store.flush()
             except Exception as error:
