@@ -57,11 +57,31 @@ static int open_record(Located *self, Py_buffer *view, Parts *parts)
     return 0;
 }
 
+/* Whether its body needs nothing but a slice. */
+static bool is_plain(const uint8_t *record)
+{
+    return !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
+}
+
 static PyObject *located_body(Located *self, void *closure)
 {
-    if (self->body_end < 0)
-        return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
     Py_buffer view;
+    if (self->body_end < 0) {
+        Parts parts;
+        if (open_record(self, &view, &parts) < 0)
+            PyErr_Clear();
+        else {
+            const uint8_t *data = view.buf;
+            bool plain = is_plain(data + self->start);
+            PyObject *body = NULL;
+            if (plain)
+                body = PyBytes_FromStringAndSize((const char *)data + parts.body, (Py_ssize_t)parts.body_size);
+            PyBuffer_Release(&view);
+            if (plain)
+                return body;
+        }
+        return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
+    }
     if (open_record(self, &view, NULL) < 0)
         return NULL;
     PyObject *body = NULL;
@@ -384,12 +404,6 @@ PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t narg
     }
     near_close(&near);
     return passing;
-}
-
-/* Whether its body needs nothing but a slice. */
-static bool is_plain(const uint8_t *record)
-{
-    return !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
 }
 
 /* What a unit says of its record. */

@@ -25,9 +25,9 @@ from mqstore.files.quiet import QUIET
 from mqstore.files.segment import place_in_file
 from mqstore.jobs.selection import Selection
 from mqstore.layout.compression import MissingPackageError
-from mqstore.log.recordbatch import RecordBatch
+from mqstore.log.message import Message
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.walk import in_log_order, walk_log
+from mqstore.log.walk import walk_log
 from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
 from mqstore_tools.render import (
     Told,
@@ -206,8 +206,8 @@ class _Found:
 
     def lines(self) -> Iterator[str]:
         """Yield messages in the order of the log, as JSON."""
-        for batches in self.batches():
-            for message in in_log_order(batches):
+        for messages in self.messages():
+            for message in messages:
                 try:
                     yield as_json(export_row(message, raw_body=self.raw_bodies))
                 except MissingPackageError as error:
@@ -218,7 +218,7 @@ class _Found:
                     detail = f"{where}: left out, its body does not inflate: {error}"
                     self.told.tell(Finding("bad_record", file, at, message.size, detail))
 
-    def batches(self) -> Iterator[list[RecordBatch]]:
+    def messages(self) -> Iterator[list[Message]]:
         """Yield all chosen messages, some consecutive ones of the log at a time.
         Raises TopicNotFoundError after the last if the topic or queue never was there."""
         for each in walk_log(self.store, self.verifier, self._is_wanted if self.topics else None):
@@ -226,9 +226,9 @@ class _Found:
                 # Behind the end of a store that was closed there was no message.
                 self.told.tell(each, counts=not (each.kind == "torn_tail" and self.store.clean_shutdown))
             elif isinstance(each, list):
-                batches = [part for batch in each if len(part := self._from(batch))]
-                self.queues.update(batch.queue for batch in batches)
-                yield batches
+                chosen = [message for message in each if message.offset >= self.from_offset]
+                self.queues.update(message.queue for message in chosen)
+                yield chosen
             else:
                 self._tell_gap(*each)
         for topic in {*self.topics} - {queue.topic for queue in self.queues}:
@@ -236,9 +236,6 @@ class _Found:
 
     def _is_wanted(self, topic: str, queue_id: int) -> bool:
         return topic in self.topics and self.queue_id in (None, queue_id)
-
-    def _from(self, batch: RecordBatch) -> RecordBatch:
-        return batch if batch.slots[0] >= self.from_offset else batch.only(batch.slots >= self.from_offset)
 
     def tell_not_inflated(self) -> None:
         """Print a line for each package that was missing."""

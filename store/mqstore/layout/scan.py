@@ -313,8 +313,6 @@ class Headers:
     store_timestamp_ms = _field("store_timestamp_ms", np.int64, moves=True)
     reconsume_times = _field("reconsume_times", np.int32, moves=True)
     prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
-    plain_body_size = _field("body_size", np.int32)
-    """`body_size` of records whose hosts are both IPv4, unchecked and without a parse. Useless for others."""
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:

@@ -28,11 +28,12 @@ from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
-from mqstore.log.recordbatch import SMALL_BATCH
 from mqstore.native import kernel
 
 __all__ = ["Checked", "RecordChecker", "Units", "check_units"]
 
+_SMALL_BATCH = 16
+"""For up to this many units, one struct at a time is no slower than arrays."""
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
 
@@ -100,7 +101,7 @@ class RecordChecker:
             return None, Checked(np.zeros(len(physical), np.bool_))
         segment, buffer = there
         units = Units(physical - segment.start, physical, sizes, slots)
-        if self.kernel is None and self._verify_reads and len(physical) <= SMALL_BATCH:
+        if self.kernel is None and self._verify_reads and len(physical) <= _SMALL_BATCH:
             rows = zip(*(column.tolist() for column in units), strict=True)
             sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
             return buffer, Checked(np.array(sound, np.bool_))

@@ -1,7 +1,8 @@
 """Stored message as a reader sees it: a view that decodes each attribute when it is read.
 
-A `Message` keeps only the buffer that holds its record, and the record's position and size. The buffer is a mapped
-segment. The view pins it, so the bytes stay valid after retention has unlinked the file.
+A `Message` keeps only the record's position, and a `UnitBatch`. That has the buffer and the units, and is shared by the
+messages of a read. The buffer is a mapped segment. The view pins it, so the bytes stay valid after retention has
+unlinked the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mqstore.layout.compression import inflate
-from mqstore.layout.consumequeue import UNIT
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
 from mqstore.layout.jsontext import BODY, decode
 from mqstore.layout.messageid import encode_message_id
@@ -51,17 +52,33 @@ from mqstore.layout.record import (
     body_length_at,
     store_timestamp_at,
 )
-from mqstore.log.recordbatch import RecordBatch, UnitBatch
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
-__all__ = ["Message", "row_of", "stored_bytes"]
+__all__ = ["Message", "UnitBatch", "row_of", "stored_bytes"]
 
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
 _V6 = BORN_HOST_V6 | STORE_HOST_V6
 _size = attrgetter("size")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class UnitBatch:
+    """Messages of one queue in one segment, without arrays: enough to make `Message`s of."""
+
+    __slots__ = ("_first", "_units", "buffer", "queue")
+
+    def __init__(self, queue: QueueRef, buffer: mmap.mmap | bytes, units: bytes, first: int) -> None:
+        """`units` are those of the slots from `first` on, of these messages and maybe of others."""
+        self.queue = queue
+        self.buffer = buffer
+        self._units = units
+        self._first = first
+
+    def tags_code(self, slot: int) -> int:
+        code: int = UNIT.unpack_from(self._units, (slot - self._first) * UNIT_BYTES)[2]
+        return code
 
 
 class Located:
@@ -74,7 +91,7 @@ class Located:
     # Four slots, since readers make thousands at once. Values that messages share stay in their batch.
     __slots__ = ("_batch", "_body_end", "_start", "offset")
 
-    def __init__(self, batch: RecordBatch | UnitBatch, start: int, offset: int, body_end: int = -1) -> None:
+    def __init__(self, batch: UnitBatch, start: int, offset: int, body_end: int = -1) -> None:
         """`start` is the record's position in the buffer of `batch`.
         `body_end` is the end of a body that needs no decoding, or -1 if it is not known."""
         self._batch = batch

@@ -41,11 +41,10 @@ from mqstore.log.checking import RecordChecker
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.iteration import iterate
 from mqstore.log.manifest import Manifest
-from mqstore.log.message import Message, stored_bytes
+from mqstore.log.message import Message, UnitBatch, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
-from mqstore.log.recordbatch import UnitBatch
 from mqstore.log.records import RecordReader, Request
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import Verifier

@@ -24,10 +24,9 @@ from mqstore.layout.dispatch import tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
 from mqstore.log.checking import RecordChecker
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.message import Message
+from mqstore.log.message import Message, UnitBatch
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
-from mqstore.log.recordbatch import RecordBatch, UnitBatch
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.slots import LOST_SEGMENTS
 from mqstore.log.tagfilter import UnitFilter
@@ -77,15 +76,7 @@ class RecordReader:
         """Return the messages, the offset behind the last unit consumed, and whether `max_bytes` ended the read."""
         kernel = self.checker.kernel
         found = None if kernel is None else self._compiled(kernel, asked)
-        if found is not None:
-            messages, after, stop = found
-        else:
-            batches, after, stop = self._locate(asked)
-            messages = []
-            for batch in batches:
-                starts, slots = batch.starts.tolist(), batch.slots.tolist()
-                messages += map(Message, repeat(batch), starts, slots, batch.body_ends())
-                self.bytes_read += int(batch.sizes.sum())
+        messages, after, stop = self._locate(asked) if found is None else found
         if (unit_filter := asked.unit_filter) is not None:
             messages = unit_filter.passing(messages)
         return messages, after, stop
@@ -122,22 +113,22 @@ class RecordReader:
         self.bytes_read += total
         return messages, offset + looked, stop
 
-    def _locate(self, asked: Request) -> tuple[list[RecordBatch], int, bool]:
-        """Return the checked records of the units, the offset behind the last unit consumed, and a flag.
-        The flag is True if `max_bytes` ended the read."""
+    def _locate(self, asked: Request) -> tuple[list[Message], int, bool]:
+        """Return the messages of the units whose records are good. The rest is as in `views`."""
         queue, size = asked.queue, self._run.segment_bytes
-        units, slots, after, stop = self._choose(asked)
-        physical = units["physical_offset"].astype(np.int64)
-        sizes, tags = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
-        batches: list[RecordBatch] = []
+        units, chosen, after, stop = self._choose(asked)
+        slots = chosen + asked.offset
+        physical, sizes = (units[name][chosen].astype(np.int64) for name in ("physical_offset", "size"))
+        encoded = units.tobytes()
+        messages: list[Message] = []
         bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
-        for low, high in pairwise([0, *bounds, len(units)] if len(units) else []):
+        for low, high in pairwise([0, *bounds, len(chosen)] if len(chosen) else []):
             here = slice(low, high)
             buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
             good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention took it meanwhile
-                if batches:  # reported when it is asked for
+                if messages:  # reported when it is asked for
                     after, stop = int(slots[low]), True
                     break
                 continue
@@ -161,14 +152,14 @@ class RecordReader:
                         self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
             if buffer is None:
                 continue
-            starts = physical[here] - physical[low] // size * size
-            known = checked.headers, checked.body_ends
-            batch = RecordBatch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], *known)
-            batches.append(batch if good.all() else batch.only(good))
-        return batches, after, stop
+            batch = UnitBatch(queue.ref, buffer, encoded, asked.offset)
+            starts = physical[here][good] - physical[low] // size * size
+            messages += map(Message, repeat(batch), starts.tolist(), slots[here][good].tolist())
+            self.bytes_read += int(sizes[here][good].sum())
+        return messages, after, stop
 
-    def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], int, bool]:
-        """Return the units that the read asks for, their slots, the offset behind the last unit, and a flag.
+    def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp], int, bool]:
+        """Return the units, indices of those that the read asks for, the offset behind the last one, and a flag.
         The flag is True if `max_bytes` ended the read. A hole is logged as lost."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
         units = queue.units(offset, count)
@@ -191,7 +182,7 @@ class RecordReader:
             front = self.find_front(queue)
             for slot in holes[holes >= front].tolist() if tell else ():
                 self.tell_lost(queue.missing_units(slot, slot))
-        return units[chosen], chosen + offset, after, stop
+        return units, chosen, after, stop
 
     def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""

@@ -22,42 +22,42 @@ all damage, regardless of the watermark:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby, repeat
+from collections.abc import Callable, Iterator
+from itertools import groupby, repeat
 from operator import attrgetter
 
 import numpy as np
 
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.message import Message
+from mqstore.log.message import Message, UnitBatch
 from mqstore.log.reader import StoreReader
-from mqstore.log.recordbatch import RecordBatch
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
 from mqstore.log.recovery.slots import Placed
 from mqstore.log.recovery.verify import Gap, Verifier
 
-__all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
+__all__ = ["damage_at", "walk_log", "walk_queue"]
 
 _STEP = 512
 
 
 def walk_log(
     store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
-) -> Iterator[list[RecordBatch] | Finding | Gap]:
+) -> Iterator[list[Message] | Finding | Gap]:
     """Yield all messages in a reader's log of the queues `wanted`, by topic and queue id. None means all.
 
-    `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. The batches of a
-    list belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer
-    the log ends where it ended when `verifier` was made. Needs bounded memory.
+    `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. Messages come in log
+    order, some thousand of one segment in a list. Beside a writer the log ends where it ended when `verifier` was made.
+    Needs bounded memory.
     """
     yield from (finding for finding in verifier.segments() if finding.kind in ("missing_segment", "bad_json"))
     first = verifier.front
     events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
     for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
-            batches: list[RecordBatch] = []
+            messages: list[Message] = []
+            parts = 0
             for found in verifier.placed(verifier.rows_of(event), wanted):
                 if isinstance(found, Finding):
                     if found.kind != "queue_offset":  # the right number is known
@@ -65,9 +65,12 @@ def walk_log(
                     continue
                 if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
-                batches.append(_batch(event, found))
+                messages += _messages_of(event, found)
+                parts += 1
+            if parts > 1:  # one queue after the other
+                messages.sort(key=attrgetter("physical_offset"))
             verifier.done_bytes = event.end - first
-            yield batches
+            yield messages
         elif isinstance(event, Bad):
             yield verifier.bad(event)
         else:
@@ -92,20 +95,11 @@ def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
             return
 
 
-def in_log_order(batches: Sequence[RecordBatch]) -> Iterator[Message]:
-    """Yield the messages of batches from one list of `walk_log` in log order."""
-    found = chain.from_iterable(
-        map(Message, repeat(each), each.starts.tolist(), each.slots.tolist(), each.body_ends()) for each in batches
-    )
-    return found if len(batches) == 1 else iter(sorted(found, key=attrgetter("physical_offset")))
-
-
-def _batch(good: Good, found: Placed) -> RecordBatch:
+def _messages_of(good: Good, found: Placed) -> Iterator[Message]:
     units = found.units
-    slots = np.arange(found.first, found.first + len(units), dtype=np.int64)
+    batch = UnitBatch(found.queue.ref, good.buffer, units.tobytes(), found.first)
     starts = units["physical_offset"].astype(np.int64) - good.base
-    sizes, codes = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
-    return RecordBatch(found.queue.ref, good.buffer, starts, sizes, codes, slots, None)
+    return map(Message, repeat(batch), starts.tolist(), range(found.first, found.first + len(units)))
 
 
 def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
