@@ -157,17 +157,7 @@ class _Call(Generic[T]):
 
 class Bridge:
     """Thread of one aio store, and the way back to its loop. Made on that loop.
-    Other threads may only call the methods that say so.
-
-    >>> async def main():
-    ...     bridge = Bridge("demo")
-    ...     try:
-    ...         return await bridge.call(lambda: 6 * 7)
-    ...     finally:
-    ...         bridge.close()
-    >>> asyncio.run(main())
-    42
-    """
+    Other threads may only call the methods that say so."""
 
     def __init__(self, name: str) -> None:
         self.name = name

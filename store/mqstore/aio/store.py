@@ -22,13 +22,12 @@ from typing import Any, Literal, Unpack
 
 from mqstore import store as sync
 from mqstore.aio.bridge import uncancelled
+from mqstore.aio.consumers import PullConsumer, SimpleConsumer
 from mqstore.aio.deadletters import DeadLetters
 from mqstore.aio.producer import Producer
-from mqstore.aio.pullconsumer import PullConsumer
 from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
-from mqstore.aio.simpleconsumer import SimpleConsumer
 from mqstore.aio.twin import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready

@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
 from mqstore.aio.puts import Puts, owned
-from mqstore.errors import StoreClosedError
 from mqstore.options import Duration, seconds
 
 __all__ = [
@@ -59,23 +58,6 @@ class Closable(Twin[S]):
     async def __aexit__(self, *error: Any) -> None:
         sync: Any = self.sync
         await to_its_end(self, partial(sync.__exit__, *error))
-
-    async def _received(
-        self, receive: Callable[[], list[T]], wait_s: float | None, undo: Callable[[list[T]], object]
-    ) -> list[T]:
-        """Return what `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
-        consumer: Any = self.sync
-        was_closed = consumer.closed
-
-        def look() -> list[T] | None:
-            try:
-                return receive() or ([] if consumer.closed else None)
-            except StoreClosedError:
-                if was_closed or not consumer.closed:
-                    raise
-                return []
-
-        return await self._bridge.look(look, consumer.when_ready, timeout_s=wait_s, undo=undo) or []
 
 
 class Made(Generic[T]):
