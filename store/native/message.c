@@ -282,7 +282,8 @@ int located_plain(Located *message, Near *near, PyObject **head, PyObject **body
         return -1;
     const char *data = near->view.buf;
     uint32_t flags = get32((const uint8_t *)data + message->start + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
-    int plain = !(flags & (BORN_HOST_V6 | STORE_HOST_V6)) && (!transaction || transaction == TRANSACTION_COMMIT);
+    int plain = !(flags & (BORN_HOST_V6 | STORE_HOST_V6)) && (flags & BODY_ELSEWHERE) != BODY_ELSEWHERE &&
+                (!transaction || transaction == TRANSACTION_COMMIT);
     if (plain) {
         *head = PyBytes_FromStringAndSize(data + message->start, BODY_AT_V4);
         *body = PyBytes_FromStringAndSize(data + parts.body, (Py_ssize_t)parts.body_size);

@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
+from mqstore.broker.mechanism import oldest_of
 from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP, QueueKey
 from mqstore.broker.parts import Parts
-from mqstore.broker.retention import all_pins, oldest_of
+from mqstore.broker.retention import all_pins
 from mqstore.broker.retry import Retries
 from mqstore.broker.road import Road
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError

@@ -178,7 +178,7 @@ def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path
     bench = PushBench(tmp_path, fs=fs, segment_bytes=1 << 14)
     handler = Handler(bench, ValueError("0"), None, None, ValueError("again"))
     consumer = bench.consumer(handler)
-    bench.put(b"0" * 9_000, b"1", b"2")
+    bench.put(*(body * 9_000 for body in (b"0", b"1", b"2")))  # too far away to refer to the first
     fs.fail("allocate", errno.ENOSPC, times=None)
     filling = [b"filling" * 100] * 100
     with pytest.raises(StoreFullError):  # as full as it gets: the copy does not fit any more

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker import references
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.clock import SimulatedClock
@@ -51,6 +52,12 @@ class Script:
     """Dead letters at the n-th purge."""
     drops: list[int] = field(default_factory=list)
     """Moments before segments were dropped."""
+
+
+@pytest.fixture(autouse=True)
+def _waiting_records_refer_to_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: the bodies of the script are small."""
+    monkeypatch.setattr(references, "_SMALL_BODY", 0)
 
 
 def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:

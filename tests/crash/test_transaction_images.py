@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 from mqstore.broker.halves import CHECK_EVERY_MS, TransactionHandle
+from mqstore.broker.mechanism import oldest_of
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, QueueKey
-from mqstore.broker.retention import all_pins, oldest_of
+from mqstore.broker.retention import all_pins
 from mqstore.broker.transactions import Transactions
 from mqstore.log.message import Message
 from mqstore.options import Durability

@@ -26,6 +26,7 @@ from mqstore.files.segment import place_in_file
 from mqstore.jobs.selection import Selection
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.message import Message
+from mqstore.log.records import RemovedBodyError
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.walk import walk_log
 from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
@@ -212,6 +213,8 @@ class _Found:
                     yield as_json(export_row(message, raw_body=self.raw_bodies))
                 except MissingPackageError as error:
                     self.not_inflated[str(error)] += 1
+                except RemovedBodyError:
+                    pass  # it waited for its time once, and retention removes it in two parts
                 except FormatError as error:
                     file, at = place_in_file(message.physical_offset, self.store.manifest.commitlog_segment_bytes)
                     where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"

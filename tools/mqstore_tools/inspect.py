@@ -134,7 +134,7 @@ def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:
         offset = "" if pin["queue_offset"] is None else f" at {pin['queue_offset']}"
         group = f", group {pin['group']}" if pin["group"] else ""
         where = f"{pin['topic']}, queue {pin['queue_id']}{offset}{group}: {pin['why']}"
-        facts.append(("kept from", f"{pin['physical_offset']} on, for {where}"))
+        facts.append(("kept from", f"{max(0, pin['physical_offset'] - pin['reach'])} on, for {where}"))
     if timer["waiting"]:
         facts.append(("timer", f"{timer['waiting']} messages wait, the first until {when(timer['next_due_ms'])}"))
     if transactions["open"] or transactions["given_up"]:

@@ -28,7 +28,7 @@ from mqstore.clock import Clock
 from mqstore.signalsafe import Bell, Lock
 from mqstore.threads import start_thread
 
-__all__ = ["Housekeeper", "Mechanism", "Pin", "Roller", "Wake"]
+__all__ = ["Housekeeper", "Mechanism", "Pin", "Roller", "Wake", "oldest_of"]
 
 _log = logging.getLogger("mqstore")
 
@@ -45,6 +45,18 @@ class Pin(NamedTuple):
     why: str
     rolls: bool = False
     """True if the mechanism can relocate the message to the log end (`Roller`)."""
+    reach: int = 0
+    """Number of bytes in front of the record that must stay, too: there may be its body (`references.py`)."""
+
+    @property
+    def kept_from(self) -> int:
+        """Physical offset of the first byte that must stay."""
+        return max(0, self.physical_offset - self.reach)
+
+
+def oldest_of(pins: Iterable[Pin]) -> Pin | None:
+    """Return the pin that keeps the most, or None without one."""
+    return min(pins, default=None, key=lambda pin: pin.kept_from)
 
 
 class Mechanism:

@@ -4,9 +4,10 @@
     user, retry            at the smallest offset that any group committed; the first one if no group ever did
     dead letters           at the queue's logical start, which replay, purge and expiry move
     the engine's own       the pins of the mechanism that owns it (`pins`)
+    a body of a retry      within `Pin.reach` bytes in front of the first waiting record
     discarded half         none
 
-The bound is the smallest of these, with `unconsumed="drop"` only of the last two rows: the engine's undelivered
+The bound is the smallest of these, with `unconsumed="drop"` only of the last three rows: the engine's undelivered
 messages are kept under every policy. The oldest pin and its group are shown, because they keep the disk full.
 
 One message delayed by months must not keep all later ones:
@@ -18,6 +19,7 @@ One message delayed by months must not keep all later ones:
 Every ten seconds, delayed messages in segments without other needed records are relocated to the log end (`Roller`),
 to wait for the same time. The copies may take at most half of the freed bytes. So each byte copied frees two, one of
 them for good. Messages are not moved in circles, and hold at most twice their size in the log, however many wait.
+Only a body that a waiting record refers to (`references.py`) is not counted. The first relocation copies it.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.mechanism import Mechanism, Pin, Roller
+from mqstore.broker.mechanism import Mechanism, Pin, Roller, oldest_of
 from mqstore.broker.parts import Parts, Tables, kept_for_consumers
 from mqstore.layout.consumequeue import is_void
 from mqstore.log.reader import StoreReader
 from mqstore.options import Retention
 
-__all__ = ["RetentionService", "all_pins", "oldest_of", "physical_of"]
+__all__ = ["RetentionService", "all_pins", "physical_of"]
 
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
@@ -61,10 +63,6 @@ def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
             yield Pin(physical, topic, queue_id, group, why)
     for mechanism in mechanisms:
         yield from mechanism.pins()
-
-
-def oldest_of(pins: Iterable[Pin]) -> Pin | None:
-    return min(pins, default=None, key=lambda pin: pin.physical_offset)
 
 
 def worth_rolling(
@@ -126,16 +124,16 @@ class RetentionService(Mechanism):
         A commit in memory may rest on a copy (a retry, a dead letter) that a power cut would remove. Then the original
         is the only one."""
         end = self._parts.store.max_offset
-        pin = oldest_of(self._pins(policy))
+        pin = self._parts.road.references.oldest(lambda: self._pins(policy))
         # After the pins were read: the changes that moved them are on disk before anything is deleted.
         self._parts.store.flush()
         self._parts.offsets.save()
         if pin is None:
             return end
         if self._told is None or pin[1:] != self._told[1:]:
-            _log.info("the log is kept from %d on for %s/%d %s: %s", *pin[:5])
+            _log.info("the log is kept from %d on for %s/%d %s: %s", pin.kept_from, *pin[1:5])
         self._told = pin
-        return pin.physical_offset
+        return pin.kept_from
 
     def run_once(self, now_ms: int) -> int | None:
         """Look for records to relocate every ten seconds, and relocate some of them. The store cleans by itself.
@@ -157,7 +155,7 @@ class RetentionService(Mechanism):
             if pin.rolls:
                 movable = min(movable, pin.physical_offset)
             else:
-                firm = min(firm, pin.physical_offset)
+                firm = min(firm, pin.kept_from)
         segment_bytes = parts.store.manifest.commitlog_segment_bytes
         before = firm // segment_bytes * segment_bytes
         if movable >= before:

@@ -17,7 +17,7 @@ The limits and delays are in delivery#groups and delivery#backoff.
 The copy is in the log before the caller settles the original. So a crash between the two makes a second copy, and never
 loses the only one. Nor does a power cut, because the settlement is written behind the copy, or flushes the log first.
 Only `send_back` waits for the disk, as a put does, because its caller has no other copy. For the same reason it is not
-idempotent.
+idempotent. A copy that waits may refer to its body in place of having it (`references.py`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Retries:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))
             receipt = parts.road.copy(
-                message, topic, queue_id, properties, reconsume_times=times, durability=durability
+                message, topic, queue_id, properties, refers=True, reconsume_times=times, durability=durability
             )
         except InvalidMessageError as error:
             # The message's properties leave no room for the marks of a retry. A later try would fail, too.
@@ -203,6 +203,7 @@ class Retries:
         reconsume_times: int,
         durability: Durability | None,
     ) -> SendReceipt:
+        message = message.whole()
         return self._parts.road.append(  # not `copy`, which would add an origin again for which there is no room
             topic,
             queue_id,

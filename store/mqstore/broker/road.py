@@ -26,6 +26,7 @@ from mqstore.broker.delay.route import PRECISION_MS, delay_route, routed_propert
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.receipts import recall_handle
+from mqstore.broker.references import References
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.broker.uniquekey import PROCESS_KEYS
@@ -112,6 +113,7 @@ class Road(Sending):
         self._levels = len(store.delay_table_ms)
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
+        self.references = References(store)
         self._turns = RoundRobin()
         topics.on_change.append(self._turns.forget)
         self._sender = self._writer.sender(
@@ -192,11 +194,23 @@ class Road(Sending):
         return self._store.put_many(topic, bodies, queue_id, durability=durability)
 
     def append(
-        self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]
+        self,
+        topic: str,
+        queue_id: int,
+        body: Body,
+        properties: Mapping[str, str],
+        *,
+        origin: Message | None = None,
+        **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append a record with all fields, reserved properties included, where it belongs now (`route`)."""
+        """Append a record with all fields, reserved properties included, where it belongs now (`route`).
+        If it waits there, it may refer to the body of `origin`, which has the same."""
         where, at, stored = self.route(topic, queue_id, properties, options.get("sys_flag", 0))
-        receipt = self._store.append(where, at, body, properties=stored, **options)
+        receipt = None
+        if origin is not None and where != topic:
+            receipt = self.references.append(where, at, origin, stored, options)
+        if receipt is None:
+            receipt = self._store.append(where, at, body, properties=stored, **options)
         if where != TIMER_TOPIC or topic == TIMER_TOPIC:
             return receipt
         return DelayedReceipt((*receipt, topic, int(stored[TIMER_OUT_MS]) + 1))  # type: ignore[arg-type]  # two more
@@ -207,16 +221,20 @@ class Road(Sending):
         topic: str,
         queue_id: int,
         properties: Mapping[str, str],
+        *,
+        refers: bool = False,
         **options: Unpack[RecordOptions],
     ) -> SendReceipt:
         """Append a copy of `message` elsewhere, with its stored body and birth, and these properties.
         `options` replace fields of the message. A message without a unique key gets its first address as
         ORIGIN_MESSAGE_ID, so that its copies are known as one. This does not wait for the disk, because the original
-        still exists. A caller that removes the original flushes first."""
+        still exists. A caller that removes the original flushes first. If it `refers`, a copy that waits may have a
+        reference in place of the body. Raises FormatError if the message has one, and its body cannot be read."""
+        origin, message = message if refers else None, message.whole()
         if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
             properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True, **options}
-        return self.append(topic, queue_id, bytes(message.body_view), properties, **fields)
+        return self.append(topic, queue_id, message.body_view, properties, origin=origin, **fields)
 
     def home(self, message: Message, topic: str, queue_id: int) -> int | None:
         """Return the queue of `topic` for a message that waited for `queue_id`.

@@ -30,6 +30,7 @@ from mqstore.columnar.arrow import cut, spread, text
 from mqstore.columnar.rows import Cost, OnCorrupt, Piece, PieceReader, Policy
 from mqstore.errors import ConfigError, FormatError
 from mqstore.files.segment import place_in_file
+from mqstore.layout.bodyref import is_reference
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
@@ -37,6 +38,7 @@ from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import StoreReader
+from mqstore.log.records import RemovedBodyError
 from mqstore.log.recovery.report import Finding, Kind
 
 __all__ = [
@@ -368,8 +370,17 @@ def _inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> It
         bodies: dict[int, bytes] = {}
         for row in np.flatnonzero(headers.sys_flag & COMPRESSED).tolist():
             at, stored = int(headers.body_position[row]), int(headers.body_size[row])
+            flags = int(headers.sys_flag[row])
             try:
-                body = inflate(int(headers.sys_flag[row]), piece.buffer[at : at + stored])
+                if is_reference(flags):
+                    body = store.at(int(piece.physical[row])).body
+                else:
+                    body = inflate(flags, piece.buffer[at : at + stored])
+            except (RemovedBodyError, LookupError):
+                policy.removed += 1
+                yield from _with_bodies(piece, low, row, bodies)
+                low, size, bodies = row + 1, 0, {}
+                continue
             except (FormatError, MissingPackageError) as error:
                 yield from _with_bodies(piece, low, row, bodies)
                 yield from _not_inflated(piece, row, error, store, policy)

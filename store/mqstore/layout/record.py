@@ -98,6 +98,7 @@ COMPRESSION_TYPE_MASK: Final = 0x700
 COMPRESSION_LZ4: Final = 0x100
 COMPRESSION_ZSTD: Final = 0x200
 COMPRESSION_ZLIB: Final = 0x300
+BODY_ELSEWHERE: Final = COMPRESSED | COMPRESSION_TYPE_MASK  # ours: the body is in an earlier record (`bodyref`)
 
 MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
 MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + PROPERTIES_LENGTH_BYTES  # no body, no topic, no properties, V1

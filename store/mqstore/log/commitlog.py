@@ -51,6 +51,7 @@ __all__ = [
     "ORDINARY",
     "CommitLog",
     "Fields",
+    "OutOfReachError",
     "QueueRef",
     "SendReceipt",
     "SendReceipts",
@@ -74,6 +75,10 @@ the cost of a call between threads is greater."""
 Result = TypeVar("Result")
 _Encoded = tuple[bytearray | memoryview, Mapping[Numbered, int], Result]
 """Bytes to store at a position, the next offset of each queue after them, and what to return to the caller."""
+
+
+class OutOfReachError(Exception):
+    """The log has grown too far for this record. Nothing was written."""
 
 
 class Fields(NamedTuple):
@@ -172,13 +177,15 @@ class CommitLog(Tip):
         tail: bytes,
         fields: Fields = ORDINARY,
         unique_key: str | None = None,
+        latest: int | None = None,
     ) -> SendReceipt:
         """Append one record to `queue`. `tail` are the bytes behind the body.
 
         The caller has checked the lengths. A prepared or rollback record (sys_flag bits 2-3) gets no queue offset.
-        Raises StoreFullError if there is no room for the next segment. Nothing is written then.
+        Raises StoreFullError if there is no room for the next segment, and OutOfReachError if the record would lie
+        behind physical offset `latest`. Nothing is written then.
         """
-        if kernel is not None and fields == ORDINARY:
+        if kernel is not None and fields == ORDINARY and latest is None:
             receipt: SendReceipt | None = self._put(queue, body, tail, unique_key)
             if receipt is not None:
                 return receipt
@@ -190,6 +197,8 @@ class CommitLog(Tip):
         size = header.size + len(body) + len(tail)
 
         def encode(position: int) -> _Encoded[SendReceipt]:
+            if latest is not None and position > latest:
+                raise OutOfReachError(f"the log ends at {position}, behind {latest}")
             now_ms = self._time_ns() // _MS_NS
             offset = queue.next_offset if numbered else 0
             head = header.pack(

@@ -8,13 +8,14 @@ unlinked the file.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from struct import Struct
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from mqstore.layout.bodyref import filled, is_reference, reference_to
 from mqstore.layout.compression import inflate
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
@@ -55,7 +56,10 @@ from mqstore.layout.record import (
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
-__all__ = ["Message", "UnitBatch", "row_of", "stored_bytes"]
+__all__ = ["Find", "Message", "UnitBatch", "row_of", "stored_bytes"]
+
+Find: TypeAlias = "Callable[[bytes], Message]"
+"""Returns the message whose body a reference names (`layout/bodyref.py`)."""
 
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
@@ -67,12 +71,16 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class UnitBatch:
     """Messages of one queue in one segment, without arrays: enough to make `Message`s of."""
 
-    __slots__ = ("_first", "_units", "buffer", "queue")
+    __slots__ = ("_first", "_units", "buffer", "find", "queue")
 
-    def __init__(self, queue: QueueRef, buffer: mmap.mmap | bytes, units: bytes, first: int) -> None:
-        """`units` are those of the slots from `first` on, of these messages and maybe of others."""
+    def __init__(
+        self, queue: QueueRef, buffer: mmap.mmap | bytes, units: bytes, first: int, find: Find | None = None
+    ) -> None:
+        """`units` are those of the slots from `first` on, of these messages and maybe of others.
+        `find` is None if records of this queue always have their bodies."""
         self.queue = queue
         self.buffer = buffer
+        self.find = find
         self._units = units
         self._first = first
 
@@ -177,9 +185,9 @@ class Located:
 
     def plain_parts(self) -> tuple[bytes, bytes] | None:
         """Return (header, stored body) of an ordinary record, or None.
-        Ordinary records have two IPv4 hosts and are not held back by a transaction."""
+        Ordinary records have two IPv4 hosts and their body, and are not held back by a transaction."""
         buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
-        if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
+        if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT) or is_reference(flags):
             return None
         begin = start + BODY_AT_V4
         return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - BODY_LENGTH_BYTES)[0]]
@@ -292,8 +300,25 @@ class Message(Located):
     def _body_start(self) -> int:
         return self._start + body_length_at(self.sys_flag) + BODY_LENGTH_BYTES
 
+    def whole(self) -> Message:
+        """Return this message with its body if an earlier record has it (`layout/bodyref.py`), else itself.
+        Raises FormatError if that record cannot be read, and RemovedBodyError if retention took it."""
+        find = self._batch.find
+        if find is None or not is_reference(self.sys_flag):
+            return self
+        origin = find(bytes(self.body_view))
+        record = filled(self.record_bytes(), origin.sys_flag, origin.body_view)
+        unit = UNIT.pack(self.physical_offset, len(record), self.tags_code)
+        return Message(UnitBatch(self.queue, record, unit, self.offset), 0, self.offset)
+
+    def reference(self) -> bytes:
+        """Return the reference to the body of this record."""
+        return reference_to(self._batch.buffer[self._start : self._start + BODY_AT_V4])
+
     def _stored_body(self) -> bytes:
         """Return the body as its header describes it, inflated if it was stored compressed."""
+        if (whole := self.whole()) is not self:
+            return whole.body
         buffer = self._batch.buffer
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]]
@@ -339,8 +364,9 @@ class Message(Located):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the record alone, so that another process needs no store to read it."""
-        unit = UNIT.pack(self.physical_offset, self.size, self.tags_code)
-        return _restored, (type(self), tuple(self.queue), self.record_bytes(), unit, self.offset)
+        record = self.whole().record_bytes()
+        unit = UNIT.pack(self.physical_offset, len(record), self.tags_code)
+        return _restored, (type(self), tuple(self.queue), record, unit, self.offset)
 
     def record_bytes(self) -> bytes:
         """Return the whole record as stored."""

@@ -17,14 +17,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.errors import FormatError
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import place_in_file
+from mqstore.layout.bodyref import place_of
 from mqstore.layout.consumequeue import UNIT, VOID_SIZE, is_message
-from mqstore.layout.dispatch import tags_code_at
+from mqstore.layout.dispatch import SCHEDULE_TOPIC, tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
 from mqstore.log.checking import RecordChecker
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.message import Message, UnitBatch
+from mqstore.log.message import Find, Message, UnitBatch
+from mqstore.log.names import TIMER_TOPIC
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Finding
@@ -32,13 +35,19 @@ from mqstore.log.recovery.slots import LOST_SEGMENTS
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.log.tip import QueueRef
 
-__all__ = ["RecordReader", "Request"]
+__all__ = ["RecordReader", "RemovedBodyError", "Request"]
 
 _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
 """Number of units read at once. Their messages keep them all in memory."""
 _LOOK_AHEAD_UNITS = 256
+_WAITING_TOPICS = frozenset({SCHEDULE_TOPIC, TIMER_TOPIC})
+"""Topics whose records may refer to the body of an earlier one."""
+
+
+class RemovedBodyError(FormatError):
+    """Retention has removed the record that had the body. So nothing waits for it any more."""
 
 
 class Request(NamedTuple):
@@ -97,7 +106,7 @@ class RecordReader:
         messages: list[Message]
         messages, looked, total, stop = kernel.read_units(
             Message,
-            UnitBatch(queue.ref, buffer, units, offset),
+            UnitBatch(queue.ref, buffer, units, offset, self.finder(queue.topic)),
             buffer,
             segment.start,
             units,
@@ -152,7 +161,7 @@ class RecordReader:
                         self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
             if buffer is None:
                 continue
-            batch = UnitBatch(queue.ref, buffer, encoded, asked.offset)
+            batch = UnitBatch(queue.ref, buffer, encoded, asked.offset, self.finder(queue.topic))
             starts = physical[here][good] - physical[low] // size * size
             messages += map(Message, repeat(batch), starts.tolist(), slots[here][good].tolist())
             self.bytes_read += int(sizes[here][good].sum())
@@ -254,5 +263,25 @@ class RecordReader:
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self._delay_table_ms)
         unit = UNIT.pack(physical_offset, record.total_size, code)
-        batch = UnitBatch(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
+        ref = QueueRef(record.topic, record.queue_id)
+        batch = UnitBatch(ref, buffer, unit, record.queue_offset, self.finder(record.topic))
         return Message(batch, at, record.queue_offset)
+
+    def finder(self, topic: str) -> Find | None:
+        """Return what finds the bodies that records of `topic` only refer to, or None if all of them have theirs."""
+        return self.origin if topic in _WAITING_TOPICS and self._checksum == "crc32c-record" else None
+
+    def origin(self, reference: bytes) -> Message:
+        """Return the message whose body `reference` names.
+        Raises RemovedBodyError if retention has removed its record, and FormatError if it cannot be read."""
+        place = place_of(reference)
+        try:
+            message = self.at(place)
+            why = "another record is there"
+        except LookupError as error:
+            if place < self._run.min_offset:
+                raise RemovedBodyError(f"its body was in the record at {place}, which was deleted", "body", 0) from None
+            message, why = None, str(error)
+        if message is None or message.reference() != reference:
+            raise FormatError(f"its body is in the record at {place}, which cannot be read: {why}", "body", 0)
+        return message

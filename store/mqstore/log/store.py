@@ -414,6 +414,11 @@ class MessageStore(StoreReader, Sending):
     def max_offset(self) -> int:
         return self._log.end
 
+    @property
+    def dispatched_end(self) -> int:
+        """Physical offset up to which all messages are in their queues."""
+        return self._dispatcher.position
+
     def stats(self) -> StoreStats:
         errors = dict(self._errors.messages)
         if self.index.dropped_entries:

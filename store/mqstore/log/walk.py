@@ -30,7 +30,7 @@ import numpy as np
 
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.message import Message, UnitBatch
+from mqstore.log.message import Find, Message, UnitBatch
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
@@ -65,7 +65,7 @@ def walk_log(
                     continue
                 if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
-                messages += _messages_of(event, found)
+                messages += _messages_of(event, found, store.records.finder(found.queue.topic))
                 parts += 1
             if parts > 1:  # one queue after the other
                 messages.sort(key=attrgetter("physical_offset"))
@@ -95,9 +95,9 @@ def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
             return
 
 
-def _messages_of(good: Good, found: Placed) -> Iterator[Message]:
+def _messages_of(good: Good, found: Placed, find: Find | None) -> Iterator[Message]:
     units = found.units
-    batch = UnitBatch(found.queue.ref, good.buffer, units.tobytes(), found.first)
+    batch = UnitBatch(found.queue.ref, good.buffer, units.tobytes(), found.first, find)
     starts = units["physical_offset"].astype(np.int64) - good.base
     return map(Message, repeat(batch), starts.tolist(), range(found.first, found.first + len(units)))
 

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, 
 
 import numpy as np
 
-from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.errors import FormatError, InvalidMessageError, MQStoreError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
@@ -97,6 +97,8 @@ class RecordOptions(TypedDict, total=False):
     durability: Durability | None
     copied: bool
     """True if the body was accepted once. It may be larger than the present `max_message_size`."""
+    latest: int
+    """Greatest physical offset that the record may get. Beyond it OutOfReachError is raised, and nothing is written."""
 
 
 def fields_of(message: Message) -> RecordOptions:
@@ -255,11 +257,18 @@ class LogWriter:
         return flat
 
     def _put_record(
-        self, queue: ConsumeQueue, body: bytes, tail: bytes, fields: Fields, key: str | None, waits: bool
+        self,
+        queue: ConsumeQueue,
+        body: bytes,
+        tail: bytes,
+        fields: Fields,
+        key: str | None,
+        waits: bool,
+        latest: int | None = None,
     ) -> SendReceipt:
         """Append a record whose parts were checked. Wait for the disk if it `waits`."""
         begin = None if queue.next_offset & 63 else time.perf_counter_ns()
-        receipt = self.log.append(queue, body, tail, fields, key)
+        receipt = self.log.append(queue, body, tail, fields, key, latest)
         self.after_put(receipt if waits else None)
         if begin is not None:
             self._note_put(queue, time.perf_counter_ns() - begin)
@@ -338,7 +347,7 @@ class LogWriter:
         queue = self.queue_to_put(topic, queue_id)
         flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
         waits = self.waits(options.pop("durability", None))
-        host = options.pop("born_host", None)
+        host, latest = options.pop("born_host", None), options.pop("latest", None)
         fields = Fields(**options)  # type: ignore[arg-type, misc]  # options that are no fields were popped
         if host is not None:
             fields = fields._replace(born_host=encode_host(host))
@@ -350,7 +359,7 @@ class LogWriter:
                 raise InvalidMessageError("a batch in one record is not written: no queue would list it", "sys_flag")
         properties = properties or {}
         tail = self._checked_tail(queue, properties)
-        return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits)
+        return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits, latest)
 
     @_counts_failures
     def put_many(
@@ -397,8 +406,8 @@ class LogWriter:
         """Append the first of `copies`, as many as fit one batch. Return how many, at least one.
 
         `attempts` is added to the `reconsume_times` of each. They lie together and become visible together. None is
-        stored if this raises. Does not wait for the disk. Raises what `append` raises, for the first copy. A fault of a
-        later copy shows when that is the first.
+        stored if this raises. Does not wait for the disk. Raises what `append` and `Message.whole` raise, for the first
+        copy. A fault of a later copy shows when it is the first.
         """
         room = self._max_chunk
         overhead = self.log.header_bytes
@@ -415,12 +424,12 @@ class LogWriter:
             message, topic, queue_id, properties = copies[at]
             try:
                 queue = self.queue_to_put(topic, queue_id)
-                parts = message.plain_parts()
+                parts = message.whole().plain_parts()
                 if parts is None:
                     break
                 head, body = parts
                 tail = self._copied_tail(queue, properties)
-            except InvalidMessageError:
+            except (InvalidMessageError, FormatError):
                 if heads:
                     break
                 raise
@@ -452,9 +461,10 @@ class LogWriter:
     def _copy_one(self, copy: Copy, attempts: int) -> None:
         """Append one copy by `append`, which handles every kind of record."""
         message, topic, queue_id, properties = copy
+        message = message.whole()
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True}
         fields["reconsume_times"] += attempts
-        self.append(topic, queue_id, bytes(message.body_view), properties=decode_properties(properties), **fields)
+        self.append(topic, queue_id, message.body_view, properties=decode_properties(properties), **fields)
 
     def _put_flat(
         self,

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from crc32c import crc32c
 
 from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError
 from mqstore.files.jsonfile import decode_json, read_json, save_json
+from mqstore.layout.bodyref import place_of
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import tags_code_at, topics_of
 from mqstore.layout.record import (
@@ -197,7 +199,8 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
         ):
             code = tags_code_at(buffer, position, store.delay_table_ms)
             unit = UNIT.pack(start + position, length, code)
-            yield Message(UnitBatch(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
+            find = None if store.records.finder(topics[number]) is None else partial(_origin, store)
+            yield Message(UnitBatch(QueueRef(topics[number], queue_id), buffer, unit, slot, find), position, slot)
         if len(headers) or at >= size:
             continue
         end = at + segment_bytes - (start + at) % segment_bytes
@@ -209,6 +212,21 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
         stop = size if found is None else found
         yield Finding("bad_record", name, at, stop - at, check.detail)
         at = stop
+
+
+def _origin(store: StoreReader, reference: bytes) -> Message:
+    """Return the message whose body `reference` names: it is in the log, or was cut, too. Raises FormatError."""
+    try:
+        return store.records.origin(reference)
+    except FormatError:
+        place = place_of(reference)
+        for file in cut_files(store):
+            if 0 <= (at := place - file.start) < len(buffer := _map(store, file)):
+                check = check_place(buffer, at, len(buffer), place, store.manifest.checksum)
+                found = Message(UnitBatch(QueueRef("", 0), buffer, b"", 0), at, 0)
+                if check.status == "ok" and found.reference() == reference:
+                    return found
+        raise
 
 
 # -- restoring ---------------------------------------------------------------------------------------------------------
@@ -335,6 +353,10 @@ def _obstacle(message: Message) -> str:
         return "message of a transaction that was not committed"
     if message.sys_flag & INNER_BATCH:
         return "batch in one record"
+    try:
+        message.whole()
+    except FormatError:
+        return "message whose body is in a record that is gone"
     if not 0 <= message.queue_id <= MAX_QUEUE_ID:
         return "queue id that no queue can have"
     if not is_path_safe(message.topic):
@@ -425,6 +447,7 @@ class _Staged:
 
 def _without_place(message: Message) -> bytes:
     """Return a record as a shard has it: all fields that the log sets are zero or left out."""
+    message = message.whole()
     record = bytearray(message.record_bytes())
     properties = message.encoded_properties
     kept = without_place(properties)

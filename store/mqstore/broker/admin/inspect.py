@@ -19,7 +19,8 @@ The value behind the `broker` member of `mqstore inspect --json`, times in ms si
      "transactions":   {"open", "given_up", "newest_given_up": [{"transaction_id", "topic", "producer_group",
                         "checks", "queue_offset", "store_timestamp_ms"}, ...]},
      "dead_letters":   {GROUP: n},
-     "oldest_pin":     {"physical_offset", "topic", "queue_id", "queue_offset", "group", "why"} or null,
+     "oldest_pin":     {"physical_offset", "topic", "queue_id", "queue_offset", "group", "why", "rolls", "reach"}
+                       or null,
      "not_shown":      {SECTION: why, ...}}
 """
 
@@ -51,7 +52,7 @@ from mqstore.broker.delay.route import (
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
-from mqstore.broker.mechanism import Pin
+from mqstore.broker.mechanism import Pin, oldest_of
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -72,7 +73,8 @@ from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.retention import all_pins, oldest_of, physical_of
+from mqstore.broker.references import reach_of
+from mqstore.broker.retention import all_pins, physical_of
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
@@ -477,15 +479,16 @@ def oldest_pin(tables: Tables, transactions: Transactions, levels: Iterable[Leve
 
 
 def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
-    store = tables.store
+    store, reach = tables.store, reach_of(tables.store.manifest)
     yield from all_pins(tables, [transactions])
     for view in levels:
         physical = physical_of(store, SCHEDULE_TOPIC, view.level - 1, view.offset) if view.waiting else None
         if physical is not None:
             why = f"delay level {view.level} has messages that wait"
-            yield Pin(physical, SCHEDULE_TOPIC, view.level - 1, SCHEDULE_GROUP, why)
+            yield Pin(physical, SCHEDULE_TOPIC, view.level - 1, SCHEDULE_GROUP, why, reach=reach)
     if timer.physical_offset is not None:
-        yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
+        why = "the oldest message that waits for its time"
+        yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", why, reach=reach)
     bounds = store.offsets_or_none(POP_LOG_TOPIC, 0)
     if bounds is not None:
         position = max(bounds[0], tables.offsets.committed(POP_LOG_KEY) or 0)

@@ -19,7 +19,8 @@ behind it. There it keeps its due time. If the clock was ahead, it waits from no
     can be restored                      the same body and properties without DELAY, to the end of its real queue
     cannot: REAL_TOPIC, REAL_QID         a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
     belongs to the half topic            passed over
-    does not verify                      passed over, reported and counted
+    does not verify, or its body does    passed over, reported and counted
+    not, where it refers to one
 
 Messages that wait long are relocated, too, if only such messages still hold the log. The queue of a level is in log
 order, so they are at its front, and progress passes them. The timer delivers them at the same time, as the level would
@@ -50,7 +51,7 @@ from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.broker.parts import Parts
 from mqstore.broker.retention import physical_of
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
@@ -145,6 +146,7 @@ class DelayService(Roller):
         self.errors: dict[int, str] = {}
         """Error that stops delivery at present, by level."""
         self._table_ms = self._store.delay_table_ms
+        self._reach = parts.road.references.reach
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
@@ -218,7 +220,7 @@ class DelayService(Roller):
             if record is not None:
                 why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
                 rolls = level.offset != level.stuck
-                yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls)
+                yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls, self._reach)
 
     # -- delivery ---------------------------------------------------------------------------------------------------
 
@@ -463,6 +465,10 @@ class DelayService(Roller):
                 self._move_to_dead_letters(level, copies[at][0], f"a delayed message that cannot be put: {error}")
                 at += 1
                 continue
+            except FormatError as error:
+                self._lose(level, copies[at][0], error)
+                at += 1
+                continue
             if rolled:
                 self._statistics.add("delay_rolled", str(level.number), count)
             else:
@@ -492,8 +498,20 @@ class DelayService(Roller):
         self._skip(level, message.offset)
         self._advance(level, message.offset + 1)
 
+    def _lose(self, level: _Level, message: Message, error: FormatError) -> None:
+        """Pass over a message whose body is damaged, in the record that it refers to."""
+        _log.error("%s: the message at %d of delay level %d, unique key %s, is damaged and passed over: %s; see "
+                   "`mqstore verify`", self._store.path, message.offset, level.number, message.unique_key,
+                   error)  # fmt: skip
+        self._statistics.add("delay_unreadable", str(level.number))
+        self._done(level, message)
+
     def _move_to_dead_letters(self, level: _Level, message: Message, reason: str) -> None:
-        self._dead_letter(message, SCHEDULE_GROUP, reason)
+        try:
+            self._dead_letter(message, SCHEDULE_GROUP, reason)
+        except FormatError as error:
+            self._lose(level, message, error)
+            return
         self._done(level, message)
         self._statistics.add("delay_dead_letters", str(level.number))
         _log.error("%s: %s (offset %d of level %d): dead letter of %s",

@@ -209,8 +209,8 @@ class TimerService(Roller):
                 return
             physical = physical_of(self._store, TIMER_TOPIC, 0, max(queue_offset, bounds[0]))
         if physical is not None:
-            rolls = physical != self._stuck
-            yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls)
+            rolls, reach = physical != self._stuck, self._parts.road.references.reach
+            yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls, reach)
 
     def waiting(self) -> int:
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)

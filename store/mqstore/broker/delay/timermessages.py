@@ -27,7 +27,7 @@ from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.retry import Retries
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,
     DELAY,
@@ -111,6 +111,10 @@ class TimerMessages:
         """Copy a message to its next queue.
         A message that can never be stored there becomes a dead letter. Any other error is raised, and the put is tried
         again."""
+        whole = self._whole(message)
+        if whole is None:
+            return
+        message = whole
         kept = {name: value for name, value in properties.items() if name not in without}
         copy = self._parts.road.copy
         try:
@@ -127,8 +131,8 @@ class TimerMessages:
         text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
         try:
             self._retries.dead_letter(message, SCHEDULE_GROUP, text)
-        except InvalidMessageError as error:
-            # There is no room for it anywhere. It stays in its place until retention deletes it.
+        except (InvalidMessageError, FormatError) as error:
+            # There is no room for it anywhere, or no body. It stays in its place until retention deletes it.
             text += f"; and it cannot be dead-lettered: {error}"
         self.count("TIMER_UNDELIVERABLE", 1, text)
 
@@ -145,6 +149,15 @@ class TimerMessages:
             raise TimerFilesDamaged(f"timer log: no record of the timer topic lies at {unit.physical_offset}")
         self.count("TIMER_UNREADABLE", 1, f"damaged or deleted, at {unit.physical_offset} of the log")
         return None
+
+    def _whole(self, message: Message) -> Message | None:
+        """Return a message with its body. If that is damaged, in the record it refers to, count it and return None."""
+        try:
+            return message.whole()
+        except FormatError as error:
+            text = f"damaged, at {message.physical_offset} of the log, unique key {message.unique_key}: {error}"
+            self.count("TIMER_UNREADABLE", 1, text)
+            return None
 
     def _in_queue(self, unit: TimerUnit) -> bool:
         """Return True if the timer topic's queue has a message there, so that its record is damaged."""
@@ -185,7 +198,7 @@ class TimerMessages:
         """Put the message of a unit to the timer topic again, unchanged, for the rest of its time.
         A message that cannot be read is counted. Raises InvalidMessageError if it cannot be put."""
         message = self.record(unit)
-        if message is None:
+        if message is None or (message := self._whole(message)) is None:
             return
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")

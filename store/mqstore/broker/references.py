@@ -1,0 +1,101 @@
+"""References in place of bodies: a message that waits for its retry has its body in the record that failed.
+
+    failed attempt         waits in a level or the timer       due
+    record O, with body    record W, a reference to O          %RETRY%group, with the body of O
+
+So a failed attempt writes the body once, in profile mqstore. In profile rocketmq W has the body, since a Java broker
+may read it. W becomes whole again wherever it is copied (`Message.whole`).
+
+O must stay for as long as W waits. The rule needs no list of references, neither in memory nor on disk:
+
+    W refers to O only if W lies at most `reach` bytes behind O    checked where W gets its place in the log
+    retention keeps `reach` bytes in front of the first waiting W  `Pin.reach`
+
+A later W lies behind the first one, so its O does not lie in front of what is kept. If O is too far away, W has the
+body. So it has if the body is small: then the search for O would cost more than the copy.
+
+Until W is in the log, the group's offset may not keep O: it was reset, or the policy keeps nothing unconsumed. So O is
+pinned here meanwhile. References begun while retention looks for the oldest pin might miss that look, so none are: W
+has the body then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from mqstore.broker.mechanism import Pin, oldest_of
+from mqstore.layout.record import BODY_ELSEWHERE
+from mqstore.log.commitlog import OutOfReachError, SendReceipt
+from mqstore.log.manifest import Manifest
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.log.writer import RecordOptions
+from mqstore.signalsafe import Lock
+
+__all__ = ["References", "reach_of"]
+
+_SMALL_BODY: Final = 4096
+"""Bodies of fewer bytes are copied. So nothing refers to a record that has only a reference itself."""
+
+
+def reach_of(manifest: Manifest) -> int:
+    """Return how many bytes in front of a waiting record its body may lie: a segment, or 0 in profile rocketmq."""
+    return manifest.commitlog_segment_bytes if manifest.profile == "mqstore" else 0
+
+
+class References:
+    """Appends records that refer to a body. Thread-safe."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self.reach = reach_of(store.manifest)
+        self._store = store
+        self._lock = Lock()
+        self._held: dict[object, int] = {}
+        """Offsets of the records whose references are just being appended."""
+        self._searches: set[object] = set()
+        """A key for each thread that looks for the oldest pin."""
+        self._kept_from = 0
+        """Greatest offset before which retention may delete."""
+
+    def append(
+        self, topic: str, queue_id: int, message: Message, properties: Mapping[str, str], options: RecordOptions
+    ) -> SendReceipt | None:
+        """Append a record that refers to the body of `message`, or return None if it must have the body.
+        Raises what `MessageStore.append` raises."""
+        store, place = self._store, message.physical_offset
+        if len(message.body_view) < _SMALL_BODY or store.max_offset - place > self.reach:
+            return None
+        key = object()
+        try:
+            with self._lock:
+                if self._searches or place < max(self._kept_from, store.min_offset):
+                    return None
+                self._held[key] = place
+            flags = options.get("sys_flag", 0) | BODY_ELSEWHERE
+            record: RecordOptions = {**options, "sys_flag": flags, "latest": place + self.reach}
+            return store.append(topic, queue_id, message.reference(), properties=properties, **record)
+        except OutOfReachError:  # others have appended so much meanwhile
+            return None
+        finally:
+            with self._lock:
+                self._held.pop(key, None)
+
+    def oldest(self, pins: Callable[[], Iterator[Pin]]) -> Pin | None:
+        """Return the oldest of `pins`, or None without one. What lies before it may be deleted from now on."""
+        store, key = self._store, object()
+        try:
+            with self._lock:
+                self._searches.add(key)
+                found = [Pin(place, "", 0, "", "a message that is sent back") for place in self._held.values()]
+            end = store.max_offset
+            store.news.catch_up(None)
+            if self.reach and (dispatched := store.dispatched_end) < end:  # `pins` sees no waiting record behind it
+                found.append(Pin(dispatched, "", 0, "", "messages that are not dispatched", reach=self.reach))
+            pin = oldest_of([*found, *pins()])
+            with self._lock:
+                self._kept_from = max(self._kept_from, store.max_offset if pin is None else pin.kept_from)
+            return pin
+        finally:
+            with self._lock:
+                self._searches.discard(key)
