@@ -132,6 +132,20 @@ def test_a_bad_record_of_a_kill_is_damage(tmp_path: Path, profile: str, judge: s
     assert sorted(found) == [place for place in places if place not in (beyond[0], beyond[len(beyond) // 2])]
 
 
+@pytest.mark.parametrize("judge", JUDGES | RECOVER)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_bad_record_of_a_closed_store_is_damage_whatever_its_checkpoint_says(
+    tmp_path: Path, profile: str, judge: str
+) -> None:
+    places, _ = make(tmp_path / "s", profile)
+    with open_store(tmp_path / "s"), open_store(tmp_path / "other", profile=profile) as other:  # type: ignore[arg-type]
+        other.put("orders", b"one")
+    shutil.copyfile(tmp_path / "other" / "checkpoint", tmp_path / "s" / "checkpoint")
+    name, at = damage(tmp_path / "s", places[-8])
+
+    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at)}
+
+
 def test_an_opening_that_is_killed_does_not_hide_that_the_machine_went_down(tmp_path: Path) -> None:
     """Else the next one would keep what the first one was moving to `cut/`."""
     places, flushed = make(tmp_path / "made", "mqstore")

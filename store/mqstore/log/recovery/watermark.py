@@ -26,10 +26,12 @@ def watermark(
     `clean` means that the store was closed. `start` is the first physical offset that the caller reads, the start of a
     segment. None means the front of the log. May read the headers of the log from there on.
     """
-    if checkpoint.flushed is not None:
-        return max(checkpoint.flushed, checkpoint.clean_end or 0) if clean else checkpoint.flushed
     if clean:
-        return written_end(run, run.min_offset if start is None else start, checksum)
+        # All that the log of a closed store holds was synced. Its checkpoint may say less, if it is another store's.
+        end = written_end(run, run.min_offset if start is None else start, checksum)
+        return max(end, checkpoint.flushed or 0, checkpoint.clean_end or 0)
+    if checkpoint.flushed is not None:
+        return checkpoint.flushed
     stamp = checkpoint.physic_msg_timestamp_ms
     if stamp <= 0:
         return run.min_offset
