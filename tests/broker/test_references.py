@@ -64,8 +64,22 @@ def retention(bench: Bench) -> None:
     assert bench.store.min_offset >= first
 
 
-def other_levels(bench: Bench) -> None:
-    bench.again(delay_levels="1s 2s 30d 40d")
+def shorter_levels(bench: Bench) -> None:
+    """A message of level 3 fits it no longer, and is relocated to the timer."""
+    relocated = support.messages_of(bench.parts, TIMER_TOPIC) == []
+    bench.again(delay_levels="1s 2s 3s")
+    bench.settle()
+    [waiting] = support.messages_of(bench.parts, TIMER_TOPIC)
+    assert is_reference(waiting.sys_flag) != relocated
+
+
+def relocated_by_retention(bench: Bench) -> None:
+    [origin] = support.messages_of(bench.parts, "orders")
+    bench.busy()
+    for _ in range(4):
+        bench.jump(2_000)
+    bench.clean()
+    assert bench.store.min_offset > origin.physical_offset
 
 
 def killed_after_retention(bench: Bench) -> None:
@@ -74,7 +88,9 @@ def killed_after_retention(bench: Bench) -> None:
     bench.clean()
 
 
-EVENTS: list[Callable[[Bench], None]] = [restart, kill, retention, other_levels, killed_after_retention]
+EVENTS: list[Callable[[Bench], None]] = [
+    restart, kill, retention, shorter_levels, relocated_by_retention, killed_after_retention,
+]  # fmt: skip
 
 
 @WAYS
