@@ -11,12 +11,12 @@ O must stay for as long as W waits. The rule needs no list of references, neithe
     W refers to O only if W lies at most `reach` bytes behind O    checked where W gets its place in the log
     retention keeps `reach` bytes in front of the first waiting W  `Pin.reach`
 
-A later W lies behind the first one, so its O does not lie in front of what is kept. If O is too far away, W has the
-body. So it has if the body is small: then the search for O would cost more than the copy.
+A later W lies behind the first one, so its O is kept, too. If O is too far away, W has the body. W also has a small
+body, because the copy costs less than the search for O.
 
-Until W is in the log, the group's offset may not keep O: it was reset, or the policy keeps nothing unconsumed. So O is
-pinned here meanwhile. References begun while retention looks for the oldest pin might miss that look, so none are: W
-has the body then.
+Until W is in the log, perhaps nothing else keeps O: the group's offset was reset, or the policy keeps nothing
+unconsumed. So O is pinned here meanwhile. While retention looks for the oldest pin, no reference is made, since it may
+have looked here already. W has the body then.
 """
 
 from __future__ import annotations
