@@ -75,7 +75,8 @@ class Run:
         self.clock = SimulatedClock()
         self.broker = open_broker(self.root, self.clock, self.fs)
         self.broker.topics.create("t", queues=1)
-        self.broker.groups.create("g", retry_policy=RetryPolicy(2, [1]))
+        by_level_or_timer_s = self.rng.choice((1, 2))
+        self.broker.groups.create("g", retry_policy=RetryPolicy(2, [by_level_or_timer_s]))
         self.broker.start_of("g", "t", 0)
         self.fs.mark(("begun",))
 
