@@ -147,9 +147,10 @@ def _append(file: Path, data: bytes) -> None:
         opened.write(data)
 
 
-def _concatenate(first: Path, *others: Path) -> None:
-    """Append files to the first one, and remove them."""
-    for other in others:
+def _concatenate(*files: Path) -> None:
+    """Append files to the first one, and remove them. IndexError without one: the store is too small."""
+    first = files[0]
+    for other in files[1:]:
         _append(first, other.read_bytes())
         other.unlink()
 
