@@ -529,7 +529,7 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
 
-    monkeypatch.setattr(Road, "copy", full)
+    monkeypatch.setattr(Road, "copy_many", full)
     bench.clock.advance(10_500)
     broker.run_once()
     assert "pop" in broker.stats().errors

@@ -7,7 +7,8 @@ import pytest
 from mqstore.errors import FormatError
 from mqstore.layout.bodyref import filled, is_reference, place_of, reference_to
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
-from mqstore.layout.record import decode_record, encode_record
+from mqstore.layout.record import decode_record
+from tests.records import encode_record
 
 V6 = encode_host("[2001:db8::1]:99")
 

@@ -106,7 +106,7 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     A `poll` that is cancelled, at any moment, has returned nothing, and the next one begins at the same message.
     `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
 
-    >>> import mqstore.aio, tempfile
+    >>> import asyncio, mqstore.aio, tempfile
     >>> async def main(folder):
     ...     async with mqstore.aio.open(folder) as store:
     ...         receipt = await store.put("orders", b"a")

@@ -27,9 +27,13 @@ def watermark(
     segment. None means the front of the log. May read the headers of the log from there on.
     """
     if clean:
-        # All that the log of a closed store holds was synced. Its checkpoint may say less, if it is another store's.
-        end = written_end(run, run.min_offset if start is None else start, checksum)
-        return max(end, checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        end = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        segment = run.find(end)
+        at = 0 if segment is None else end - segment.start
+        if checkpoint.flushed is None or (segment is not None and any(run.mapping(segment)[at : at + 4096])):
+            # All that a closed log holds was synced. One that goes on there has another store's checkpoint, or none.
+            return max(end, written_end(run, run.min_offset if start is None else start, checksum))
+        return end
     if checkpoint.flushed is not None:
         return checkpoint.flushed
     stamp = checkpoint.physic_msg_timestamp_ms
