@@ -25,7 +25,9 @@ PARTS = max(2, ROUNDS // 50)
 SPARED = ("lock", "mqstore.json", "mqstore.profile", "abort")
 """A damaged manifest is refused. An abort mark of another boot lets opening cut the log at the first damage."""
 # Where no file has the length that the manifest says, a store may be refused: which of them is wrong cannot be told.
-SALVAGED = [name for name in KINDS if "abort" not in name and "all segments too" not in name]
+# A checkpoint of another store may show the log's end in front of damage; what lies behind is moved to cut/.
+_SPARED_KINDS = ("abort", "all segments too", "checkpoint of another store")
+SALVAGED = [name for name in KINDS if not any(words in name for words in _SPARED_KINDS)]
 
 
 def _flips(file: Path, draw: random.Random) -> None:
