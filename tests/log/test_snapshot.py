@@ -689,7 +689,6 @@ def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path) -
 
 def test_each_bundle_that_waits_is_copied_once(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their owner takes in one after the other: a look that copied all of them anew would never see it at rest."""
-    monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
     brought: list[str] = []
     inbox = root / "inbox"
     real = TreeCopy.file
