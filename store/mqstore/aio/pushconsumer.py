@@ -110,7 +110,11 @@ class _Run(workers.Awaited):
     def _cancel(self, then: Callable[[], object]) -> None:
         """Cancel the task, on the loop. Its message must not wait for ever for a task that goes on."""
         once = [then]
-        at_end = lambda *_: once.pop()() if once else None  # noqa: E731
+
+        def at_end(*_: object) -> None:
+            if once:
+                once.pop()()
+
         self.bridge.loop.call_later(_GRACE_S, at_end)
         if self.task is not None:
             self.task.add_done_callback(at_end)
@@ -199,8 +203,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
             return partial(self.subscribe, topic, tags=tags, sql=sql)
         self._bridge.check()
         check_handler(handler, coroutines=True)
-        run = lambda argument: _Run(self._bridge, self._begin, handler, argument)  # noqa: E731
-        self.sync.subscribe(topic, run, tags=tags, sql=sql)
+        self.sync.subscribe(topic, partial(_Run, self._bridge, self._begin, handler), tags=tags, sql=sql)
         return handler
 
     def unsubscribe(self, topic: str) -> None:

@@ -111,8 +111,7 @@ class TimerMessages:
         """Copy a message to its next queue.
         A message that can never be stored there becomes a dead letter. Any other error is raised, and the put is tried
         again."""
-        whole = self._whole(message)
-        if whole is None:
+        if (whole := self._whole(message)) is None:
             return
         message = whole
         kept = {name: value for name, value in properties.items() if name not in without}

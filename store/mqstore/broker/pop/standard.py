@@ -250,8 +250,6 @@ class StandardQueues:
             if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
         ]
         due.sort(key=lambda pair: pair[0])
-        group = self._tables.parts.groups.get(state.key.group)
-        limit = None if group is None else group.max_attempts
         topic = ""
         copies: list[Copy] = []
         sources: list[tuple[int, Batch]] = []
@@ -264,16 +262,10 @@ class StandardQueues:
 
         try:
             for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
-                last = message is not None and limit is not None and message.attempt >= limit
-                if message is None or last or self._tables.ended_process(state, offset):
+                if message is None or (properties := self._properties(state, message, batch)) is None:
                     move(offset, message, batch)
                     continue
                 topic = topic or self._retry_topic(state)
-                try:
-                    properties = encode_properties(_retry_properties(message, batch.pop_time_ms))
-                except InvalidMessageError:  # they are too long: it becomes a dead letter
-                    move(offset, message, batch)
-                    continue
                 copies.append((message, topic, 0, properties))
                 sources.append((offset, batch))
             at = 0
@@ -324,6 +316,22 @@ class StandardQueues:
                 break  # it is read from here
             self._settle(state, REVIVE, batch, [offset])
 
+    def _limit(self, key: QueueKey) -> int | None:
+        """Return the greatest number of attempts in the group, or None without a limit."""
+        group = self._tables.parts.groups.get(key.group)
+        return None if group is None else group.max_attempts
+
+    def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
+        """Return the properties of a copy for the next attempt, or None if `_move` must handle the message by itself.
+        It was the last attempt, or the handler's process was killed, or the properties are too long."""
+        limit = self._limit(state.key)
+        if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, message.offset):
+            return None
+        try:
+            return encode_properties(_retry_properties(message, batch.pop_time_ms))
+        except InvalidMessageError:
+            return None
+
     def _retry_topic(self, state: QueueState) -> str:
         """Return the topic for copies of the queue's messages, made if it is new."""
         key, parts = state.key, self._tables.parts
@@ -362,8 +370,7 @@ class StandardQueues:
         """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
         The attempt of an `unseen` message has not ended."""
         parts, key = self._tables.parts, state.key
-        group = parts.groups.get(key.group)
-        limit = None if group is None or unseen else group.max_attempts
+        limit = None if unseen else self._limit(key)
         attempts = message.reconsume_times + (not unseen)
         ended = self._tables.ended_process(state, message.offset)
         if limit is not None and attempts >= limit:

@@ -36,6 +36,7 @@ __all__ = [
     "Good",
     "OnFront",
     "first_good_in",
+    "goes_on",
     "join_segments",
     "record_at",
     "scan_log",
@@ -47,6 +48,7 @@ __all__ = [
 T = TypeVar("T")
 _BATCH = 8192
 _MOST_MET = 16 << 20
+_CLOSE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,15 @@ def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
     """Return the position behind the last non-zero byte of a segment, or `start` if there is none."""
     buffer = run.mapping(segment)
     return content_end(buffer, start, max(start, min(len(buffer), run.data_end(segment, start))))
+
+
+def goes_on(run: SegmentRun, end: int) -> bool:
+    """Return True if anything but zeros follows physical offset `end` closely, in its segment."""
+    segment = run.find(end)
+    if segment is None:
+        return False
+    at = end - segment.start
+    return any(run.mapping(segment)[at : min(at + _CLOSE_BYTES, run.data_end(segment, at))])
 
 
 def scan_log(

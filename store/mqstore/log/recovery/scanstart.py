@@ -6,7 +6,7 @@ from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import is_void
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indexrepair import is_nonsense
-from mqstore.log.recovery.scanner import check_at, record_at
+from mqstore.log.recovery.scanner import check_at, goes_on, record_at
 from mqstore.log.recovery.watermark import first_record_time
 
 __all__ = ["ScanStart", "WholeLogNeededError"]
@@ -47,12 +47,8 @@ class ScanStart:
             return None  # a segment of another log, such as one that an older copy of this log was copied over
         if end > self._first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
             return None
-        segment = run.find(end)
-        if segment is not None:
-            buffer = run.mapping(segment)
-            at = end - segment.start
-            if any(buffer[at : at + 4096]):
-                return None
+        if goes_on(run, end):
+            return None
         if not self._last_units_hold(end, end):
             return None
         if any(is_nonsense(file, parts.index) or file.header.end_physical_offset >= end for file in parts.index.files):

@@ -10,7 +10,7 @@ import numpy as np
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.record import Checksum
-from mqstore.log.recovery.scanner import End, Good, record_at, scan_log
+from mqstore.log.recovery.scanner import End, Good, goes_on, record_at, scan_log
 
 __all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
 
@@ -28,9 +28,7 @@ def watermark(
     """
     if clean:
         end = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
-        segment = run.find(end)
-        at = 0 if segment is None else end - segment.start
-        if checkpoint.flushed is None or (segment is not None and any(run.mapping(segment)[at : at + 4096])):
+        if checkpoint.flushed is None or goes_on(run, end):
             # All that a closed log holds was synced. One that goes on there has another store's checkpoint, or none.
             return max(end, written_end(run, run.min_offset if start is None else start, checksum))
         return end
