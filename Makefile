@@ -186,7 +186,7 @@ $(VENV)/stamp-core:  EXTRA :=
 $(VENV)/stamp-dev:   EXTRA := [dev]
 $(VENV)/stamp-bench: EXTRA := [bench]
 $(VENV)/stamp-wheel: EXTRA := [wheel]
-$(VENV)/stamp-spark: EXTRA := [dev,spark]
+$(VENV)/stamp-spark: EXTRA := [dev,spark,connect]
 $(VENV)/stamp-spark: PINNED := $(PYSPARK:%=pyspark==%)
 
 $(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-wheel $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python

@@ -206,8 +206,8 @@ def test_others_that_append_meanwhile_put_it_out_of_reach(bench: Bench, monkeypa
     assert (is_reference(waiting.sys_flag), bytes(waiting.body_view)) == (False, BODY)
 
 
-@pytest.mark.parametrize(("size", "refers"), [(0, False), (4095, False), (4096, True)])
-def test_small_body_is_copied(bench: Bench, size: int, refers: bool) -> None:
+@pytest.mark.parametrize(("size", "refers"), [(0, False), (16, False), (17, True)])
+def test_body_no_longer_than_a_reference_is_copied(bench: Bench, size: int, refers: bool) -> None:
     waiting = bench.fail(body=BODY[:size])
     assert (is_reference(waiting.sys_flag), waiting.body) == (refers, BODY[:size])
 

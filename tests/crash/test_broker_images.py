@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import references
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.clock import SimulatedClock
@@ -52,12 +51,6 @@ class Script:
     """Dead letters at the n-th purge."""
     drops: list[int] = field(default_factory=list)
     """Moments before segments were dropped."""
-
-
-@pytest.fixture(autouse=True)
-def _waiting_records_refer_to_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them: the bodies of the script are small."""
-    monkeypatch.setattr(references, "_SMALL_BODY", 0)
 
 
 def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> Broker:
@@ -92,7 +85,9 @@ class Run:
 
     def put(self) -> None:
         for _ in range(self.rng.randrange(1, 6)):
-            body = b"%d " % len(self.script.puts) + bytes(self.rng.choice((0, 50, 900)))
+            body = b"%d " % len(self.script.puts) + bytes(
+                self.rng.choice((20, 50, 900))
+            )  # longer than a reference to it
             self.broker.put("t", body)
             self.script.puts.append(body)
 

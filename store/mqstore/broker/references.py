@@ -11,8 +11,8 @@ O must stay for as long as W waits. The rule needs no list of references, neithe
     W refers to O only if W lies at most `reach` bytes behind O    checked where W gets its place in the log
     retention keeps `reach` bytes in front of the first waiting W  `Pin.reach`
 
-A later W lies behind the first one, so its O is kept, too. If O is too far away, W has the body. W also has a small
-body, because the copy costs less than the search for O.
+A later W lies behind the first one, so its O is kept, too. If O is too far away, W has the body. W also has a body that
+is no longer than a reference.
 
 Until W is in the log, perhaps nothing else keeps O: the group's offset was reset, or the policy keeps nothing
 unconsumed. So O is pinned here meanwhile. While retention looks for the oldest pin, no reference is made, since it may
@@ -22,9 +22,9 @@ have looked here already. W has the body then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
 
 from mqstore.broker.mechanism import Pin, oldest_of
+from mqstore.layout.bodyref import REFERENCE_BYTES
 from mqstore.layout.record import BODY_ELSEWHERE
 from mqstore.log.commitlog import OutOfReachError, SendReceipt
 from mqstore.log.manifest import Manifest
@@ -34,9 +34,6 @@ from mqstore.log.writer import RecordOptions
 from mqstore.signalsafe import Lock
 
 __all__ = ["References", "reach_of"]
-
-_SMALL_BODY: Final = 4096
-"""Bodies of fewer bytes are copied. So nothing refers to a record that has only a reference itself."""
 
 
 def reach_of(manifest: Manifest) -> int:
@@ -64,7 +61,8 @@ class References:
         """Append a record that refers to the body of `message`, or return None if it must have the body.
         Raises what `MessageStore.append` raises."""
         store, place = self._store, message.physical_offset
-        if len(message.body_view) < _SMALL_BODY or store.max_offset - place > self.reach:
+        # A record that has only a reference has a body of this length. So nothing refers to it.
+        if len(message.body_view) <= REFERENCE_BYTES or store.max_offset - place > self.reach:
             return None
         key = object()
         try:
