@@ -19,15 +19,19 @@ from mqstore_tools.main import cli
 __all__ = ["native_table", "page", "with_tables"]
 
 _WIDTH = 100
+_HELP = re.compile(r"(\nOptions:\n)?  -h, --help +Show this message and exit\.\n?")
+"""The option that all commands have, which the page names once."""
 
 _HEAD = """\
 # The command `mqstore`
 
-This page is the command's own help, written by `make docs`; don't edit it. What findings mean, and what to do about
-them, is in [recovery.md](recovery.md).
+Every command with its options and examples. `make docs` writes this page from the commands' own help.
 
-Exit codes of all commands: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened, read or written.
-Whatever a store holds is printed escaped: no byte of it reaches a terminal as a control sequence.
+    mqstore --help
+    mqstore COMMAND --help
+
+Exit codes: 0 done, 1 findings ([recovery.md](recovery.md#findings)), 2 wrong usage, 3 the directory cannot be opened,
+read or written. Contents of a store are printed escaped, without control sequences. Every command has `-h, --help`.
 """
 
 
@@ -52,7 +56,7 @@ def _block(title: str, command: click.Command, parent: click.Context | None) -> 
     name = title.rpartition(" ")[2]
     settings = {**command.context_settings, "terminal_width": _WIDTH, "max_content_width": _WIDTH}
     with click.Context(command, info_name=name, parent=parent, **settings) as ctx:
-        text = command.get_help(ctx)
+        text = _HELP.sub("", command.get_help(ctx))
     return f"## {title}\n\n```text\n{text.rstrip()}\n```\n"
 
 

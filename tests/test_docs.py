@@ -55,8 +55,8 @@ def test_the_examples_of_all_pages_run_in_one_directory(tmp_path: Path, monkeypa
 
 
 MECHANISMS = (
-    *("any-delay", "delay-levels", "filters", "offsets", "ordered-pop", "pop", "queue-locks", "reading", "retention"),
-    *("retry-and-dead-letters", "topics-and-groups", "transactions"),
+    *("delays", "filters", "pop", "reading", "retention", "retry-and-dead-letters", "topics-and-groups"),
+    "transactions",
 )
 
 
@@ -64,6 +64,22 @@ MECHANISMS = (
 def test_the_page_of_a_mechanism_says_what_is_guaranteed(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     assert re.search(r"^## Guarantees( and limits)?\n\n- ", text, re.M)
+
+
+GUIDES = (
+    *("asyncio", "coming-from", "consumer-options", "debugging", "delivery", "logging", "producers", "pull-consumer"),
+    *("push-consumer", "queue", "simple-consumer", "small-disks", "testing", "tutorial", "web-services"),
+)
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, *GUIDES])
+def test_a_page_begins_with_its_purpose_and_a_program(name: str) -> None:
+    title, purpose, *_ = (ROOT / "docs" / f"{name}.md").read_text().split("\n\n")
+    before_second_section = (ROOT / "docs" / f"{name}.md").read_text().split("\n## ")[:2]
+
+    assert title.startswith("# ")
+    assert purpose[0].isalpha()
+    assert "```python" in "".join(before_second_section)
 
 
 def test_each_kind_of_finding_is_explained_once() -> None:

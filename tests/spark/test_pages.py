@@ -40,7 +40,7 @@ def test_the_examples_for_people_who_know_kafka_run(
         store.log.put_many("orders", [b"%d" % i for i in range(30)], queue_id=0)
         store.log.put_many("orders", [b"other"] * 2, queue_id=1)
         store.log.put_many("payments", [b"p"] * 3, queue_id=0)
-    (_, batch), (_, stream), (_, write), (_, both) = blocks("spark-for-kafka-users.md", tmp_path)
+    (_, batch), (_, stream), (_, write), (_, both) = blocks("spark-options.md", tmp_path)
     typed: dict[str, Any] = {"spark": spark}
 
     exec(compile(batch, "batch", "exec"), typed)
