@@ -90,7 +90,7 @@ sys.modules["mqstore._native"] = types.SimpleNamespace(VERSION=0)
 from mqstore import native
 print(native.kernel, native.why_not)
 """
-    told = r"None mqstore\._native has version 0, wanted is [1-9]\d*: install mqstore again"
+    told = r"None mqstore\._native has version 0, expected [1-9]\d*; reinstall mqstore"
     assert re.fullmatch(told, run_python(code).strip())
 
 

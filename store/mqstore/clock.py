@@ -1,4 +1,4 @@
-"""Time as a parameter: what a store knows about clocks.
+"""Time as a parameter: the clocks of a store.
 
 Everything that reads a clock takes a `Clock`. Production uses `SystemClock`; a test moves a `SimulatedClock` by
 hand and calls the `run_once(now_ms)` functions that a background thread would call.
@@ -15,9 +15,9 @@ __all__ = ["SYSTEM_CLOCK", "Clock", "SimulatedClock", "SystemClock"]
 class Clock(Protocol):
     """Clock of a store.
 
-    Any object with these two methods will do:
+    Any object with these two methods is a clock:
 
-    >>> class Late:  # an hour behind
+    >>> class Late:  # one hour slow
     ...     def now_ms(self):
     ...         return SYSTEM_CLOCK.now_ms() - 3_600_000
     ...
@@ -32,14 +32,14 @@ class Clock(Protocol):
     """
 
     def now_ms(self) -> int:
-        """Wall-clock time, milliseconds since the epoch. May step backwards."""
+        """Return the wall-clock time in ms since the epoch. It may step backwards."""
 
     def monotonic_ms(self) -> int:
-        """Milliseconds on a scale that never steps back. Its zero has no meaning."""
+        """Return milliseconds on a scale that never steps back. Its zero is arbitrary."""
 
 
 class SystemClock:
-    """The machine's clocks.
+    """The clocks of the machine.
 
     >>> clock = SystemClock()
     >>> before = clock.monotonic_ms()
@@ -57,7 +57,7 @@ class SystemClock:
 
 
 class SimulatedClock:
-    """A clock that stands still until a test moves it.
+    """A clock that only moves when a test moves it.
 
     >>> clock = SimulatedClock(1_700_000_000_000)
     >>> clock.advance(7_200_000)
@@ -78,12 +78,12 @@ class SimulatedClock:
         return self._monotonic_ms
 
     def advance(self, duration_ms: int) -> None:
-        """Let `duration_ms` pass on both scales."""
+        """Move both scales forward by `duration_ms`."""
         self._now_ms += duration_ms
         self._monotonic_ms += duration_ms
 
     def set_wall(self, now_ms: int) -> None:
-        """Step the wall clock alone, as NTP or an operator might."""
+        """Step only the wall clock, as NTP or an operator might."""
         self._now_ms = now_ms
 
 

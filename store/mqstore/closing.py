@@ -12,7 +12,7 @@ __all__ = ["Closing"]
 class Closing(ABC):
     @abstractmethod
     def close(self) -> None:
-        """Give back all that it holds."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self

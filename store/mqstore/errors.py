@@ -1,7 +1,7 @@
 """Every error that mqstore raises, and when it occurs.
 
 The tree is rooted at `MQStoreError`. Additional built-in bases keep existing `except` clauses working:
-`except OSError` sees a full disk, `except ValueError` a bad argument. Each message says what was wrong,
+`except OSError` catches a full disk, `except ValueError` a bad argument. Each message says what was wrong,
 where (file and position), and what to do next.
 """
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class ResultCode(IntEnum):
-    """RocketMQ's numbers for what went wrong, for tooling that knows them (delivery#codes).
+    """RocketMQ's codes for errors, for tools that know them (delivery#codes).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -88,7 +88,7 @@ class MQStoreError(Exception):
     """Base class of all errors of mqstore.
 
     >>> import json, mqstore, pathlib, tempfile
-    >>> def told(call, *args, **options):
+    >>> def report(call, *args, **options):
     ...     try:
     ...         call(*args, **options)
     ...     except mqstore.MQStoreError as error:
@@ -97,15 +97,15 @@ class MQStoreError(Exception):
     Bad arguments:
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     told(store.put, "a b", b"")  # no topic has a blank in its name
-    ...     told(store.put, "SCHEDULE_TOPIC_XXXX", b"")  # the engine's own
-    ...     told(store.create_topic, "t", queues=0)
-    ...     told(store.simple_consumer, "g", {"t": "paid|refunded"})
-    ...     told(store.read, "nowhere", 0, 0)
-    ...     told(store.broker.delete_group, "nobody")
+    ...     report(store.put, "a b", b"")  # no topic has a blank in its name
+    ...     report(store.put, "SCHEDULE_TOPIC_XXXX", b"")  # the engine's own
+    ...     report(store.create_topic, "t", queues=0)
+    ...     report(store.simple_consumer, "g", {"t": "paid|refunded"})
+    ...     report(store.read, "nowhere", 0, 0)
+    ...     report(store.broker.delete_group, "nobody")
     ...     store.create_topic("t")
     ...     _ = store.broker.groups.create("g")
-    ...     told(store.broker.reset, "g", "t", 0, 99)
+    ...     report(store.broker.reset, "g", "t", 0, 99)
     InvalidMessageError
     NotPermittedError
     ConfigError
@@ -118,13 +118,13 @@ class MQStoreError(Exception):
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     member = store.simple_consumer("g", {"t": "paid"})
-    ...     told(store.simple_consumer, "g", {"t": "created"})
+    ...     report(store.simple_consumer, "g", {"t": "created"})
     ...     other = store.pull_consumer("g")
     ...     other.subscribe("t")
-    ...     told(other.poll, 0)
-    ...     told(mqstore.open, folder)
+    ...     report(other.poll, 0)
+    ...     report(mqstore.open, folder)
     ...     with mqstore.open(folder, "r") as reader:
-    ...         told(reader.put, "t", b"")
+    ...         report(reader.put, "t", b"")
     SubscriptionConflictError
     GroupInUseError
     StoreLockedError
@@ -134,19 +134,19 @@ class MQStoreError(Exception):
 
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     queue = store.queue("jobs", maxsize=1)
-    ...     told(queue.get_nowait)
+    ...     report(queue.get_nowait)
     ...     queue.put(b"a")
-    ...     told(queue.put_nowait, b"b")
+    ...     report(queue.put_nowait, b"b")
     ...     queue.shutdown()
-    ...     told(queue.put, b"b")
+    ...     report(queue.put, b"b")
     ...     broker = store.broker
     ...     [delivery] = broker.pop("jobs", "jobs")
     ...     _ = broker.nack("jobs", "jobs", delivery.receipt)
-    ...     told(broker.ack, "jobs", "jobs", [delivery.receipt])
-    ...     told(broker.ack, "jobs", "jobs", ["a receipt"])
+    ...     report(broker.ack, "jobs", "jobs", [delivery.receipt])
+    ...     report(broker.ack, "jobs", "jobs", ["a receipt"])
     ...     half = broker.transactions.begin("jobs", b"b", producer_group="till")
     ...     broker.transactions.end(half, "rollback")
-    ...     told(broker.transactions.end, half, "commit")
+    ...     report(broker.transactions.end, half, "commit")
     QueueEmpty
     QueueFull
     QueueShutDown
@@ -157,33 +157,33 @@ class MQStoreError(Exception):
     State of a directory:
 
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     told(mqstore.open, folder, "r")
+    ...     report(mqstore.open, folder, "r")
     ...     store = mqstore.open(f"{folder}/mq")
     ...     _ = pathlib.Path(folder, "mq").rename(f"{folder}/moved")
-    ...     told(store.close)
+    ...     report(store.close)
     ...     manifest = pathlib.Path(folder, "moved", "mqstore.json")
     ...     newer = json.loads(manifest.read_text()) | {"schema": 99}
     ...     _ = manifest.write_text(json.dumps(newer))
-    ...     told(mqstore.open, manifest.parent)
+    ...     report(mqstore.open, manifest.parent)
     ...     _ = manifest.write_text("{")
-    ...     told(mqstore.open, manifest.parent)
-    ...     told(mqstore.TEXT.decode, bytes([255]))
+    ...     report(mqstore.open, manifest.parent)
+    ...     report(mqstore.TEXT.decode, bytes([255]))
     NotAStoreError
     MissingFileError
     UnsupportedStoreError
     CorruptStoreError
     FormatError
-    >>> told(reader.read, "t", 0, 0)
+    >>> report(reader.read, "t", 0, 0)
     StoreClosedError
     """
 
     code: ResultCode = ResultCode.SYSTEM_ERROR
     receipts: Sequence[object] = ()
-    """Receipts of what a failed `put_many` of several chunks had stored: the first messages of the call.
-    Empty in every other case: then nothing of the call was stored."""
+    """Receipts of the messages that a failed `put_many` of several chunks had stored: the first of the call.
+    Empty in every other case, where nothing of the call was stored."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the attributes: the arguments of many classes are not their `args`."""
+        """Pickle the attributes, since the arguments of many classes are not their `args`."""
         state = {"args": self.args, **self.__dict__}
         for name in ("errno", "strerror", "filename"):  # of an OSError
             if (value := getattr(self, name, None)) is not None:
@@ -271,8 +271,8 @@ class NotPermittedError(MQStoreError, PermissionError):
 
 
 class TransactionStateError(MQStoreError):
-    """The transaction has ended the other way (`outcome`), or only a check may end it (`outcome` None).
-    The latter holds when its immunity is over. Nothing was changed."""
+    """The transaction has already ended the other way (`outcome`), or only a check may end it (`outcome` is None).
+    The second applies once its immunity is over. Nothing was changed."""
 
     code = ResultCode.ILLEGAL_OPERATION
 
@@ -282,7 +282,7 @@ class TransactionStateError(MQStoreError):
 
 
 class InvalidReceiptError(MQStoreError, ValueError):
-    """Not a receipt, or not one of this group and topic."""
+    """The text is not a receipt, or not a receipt of this group and topic."""
 
     code = ResultCode.MESSAGE_ILLEGAL
 
@@ -294,7 +294,7 @@ class ReceiptExpiredError(MQStoreError):
 
 
 class OffsetOutOfRangeError(MQStoreError, LookupError):
-    """A queue offset lies below the first or above the next one. The bounds are attributes."""
+    """A queue offset is below the first or above the next one. The bounds are attributes."""
 
     code = ResultCode.PULL_OFFSET_MOVED
 
@@ -332,17 +332,17 @@ class StoreClosedError(MQStoreError, ValueError):
 
 
 class CorruptStoreError(MQStoreError, OSError):
-    """A file that is needed for opening is damaged. `repair` is the command that repairs it."""
+    """A file that opening needs is damaged. `repair` is the command that repairs it."""
 
     def __init__(self, message: str, file: str, position: int | None = None, repair: str | None = None) -> None:
-        super().__init__(f"{message}; to mend it: {repair}" if repair else message)
+        super().__init__(f"{message}. Repair it with: {repair}" if repair else message)
         self.file = file
         self.position = position
         self.repair = repair
 
 
 class UnsupportedStoreError(MQStoreError, OSError):
-    """A newer mqstore wrote the store. Its `schema` or a name in `requires` is unknown.
+    """A newer mqstore wrote the store. This one does not know its `schema`, or a name in `requires`.
     Nothing was changed."""
 
     def __init__(self, message: str, schema: int, requires: tuple[str, ...]) -> None:
@@ -363,7 +363,7 @@ class StoreIOError(MQStoreError, OSError):
 
 
 class MissingFileError(StoreIOError, FileNotFoundError):
-    """A file or folder is not there. A store that loses its directory while it is open raises it from every call."""
+    """A file or folder does not exist. If a store loses its directory while it is open, every call raises this."""
 
 
 class SendError(MQStoreError):
@@ -376,34 +376,34 @@ class SendError(MQStoreError):
     ...     try:
     ...         raise error
     ...     except mqstore.errors.StoreBusyError:
-    ...         return "the same call once more, in a moment"
+    ...         return "repeat the call a little later"
     ...     except mqstore.errors.FlushTimeoutError:
-    ...         return "it is stored, and will be on disk; again only if twice does no harm"
+    ...         return "it is stored, and will be on disk; repeat it only if a duplicate does no harm"
     ...     except mqstore.errors.FlushFailedError:
-    ...         return "look at the disk, open the store again"
+    ...         return "check the disk, then reopen the store"
     ...     except mqstore.errors.StoreFullError:
-    ...         return "make room"
+    ...         return "free some space"
     ...     except mqstore.errors.SendError:
-    ...         return "what all of them are"
-    ...     except mqstore.errors.StoreIOError:  # no SendError: reading may meet it, too
-    ...         return "the system's word: " + error.strerror
+    ...         return "any other error of a put"
+    ...     except mqstore.errors.StoreIOError:  # not a SendError, since reading may raise it, too
+    ...         return "error of the system: " + error.strerror
     >>> after(mqstore.errors.StoreBusyError("a put is being interrupted"))
-    'the same call once more, in a moment'
+    'repeat the call a little later'
     >>> after(mqstore.errors.FlushTimeoutError("not within 5 s"))
-    'it is stored, and will be on disk; again only if twice does no harm'
+    'it is stored, and will be on disk; repeat it only if a duplicate does no harm'
     >>> after(mqstore.errors.FlushFailedError("fsync failed"))
-    'look at the disk, open the store again'
+    'check the disk, then reopen the store'
     >>> after(mqstore.errors.StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
-    'make room'
+    'free some space'
     >>> after(mqstore.errors.StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
-    "the system's word: Input/output error"
+    'error of the system: Input/output error'
     """
 
 
 class FlushTimeoutError(SendError, TimeoutError):
     """The message is stored and visible, but perhaps not on disk within `flush_timeout`.
-    Or the sync could not begin: no descriptor was free, or a signal handler interrupted one. Then `__cause__` says so.
-    `receipt` is that of the message."""
+    The sync may also have failed to start, without a free descriptor or in a signal handler: see `__cause__`.
+    `receipt` is the message's receipt."""
 
     code = ResultCode.FLUSH_DISK_TIMEOUT
 
@@ -413,19 +413,19 @@ class FlushTimeoutError(SendError, TimeoutError):
 
 
 class FlushFailedError(SendError, OSError):
-    """An fsync failed, so the content of the disk is unknown. Reopen the store to write again."""
+    """An fsync failed, so the disk's content is unknown. Reopen the store to write again."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
 
 
 class StoreBusyError(SendError):
-    """The store is busy for a moment. Repeat the call."""
+    """The store is busy for a short time. Repeat the call."""
 
     code = ResultCode.SYSTEM_BUSY
 
 
 class StoreFullError(SendError, OSError):
-    """No space or quota is left (`errno` ENOSPC or EDQUOT). Nothing was written (but see `receipts`).
+    """No space or quota is left (`errno` ENOSPC or EDQUOT). Nothing was written, except what `receipts` lists.
     Stored messages stay readable."""
 
     code = ResultCode.SERVICE_NOT_AVAILABLE
@@ -442,11 +442,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)
-    """There is nothing to get, or nothing came in time."""
+    """The queue is empty, or nothing arrived in time."""
 
 
 class QueueFull(MQStoreError, queue.Full):  # noqa: N818
-    """There is no room, or there was none in time. Nothing was put."""
+    """The queue is full, and no room became free in time. Nothing was put."""
 
 
 class QueueShutDown(MQStoreError, getattr(queue, "ShutDown", Exception)):  # type: ignore[misc]  # noqa: N818  # 3.13
@@ -454,7 +454,7 @@ class QueueShutDown(MQStoreError, getattr(queue, "ShutDown", Exception)):  # typ
 
 
 def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: str) -> NoReturn:
-    """Raise `error` as an error that callers of a store can handle.
+    """Raise `error` as an error of mqstore.
 
     ENOSPC and EDQUOT become `StoreFullError`, EROFS, EACCES and EPERM `ReadOnlyStoreError`, all else `StoreIOError`.
     A FileNotFoundError stays one, since callers catch it.

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Attributes of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["lazy"]
 
 
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `modules` has the module of each name, relative to it."""
+    """Return a `__getattr__` for `package`. `modules` maps each name to its module, relative to the package."""
 
     def get(name: str) -> Any:
         if name not in modules:

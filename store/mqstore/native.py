@@ -1,12 +1,11 @@
-"""The compiled parts, where there are any: loops over thousands of records, and the put.
+"""The optional compiled parts: loops over thousands of records, and the put.
 
-    kernel      the module `mqstore._native` (store/native), or None: then Python and numpy do the same work
-    why_not     why `kernel` is None; "" when it is there
+    kernel      the module `mqstore._native` (store/native), or None: Python and numpy then do the same work
+    why_not     reason why `kernel` is None, or ""
     fence       keep loads and stores of mappings in order, for other processes that map the same file
 
-Everything works without. Each use of `kernel` has the same in Python beside it, which is the definition. With
-MQSTORE_NATIVE=0 in the environment the compiled parts are left out. With MQSTORE_NATIVE=require mqstore is not imported
-without them.
+The compiled parts are optional. Each use of `kernel` is next to the Python code that defines it. MQSTORE_NATIVE=0 in
+the environment disables the compiled parts. MQSTORE_NATIVE=require makes `import mqstore` fail if they are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import ModuleType
 __all__ = ["described", "fence", "kernel", "why_not"]
 
 _VERSION = 29
-"""Version of what the functions take and give. A module built from older sources is not used."""
+"""Version of the functions' parameters and results. A module built from older sources is not used."""
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -34,7 +33,7 @@ def _load() -> tuple[ModuleType | None, str]:
             raise
         return None, str(error)
     if found.VERSION != _VERSION:
-        return None, f"mqstore._native has version {found.VERSION}, wanted is {_VERSION}: install mqstore again"
+        return None, f"mqstore._native has version {found.VERSION}, expected {_VERSION}; reinstall mqstore"
     return found, ""
 
 
@@ -42,21 +41,21 @@ kernel, why_not = _load()
 
 
 def _fence() -> None:
-    # Nothing passes a lock that is released and then acquired: neither what comes before nor what comes after.
+    # Acquiring a lock after its release is a full barrier: no load or store moves across both.
     with (lock := allocate_lock()):
         pass
     lock.acquire()
 
 
 fence: Callable[[], None] = _fence if kernel is None else kernel.fence
-"""Order what this thread loads and stores before the call ahead of what it loads and stores after it.
+"""Order this thread's loads and stores: those before the call take effect before those after it.
 
-Processors such as arm64 show stores to each other in another order, also those to a mapping of a file.
+Processors such as arm64 may show stores to other processors out of order, also stores to a mapped file.
 """
 
 
 def described() -> str:
-    """Return a text that says whether compiled parts are used.
+    """Return a text that says whether compiled parts are used, and if not, why.
 
     >>> described().startswith(("with compiled parts", "without compiled parts: "))
     True

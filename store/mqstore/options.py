@@ -1,8 +1,8 @@
 """Options of a store, with their defaults (format#sizes).
 
-`StoreConfig()` shows the whole policy. The first seven fields are saved in the manifest of the store. A later opening
-may change `delay_levels` and `max_message_size`. Another value of the other five raises `ConfigError`. The rest may
-differ from one opening to the next.
+`StoreConfig()` shows the whole policy. The first seven fields are saved in the store's manifest. Of these only
+`delay_levels` and `max_message_size` can change later. Other values of the other five raise `ConfigError`. All further
+fields may differ between openings.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Duration = float | timedelta
 """Length of time as a person types it: seconds, or a `timedelta`."""
 
 Durability = Literal["append", "flush"]
-"""Place of a message when `put` returns: "append" in the page cache, "flush" on disk.
-A kill loses neither."""
+"""Where a message is when `put` returns: "append" in the page cache, "flush" on disk.
+Both survive a kill of the process."""
 
 Profile = Literal["mqstore", "rocketmq"]
 
@@ -68,26 +68,26 @@ def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
 
 
 def seconds(duration: Duration, name: str) -> float:
-    """Return `duration` in seconds. Raises ConfigError, with the option, if it is negative or no number.
+    """Return `duration` in seconds. Raises ConfigError, naming the option, if it is negative or not a number.
 
     >>> seconds(timedelta(minutes=1), "age")
     60.0
     """
-    if isinstance(duration, (bool, str, bytes, bytearray)):  # `float` takes them
-        raise ConfigError(f"{name} is seconds or a timedelta, not {duration!r:.80}")
+    if isinstance(duration, (bool, str, bytes, bytearray)):  # `float` accepts them
+        raise ConfigError(f"{name} must be seconds or a timedelta, not {duration!r:.80}")
     try:
         value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
     except OverflowError:
-        raise ConfigError(f"{name} is more seconds than a number can be") from None
+        raise ConfigError(f"{name} is too large for a number of seconds") from None
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} is seconds or a timedelta, not {duration!r:.80}") from None
-    if not value >= 0:  # NaN is neither
+        raise ConfigError(f"{name} must be seconds or a timedelta, not {duration!r:.80}") from None
+    if not value >= 0:  # also refuses NaN
         raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
     return value
 
 
 def milliseconds(duration: Duration, name: str) -> int:
-    """Return `duration` in milliseconds. Raises ConfigError as `seconds` does, and if it is endless.
+    """Return `duration` in milliseconds. Raises ConfigError as `seconds` does, and if it is infinite.
 
     >>> milliseconds(timedelta(minutes=1), "age")
     60000
@@ -96,16 +96,16 @@ def milliseconds(duration: Duration, name: str) -> int:
         return duration * 1000
     wanted = seconds(duration, name)
     if wanted == math.inf:
-        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
+        raise ConfigError(f"{name} must be finite, not {duration!r}")
     return round(wanted * 1000)
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return `value`. Raises ConfigError unless it is a whole number from `low` to `high`, both included."""
+    """Return `value`. Raises ConfigError unless it is an integer from `low` to `high`, both included."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     rule = f"from {low}" if high is None else f"in {low}..{high}"
-    raise ConfigError(f"{name} is a whole number {rule}, not {value!r:.80}")
+    raise ConfigError(f"{name} must be a whole number {rule}, not {value!r:.80}")
 
 
 def delay_table_ms(levels: str) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
     (1000, 5000, 7200000)
     """
     if not isinstance(levels, str):
-        raise ConfigError(f"delay_levels is text as {DEFAULT_DELAY_LEVELS!r}, not {levels!r:.80}")
+        raise ConfigError(f"delay_levels must be text such as {DEFAULT_DELAY_LEVELS!r}, not {levels!r:.80}")
     table = []
     for word in levels.split():
         match = _LEVEL.fullmatch(word)
@@ -133,20 +133,21 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
 class Retention:
     """Limits beyond which whole commitlog segments are deleted, oldest first (format#retention).
 
-    The segment being written stays. Without consumer groups, the log deletes what exceeds either limit. None: no limit.
+    The segment being written is never deleted. Without consumer groups, each limit alone is enough to delete a segment.
+    None means no limit.
 
     >>> Retention().age, Retention(age=None, max_bytes=100 << 20).max_bytes  # all of 100 MiB, however old
     (datetime.timedelta(days=3), 104857600)
     """
 
     age: Duration | None = timedelta(hours=72)
-    """Drop a segment whose last message was stored longer ago than this."""
+    """Delete a segment whose last message was stored longer ago than this."""
     max_bytes: int | None = 1 << 30
-    """Keep no more than about this many bytes of commitlog."""
+    """Keep at most about this many bytes of commitlog."""
     disk_ratio: float | None = None
-    """Also drop while the file system is fuller than this (0..1)."""
+    """Also delete while the file system is fuller than this (0..1)."""
     unconsumed: Literal["keep", "drop"] = "keep"
-    """Keep messages that a group has not consumed, or drop them and tell the group.
+    """Keep messages that a group has not consumed, or drop them and notify the group.
     Only a broker uses it, since the log alone knows no groups."""
 
     def __post_init__(self) -> None:
@@ -156,7 +157,7 @@ class Retention:
             check_whole("retention.max_bytes", self.max_bytes, 0)
         ratio: object = self.disk_ratio
         if ratio is not None and (not isinstance(ratio, int | float) or not 0 < ratio <= 1):
-            raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {ratio!r:.80}")
+            raise ConfigError(f"retention.disk_ratio must be above 0 and at most 1, not {ratio!r:.80}")
         if self.unconsumed not in ("keep", "drop"):
             raise ConfigError(f"retention.unconsumed must be 'keep' or 'drop', not {self.unconsumed!r}")
 
@@ -185,15 +186,15 @@ class StoreConfig:
     """Largest body that `put` accepts. None means the store's own, 4 MiB for a new one. It may change later."""
 
     retention: Retention | None = None
-    """None drops nothing unless `clean` or `drop_before` is called. For a broker it means `Retention()`."""
+    """Retention policy. None deletes only by `clean` and `drop_before`. For a broker None means `Retention()`."""
     flush_interval: Duration = 0.5
-    """Time between two looks of the flusher, which syncs if `flush_pages` are dirty."""
+    """Time between two checks of the flusher, which syncs if `flush_pages` are dirty."""
     flush_pages: int = 4
     """Number of dirty 4 KiB pages that make an interval flush worth its sync."""
     flush_thorough: Duration = 10.0
     """Time between two syncs of all dirty pages."""
     flush_timeout: Duration = 5.0
-    """Time that a put waits for its sync before `FlushTimeoutError`."""
+    """Time that a put waits for its sync before it raises `FlushTimeoutError`."""
     max_delay: Duration = timedelta(days=366)
     """Longest delay of a message."""
     auto_create_topics: bool = True
@@ -203,8 +204,8 @@ class StoreConfig:
     auto_create_groups: bool = True
     """Create an unknown group when it is first used."""
     commit_interval: Duration = 5.0
-    """Time between two syncs of the groups' committed offsets. A power cut undoes later commits.
-    A killed process loses those of the last 200 ms at most."""
+    """Time between two syncs of the groups' committed offsets. A power cut loses later commits.
+    A killed process loses at most the commits of the last 200 ms."""
     release_in_flight: bool = True
     """At the next open, redeliver messages that a killed process had popped and not acknowledged."""
     pop_retry_version: Literal[1, 2] = 2
@@ -212,18 +213,18 @@ class StoreConfig:
     dlq_retention: Duration | None = timedelta(days=30)
     """Age at which a dead letter expires. None means never."""
     orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
-    """When messages of a delay level that the table no longer has are delivered: at their own times, or at once."""
+    """Delivery of messages whose delay level was removed from the table: at their own times, or at once."""
 
     verify_reads: bool = True
-    """Check every record's checksum before its message is handed out."""
+    """Check every record's checksum before its message is returned."""
     max_mappings: int = 1024
-    """Number of mappings and descriptors that the store keeps, fewer if few descriptors are free."""
+    """Maximum number of mappings and descriptors kept open. Fewer if few descriptors are free."""
     store_host: str = "127.0.0.1:0"
     """Address written into records. It is part of the offset message id."""
     file_mode: int = 0o600
     """Permissions of created files. Folders get the matching search bits."""
     clock: Clock | None = None
-    """None means the system's clock. With another one a store starts no thread: drive it with `run_once`."""
+    """Clock. None means the system's clock. With any other, the store starts no thread: call `run_once`."""
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -1,20 +1,20 @@
 """Locks and wake-ups that an exception of a signal handler cannot break.
 
-CPython runs signal handlers in the main thread, between two bytecodes: at the start of a function, behind a call of
-compiled code, and where a loop turns back. A handler may raise there, as Ctrl-C does. These rules follow for everything
-that an application's thread can run:
+CPython runs signal handlers in the main thread, between two bytecodes: at the start of a function, after a call of
+compiled code, and at the end of a loop's turn. A handler may raise there, as Ctrl-C does. These rules follow for all
+code that an application's thread can run:
 
-* Every lock is a `Lock`, taken by `with`. Between `lock.acquire()` and a `try` an exception leaves the lock held for
+* Every lock is a `Lock`, taken by `with`. An exception between `lock.acquire()` and a `try` leaves the lock held for
   ever. So does one inside the `__enter__` of a class written in Python, such as `threading.Condition`,
   `threading.Event` and `contextlib.contextmanager`: those are for background threads only.
-  (CPython 3.14 may raise behind the `with` of any lock: docs/design.md, Signals.)
+  (CPython 3.14 may raise right after the `with` of any lock: docs/design.md, Signals.)
 * A handler may call the store, too. It then interrupts its own thread, which may hold any lock. A `Lock` is not
-  reentrant, and refuses its owner with StoreBusyError. For the code under it this is one more exception of a handler.
-* State that has to be taken back (a count, a mark, an entry in a list) is set inside the `try` whose `finally` takes it
-  back, and taking it back is harmless where it was not set. Better is no such state: derive it.
+  reentrant, and refuses its owner with StoreBusyError. The interrupted code sees it as an exception of the handler.
+* State that has to be undone (a count, a mark, an entry in a list) is set inside the `try` whose `finally` undoes it.
+  Undoing it is harmless if it was not set. It is better to have no such state, and to derive it.
 * Under a lock, the step that makes a change visible is one bytecode, and it comes last.
 
-`Bell` and `Gate` stand in for `threading.Event`, `Condition` for `threading.Condition`, `Future` for
+`Bell` and `Gate` replace `threading.Event`, `Condition` replaces `threading.Condition`, and `Future` replaces
 `concurrent.futures.Future`.
 """
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 def _timeout(timeout_s: float | None) -> float:
-    """Return `timeout_s` as `lock.acquire` takes it: -1 for None and infinity, 0 for a negative time."""
+    """Convert `timeout_s` for `lock.acquire`: -1 for None and infinity, 0 for a negative time."""
     if timeout_s is None or timeout_s > threading.TIMEOUT_MAX:
         return -1.0
     return max(timeout_s, 0.0)
@@ -49,9 +49,9 @@ def _timeout(timeout_s: float | None) -> float:
 class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
     """Lock that knows its owner and its process. All locks of a store are of this kind.
 
-    If a thread wants a lock that it has, it runs a signal handler that interrupted it, and gets StoreBusyError. So does
-    a handler that wants a lock of a thread which waits for the interrupted one. In a forked child the locks of the
-    parent raise StoreClosedError, since nobody there could release them.
+    A thread that wants a lock it already has is in a signal handler that interrupted it, and gets StoreBusyError. So
+    does a handler that wants the lock of a thread which waits for the interrupted thread. In a forked child the locks
+    of the parent raise StoreClosedError, since no thread of the child could release them.
 
     >>> lock = Lock()
     >>> with lock:
@@ -73,7 +73,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
 
     @property
     def __enter__(self):  # type: ignore[no-untyped-def, override]
-        """Compiled function that `with` calls. It looks it up here, which takes the lock or raises."""
+        """Compiled function for `with`. Looking it up here already takes the lock, or raises."""
         if self._process is not _process or self._is_owned():
             self.refuse_owner()
             return super().__enter__
@@ -81,19 +81,19 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
             if not self.acquire(False):
                 self._wait()
             return self._is_owned
-        except BaseException:  # of a signal handler. It can raise only before the return, which makes no call
+        except BaseException:  # from a signal handler. It can raise only before the return, which makes no call
             if self._is_owned():
                 self.release()
             raise
 
     def _wait(self) -> None:
-        """Take the lock, which another thread has."""
+        """Take the lock, which another thread has. The main thread wakes up to look for deadlocks with its handlers."""
         me = threading.get_ident()
         try:
             _waiting[me] = self
             while not self.acquire(timeout=_LOOK_S if me == threading.main_thread().ident else -1):
                 if me in self._owners():
-                    raise StoreBusyError("called by a signal handler that keeps another thread waiting; do it later")
+                    raise StoreBusyError("called in a signal handler while another thread waits for it; call it later")
         finally:
             _waiting.pop(me, None)
 
@@ -127,16 +127,16 @@ class Lock(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
         return self._process is not _process
 
     def refuse_owner(self) -> None:
-        """Raise what `with` would raise without waiting."""
+        """Raise the error that `with` would raise without waiting."""
         if self.is_inherited:
             steps = f"use it in process {os.getppid()}, which forked this one, or close it there and open it here"
             raise StoreClosedError(f"this belongs to another process: {steps}")
         if self._is_owned() and not self.is_lent:
-            raise StoreBusyError("called by a signal handler that interrupted a call with the same lock; do it later")
+            raise StoreBusyError("called in a signal handler that interrupted a call with this lock; call it later")
 
 
 _LOOK_S = 0.01
-"""Interval at which the main thread, where signal handlers run, makes sure that nobody waits for it."""
+"""Interval at which the main thread, where signal handlers run, checks that no thread waits for it."""
 _OWNER = re.compile(r"owner=([1-9]\d*)")
 _waiting: dict[int, Lock] = {}
 """Lock for which each thread waits."""
@@ -161,22 +161,22 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def check_holds_none() -> None:
-    """Raise StoreBusyError if the calling thread has a lock, other than one that is lent.
-    For calls that wait for threads, which may want that lock. Such a call comes from a signal handler. It looks at all
-    objects of the process, but only if it was made within another call of this package."""
+    """Raise StoreBusyError if the calling thread has a lock that is not lent.
+    For calls that wait for threads which may want that lock. Such a call is made by a signal handler. The check goes
+    through all objects of the process, but only if the call was made inside another call of this package."""
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_name in _CLOSING or not _is_ours(frame)):
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name != "__del__":
         for each in gc.get_objects():
             if issubclass(type(each), Lock) and each.is_held_here and not each.is_lent:
-                raise StoreBusyError("called by a signal handler that interrupted a call with a lock; do it later")
+                raise StoreBusyError("called in a signal handler that interrupted a call with a lock; call it later")
 
 
 class Bell:
     """Wake-up of one waiting thread. Several rings before a wait count as one.
 
-    Any thread may ring, a signal handler in the middle of its own thread's wait included.
+    Any thread may ring, even a signal handler in the middle of its own thread's wait.
 
     >>> bell = Bell()
     >>> bell.ring(); bell.ring()
@@ -218,8 +218,8 @@ class Condition(Lock):  # type: ignore[misc]
         self._bells: list[Bell] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Give the lock back, wait for `notify_all`, and take the lock again. Return True if it was notified.
-        It waits at most `timeout` seconds (None: without limit)."""
+        """Release the lock, wait for `notify_all`, and take the lock again. Return True if notified.
+        Waits at most `timeout` seconds (None: without limit)."""
         bell = Bell()
         try:
             self._bells.append(bell)
@@ -241,8 +241,8 @@ class Condition(Lock):  # type: ignore[misc]
 
 
 class Future(concurrent.futures.Future[Result]):
-    """`concurrent.futures.Future` that survives Ctrl-C in `result`.
-    The standard one stays locked for ever then, and with it the thread that sets its result."""
+    """`concurrent.futures.Future` whose `result` survives Ctrl-C.
+    The standard one would stay locked for ever, and block the thread that sets its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Gate:
         self._opened = Condition()
 
     def open(self) -> None:
-        """Let everybody through, now and later. May be repeated."""
+        """Open the gate for all waiting and later threads. May be repeated."""
         with self._opened:
             self.is_open = True
             self._opened.notify_all()

@@ -1,7 +1,7 @@
 """Background threads that do not keep the object alive for which they work.
 
-Such a thread refers to its object only while it works, and not while it waits. So a store that the program has
-forgotten is collected, and closes itself (`StoreReader.__del__`).
+Such a thread refers to its object only while it works, not while it waits. So a store that the program no longer
+refers to is collected, and closes itself (`StoreReader.__del__`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HoldingBell(Bell):
 
 class Stepping(Protocol):
     def step(self) -> float | None:
-        """Do what is due. Return for how many seconds to wait, at most until a ring, or None to end the thread."""
+        """Do the due work. Return the seconds to wait for a ring at most, or None to end the thread."""
 
 
 def start_thread(stepping: Stepping, bell: Bell, name: str) -> threading.Thread:

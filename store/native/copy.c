@@ -1,11 +1,11 @@
-/* Stored messages on their way to other queues: restored, known as one, taken apart. A copy is a tuple as `Copy` of
-   store/mqstore/log/outgoing.py says: message, topic, queue id, properties. */
+/* Copies stored messages to other queues: restores them, adds an id, splits them into parts. A copy is a tuple like `Copy` of
+   store/mqstore/log/outgoing.py: message, topic, queue id, properties. */
 
 #define _GNU_SOURCE
 #include "native.h"
 
-/* Whether a pair of `properties` begins with one of `names`, bytes that end in 01; `filled`: and has a value. */
-static bool bears_one_of(const char *properties, Py_ssize_t size, PyObject *names, bool filled)
+/* Return true if a pair of `properties` starts with one of `names` (bytes that end in 01) and, if `filled`, has a value. */
+static bool has_one_of(const char *properties, Py_ssize_t size, PyObject *names, bool filled)
 {
     for (const char *at = properties, *end = properties + size; at < end;) {
         const char *stop = memchr(at, 2, (size_t)(end - at));
@@ -43,7 +43,7 @@ static PyObject *copy_of(PyObject *message, PyObject *topic, PyObject *queue_id,
     return copy;
 }
 
-/* Where the last `mark` in the data stands, -1 for none. */
+/* Return the position of the last `mark` in the data, or -1. */
 static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, Py_ssize_t mark_bytes)
 {
     for (Py_ssize_t at = size - mark_bytes; at >= 0; at--)
@@ -54,9 +54,9 @@ static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, P
 
 /* restore(messages, first, mark, ways, names, copies) -> count
 
-   Of a list of messages as many, from index `first` on, as are restored by `ways`: their copies are appended to `copies`.
-   The properties of a message end behind the first byte of the last `mark` in them, and `ways` has for such an end a topic,
-   a queue id, and the end that the copy has. What stands before it is taken over; a message that has one of `names` there is
+   Restore messages of a list by `ways`, from index `first` to the first one that Python must restore, and append their copies to
+   `copies`. The suffix of a message's properties starts after the first byte of their last `mark`. `ways` maps such a suffix to a
+   topic, a queue id, and the suffix of the copy. The properties before it are kept. A message that has one of `names` there is
    left to Python. */
 PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -72,7 +72,7 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "restore: a negative index");
-    PyObject *known_end = NULL, *way = NULL; /* of the message before, whose end is often the same */
+    PyObject *known_end = NULL, *way = NULL; /* of the message before, whose suffix is often the same */
     Near near = {0};
     bool failed = false;
     for (; i < PyList_GET_SIZE(args[0]); i++) {
@@ -93,7 +93,7 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
                 break;
         }
         if (!way || !PyTuple_Check(way) || PyTuple_GET_SIZE(way) != 3 || !PyBytes_Check(PyTuple_GET_ITEM(way, 2)) ||
-            bears_one_of(properties, begin, args[4], false))
+            has_one_of(properties, begin, args[4], false))
             break;
         const char *end = PyBytes_AS_STRING(PyTuple_GET_ITEM(way, 2));
         Py_ssize_t end_bytes = PyBytes_GET_SIZE(PyTuple_GET_ITEM(way, 2));
@@ -113,8 +113,8 @@ PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nar
     return failed ? NULL : PyLong_FromSsize_t(i - first);
 }
 
-/* identify(copies, names, origin) -> the first of these copies, up to one that is none, each with a property by which it is
-   known: it has one of `names`, with a value, or gets its message's id behind `origin`. */
+/* identify(copies, names, origin) -> list of copies, each with a property that identifies it: one of `names` with a value, or its
+   message's id, added with the name `origin`. Stops at the first item that is not a copy. */
 PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("identify", nargs, 3))
@@ -133,7 +133,7 @@ PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t na
         PyObject *message = PyTuple_GET_ITEM(copy, 0), *properties = PyTuple_GET_ITEM(copy, 3);
         const char *data = PyBytes_AS_STRING(properties);
         Py_ssize_t size = PyBytes_GET_SIZE(properties), name = PyBytes_GET_SIZE(args[2]);
-        if (bears_one_of(data, size, args[1], true)) {
+        if (has_one_of(data, size, args[1], true)) {
             failed = PyList_Append(known, copy) < 0;
             continue;
         }
@@ -160,11 +160,11 @@ PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t na
     return known;
 }
 
-/* What begins a tail of a queue in `putters`: its `plain_tail` without the length of the properties. A new reference and the
-   queue, borrowed; NULL without an exception where Python has to look. */
+/* Return the start of a tail of a queue in `putters`: its `plain_tail` without the length of the properties. A new reference,
+   and the queue, borrowed; NULL without an exception if Python must look. */
 static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **queue)
 {
-    static const char read_again[] = SCHEDULE_TOPIC; /* the properties of its records have to be readable */
+    static const char read_again[] = SCHEDULE_TOPIC; /* Python checks that the properties of its records are readable */
     PyObject *tail = NULL;
     *queue = putter_of(putters, topic, queue_id, &tail);
     if (tail && memmem(PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail), read_again, sizeof read_again - 1))
@@ -174,10 +174,9 @@ static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id
 
 /* copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)
 
-   Of a list of copies as many, from index `first` on, as are ordinary and go to queues in `putters`: what
-   `LogWriter.copy_many` does for each. Their queues and parts are appended to the four lists, a tail being the queue's
-   `plain_tail` with the length of the properties, and these. `room` is what is left of it after `overhead`, body and tail
-   of each. */
+   Prepare copies of a list like `LogWriter.copy_many`, from index `first` to the first one that is not ordinary or whose queue is
+   not in `putters`. Their queues and parts are appended to the four lists. A tail is the queue's `plain_tail` with the length of
+   the properties, and the properties. The returned `room` is reduced by `overhead`, body and tail of each. */
 PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     static const char inner[] = "INNER_", crc[] = "__CRC32#";

@@ -1,13 +1,13 @@
-/* CRC-32C: by the instruction that the processor has for it, eight bytes in three cycles and three streams at once; by tables
-   where it has none, or the compiler knows of none. */
+/* CRC-32C: by the processor's instruction, eight bytes in three cycles and three streams at once; by tables if the processor has
+   no such instruction, or the compiler does not know it. */
 
 #include "native.h"
 
-/* --- by tables: eight bytes at a time. They say what the rest computes --- */
+/* --- by tables: eight bytes at a time. The other ways must compute the same --- */
 
 static uint32_t table[8][256];
 
-/* The bare register: neither inverted before nor after. */
+/* Compute on the bare register: it is inverted neither before nor after. */
 static uint32_t run_by_table(uint32_t crc, const uint8_t *at, size_t n)
 {
     for (; n >= 8; n -= 8, at += 8) {
@@ -59,7 +59,7 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 #define STEP_4(crc, word) __builtin_aarch64_crc32cw((uint32_t)(crc), word)
 #define STEP_1(crc, byte) __builtin_aarch64_crc32cb((uint32_t)(crc), byte)
 #endif
-#ifdef __ARM_FEATURE_CRC32 /* of every processor that this is compiled for, as on macOS */
+#ifdef __ARM_FEATURE_CRC32 /* every processor that this is compiled for has it, as on macOS */
 #define HAS_INSTRUCTION true
 #elif defined(__linux__)
 #include <sys/auxv.h>
@@ -71,9 +71,9 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 
 #ifdef TARGET
 
-/* The instruction takes a new value each cycle but gives its result after three. So long inputs are read as three
-   strands side by side, and the strands joined: a CRC is linear, so the state behind the first strand, moved on by as
-   many zero bytes as the next has, is what the next would have begun with. Tables hold that move, for two lengths. */
+/* The instruction accepts a new value each cycle but returns its result after three. So long inputs are read as three strands
+   in parallel, which are then combined: a CRC is linear, so the state after the first strand, moved on by as many zero bytes as
+   the next one has, is the state that the next one would have started from. Tables hold that move, for two lengths. */
 enum { LONG_STRAND = 256, SHORT_STRAND = 64 };
 static uint32_t moved_long[4][256], moved_short[4][256];
 
@@ -133,7 +133,7 @@ TARGET static uint32_t run(uint32_t start, const uint8_t *at, size_t n)
     return (uint32_t)crc;
 }
 
-/* Behind the first twelve bytes of a record. */
+/* Return the state after the first twelve bytes of a record. */
 TARGET static inline uint64_t begin(const uint8_t *record) { return STEP_4(step(0xFFFFFFFFu, record), 0); }
 
 TARGET static uint32_t record_by_instruction(const uint8_t *record, size_t n)
@@ -141,10 +141,10 @@ TARGET static uint32_t record_by_instruction(const uint8_t *record, size_t n)
     return ~run((uint32_t)begin(record), record + QUEUE_ID_AT, n - QUEUE_ID_AT);
 }
 
-/* How far before it is used memory is asked for: by itself the processor does not see three readers as one. */
+/* Distance of prefetching: the processor does not recognize three readers as one by itself. */
 enum { READ_AHEAD = 8192 };
 
-/* Each value waits for the one before, so records that are short are read side by side, as long as all of them last. */
+/* Each step waits for the one before, so short records are read in parallel, up to the end of the shortest. */
 TARGET static void three_by_instruction(const uint8_t *const *records, const size_t *sizes, uint32_t *sums)
 {
     const uint8_t *a = records[0] + QUEUE_ID_AT, *b = records[1] + QUEUE_ID_AT, *c = records[2] + QUEUE_ID_AT;
@@ -180,8 +180,8 @@ void crc32c_records(const uint8_t *const *records, const size_t *sizes, int coun
         sums[i] = crc32c_record(records[i], sizes[i]);
 }
 
-/* crc32c_by_table(wanted) -> whether records are summed by tables from now on: for tests, which try both ways. Without
-   `wanted` the tables are used only where the processor has no instruction. */
+/* crc32c_by_table(wanted) -> true if records are summed by tables from now on: for tests, which try both ways. Without `wanted`
+   the tables are used only if the processor has no instruction. */
 PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("crc32c_by_table", nargs, 1))
@@ -204,7 +204,7 @@ int crc32c_init(void)
     for (int i = 1; i < 8; i++)
         for (int byte = 0; byte < 256; byte++)
             table[i][byte] = table[i - 1][byte] >> 8 ^ table[0][table[i - 1][byte] & 255];
-    /* The published check value, and the other way against the tables. */
+    /* The published check value for the tables; the instruction is compared with them. */
     bool right = ~run_by_table(~0u, (const uint8_t *)"123456789", 9) == 0xE3069283u;
 #ifdef TARGET
     if (HAS_INSTRUCTION) {

@@ -1,11 +1,11 @@
-/* Many records at once, written: the counterpart of the end of store/mqstore/layout/encode.py. */
+/* Writes many records at once: the counterpart of the end of store/mqstore/layout/encode.py. */
 
 #include "native.h"
 
-/* assemble(headers, bodies, tails, out, checksums): header, body and tail of each record, one after the other in `out`.
+/* assemble(headers, bodies, tails, out, checksums): write header, body and tail of each record to `out`, one after the other.
 
-   `headers` are all of one width, `bodies` a list of bytes, `tails` a list of as many or one for all. With `checksums`
-   the field for it is filled in, over the whole record (format#checksum). */
+   `headers` all have the same width, `bodies` is a list of bytes, `tails` a list of the same length or one tail for all. With
+   `checksums` the checksum field is filled in, over the whole record (format#checksum). */
 PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 5 || !PyList_Check(args[1]) || !(PyList_Check(args[2]) || PyBytes_Check(args[2]))) {
@@ -28,14 +28,14 @@ PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t na
         goto done;
     Py_ssize_t width = headers->len / count;
     if (headers->len % count || width < QUEUE_ID_AT) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no %zd headers", headers->len, count);
+        PyErr_Format(PyExc_ValueError, "assemble: %zd bytes are not %zd headers", headers->len, count);
         goto done;
     }
     const uint8_t *header = headers->buf;
     uint8_t *to = out->buf;
     Py_ssize_t room = out->len;
     for (Py_ssize_t i = 0; i < count; i++, header += width) {
-        /* No call of Python in this loop: the lists stay as they are. */
+        /* Nothing in this loop calls Python, so the lists do not change. */
         PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
         if (!PyBytes_Check(body) || !PyBytes_Check(tail)) {
             PyErr_SetString(PyExc_TypeError, "assemble: bodies and tails must be bytes");
@@ -88,7 +88,7 @@ done:
     return result;
 }
 
-/* lengths(bodies) -> (the greatest, their sum), of a list of plain bytes; None where anything else is in it. */
+/* lengths(bodies) -> (the greatest, their sum), of a list of plain bytes; None if anything else is in it. */
 PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 1 || !PyList_Check(args[0])) {
@@ -101,7 +101,7 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
         if (!PyBytes_CheckExact(body))
             Py_RETURN_NONE;
         Py_ssize_t size = PyBytes_GET_SIZE(body);
-        if (__builtin_add_overflow(sum, size, &sum)) { /* one object, often */
+        if (__builtin_add_overflow(sum, size, &sum)) { /* possible: often all items are one object */
             PyErr_SetString(PyExc_OverflowError, "lengths: the sum is beyond 64 bits");
             return NULL;
         }
@@ -112,8 +112,8 @@ PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nar
 
 /* encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes), as bytearrays; sizes in int64.
 
-   Consecutive records of one queue: each has `header`, two offsets that count up from those given, its flag (`flags` a
-   list of as many ints, or None), its sizes, and the checksum over the whole. Lists and `tails` as of `assemble`. */
+   Encode consecutive records of one queue: each has `header`, two offsets that increase from those given, its flag (`flags` is
+   a list of as many ints, or None), its sizes, and the checksum over the whole. Lists and `tails` as in `assemble`. */
 PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 6 || !PyBytes_Check(args[0]) || !PyList_Check(args[1]) ||
@@ -144,14 +144,14 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         size[i] = width + PyBytes_GET_SIZE(body) + PyBytes_GET_SIZE(tail);
         total += size[i];
         if (total > INT32_MAX) {
-            PyErr_SetString(PyExc_OverflowError, "encode: more than a segment takes");
+            PyErr_SetString(PyExc_OverflowError, "encode: the records do not fit in a segment");
             goto failed;
         }
     }
     records = PyByteArray_FromStringAndSize(NULL, total);
     if (!records)
         goto failed;
-    /* From here on nothing of Python runs but the conversion of a flag, which is an int: the lists stay as they are. */
+    /* From here on only the conversion of a flag, which is an int, calls Python: the lists do not change. */
     uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
@@ -180,8 +180,8 @@ failed:
     return NULL;
 }
 
-/* renumber(data, positions, offsets, places, timestamp): give each record at `positions` a queue offset, a physical
-   offset and the time it is stored, and the checksum over the whole that it has then. */
+/* renumber(data, positions, offsets, places, timestamp): set queue offset, physical offset and store time of the record at each
+   position, and recompute its checksum. */
 PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("renumber", nargs, 5))

@@ -2,8 +2,8 @@
 
 #include "native.h"
 
-/* put_entries(file, slots, number, hashes, physical, stamps): put entries from `number` on, for which there is room. Of each the
-   entry is stored before the header counts it, and that before its slot leads to it, as readers rely on. */
+/* put_entries(file, slots, number, hashes, physical, stamps): put entries from `number` on, which must fit. Each entry is stored
+   before the header counts it, and the header before the entry's slot leads to it: readers, which take no lock, rely on that. */
 PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("put_entries", nargs, 6))
@@ -41,7 +41,7 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
     for (Py_ssize_t i = 0; i < count; i++, number++, entry += ENTRY_BYTES) {
         uint8_t *slot = data + HEADER_BYTES + SLOT_BYTES * (hash[i] % slots);
         uint32_t previous = get32(slot);
-        if (previous > (uint64_t)number) /* negative, too: what no chain can have led to */
+        if (previous > (uint64_t)number) /* negative, too: no chain can have led there */
             previous = 0;
         int64_t seconds = begin > 0 && stamp[i] > begin ? (stamp[i] - begin) / SECOND_MS : 0;
         put32(entry + ENTRY_HASH_AT, (uint32_t)hash[i]);

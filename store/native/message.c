@@ -1,12 +1,12 @@
-/* Reading: units of a consume queue to messages, each record checked in the same look (format#tags-code).
+/* Reads messages by the units of a consume queue, checking each record on the way (format#tags-code).
 
-   `Located` is the base of `Message`: where a record lies, and its body. */
+   `Located` is the base class of `Message`: position of a record in a buffer, and its body. */
 
 #include "native.h"
 #include <stddef.h>
 #include <structmember.h>
 
-enum { MOST_BYTES = 4 << 20 }; /* read at once: others wait meanwhile */
+enum { MOST_BYTES = 4 << 20 }; /* read in one call, which other threads wait for */
 
 static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *keys_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
@@ -31,17 +31,17 @@ static int located_init(Located *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static PyObject *never_made(void)
+static PyObject *not_initialized(void)
 {
-    PyErr_SetString(PyExc_AttributeError, "a message that was never made");
+    PyErr_SetString(PyExc_AttributeError, "the message was not initialized");
     return NULL;
 }
 
-/* The buffer that holds the record, and, unless `parts` is NULL, the places in it: without them no more than room for the
-   smallest record is certain. 0, or -1 with an exception; then nothing is held. */
+/* Get the buffer that contains the record and, unless `parts` is NULL, find its parts. Without `parts` only room for the smallest
+   record is checked. 0, or -1 with an exception; then the buffer is released. */
 static int open_record(Located *self, Py_buffer *view, Parts *parts)
 {
-    PyObject *buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : never_made();
+    PyObject *buffer = self->batch ? PyObject_GetAttr(self->batch, buffer_name) : not_initialized();
     if (!buffer)
         return -1;
     int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
@@ -57,7 +57,7 @@ static int open_record(Located *self, Py_buffer *view, Parts *parts)
     return 0;
 }
 
-/* Whether its body needs nothing but a slice. */
+/* Return true if the body can be read as a slice. */
 static bool is_plain(const uint8_t *record)
 {
     return !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
@@ -87,7 +87,7 @@ static PyObject *located_body(Located *self, void *closure)
     PyObject *body = NULL;
     long long start = self->start + BODY_AT_V4;
     if (start > self->body_end || self->body_end > view.len)
-        PyErr_SetString(PyExc_IndexError, "the body lies outside the buffer");
+        PyErr_SetString(PyExc_IndexError, "the body is outside the buffer");
     else
         body = PyBytes_FromStringAndSize((const char *)view.buf + start, (Py_ssize_t)(self->body_end - start));
     PyBuffer_Release(&view);
@@ -106,8 +106,8 @@ static PyObject *located_encoded_properties(Located *self, void *closure)
     return properties;
 }
 
-/* Whether the record has a property of this name, and its value: as `decode_properties` would have it, the last of its name
-   that has one. */
+/* Find the value of a property, like `decode_properties`: of several with this name, the last one that has a value. Return true if
+   there is one. */
 static bool value_of(const char *record, const Parts *parts, const char *name, Py_ssize_t name_size, const char **value,
                      Py_ssize_t *value_size)
 {
@@ -126,7 +126,7 @@ static bool value_of(const char *record, const Parts *parts, const char *name, P
     return *value != NULL;
 }
 
-/* As `value_of`. -1 with an exception; else `view` is to be released. */
+/* Like `value_of`. -1 with an exception; otherwise the caller releases `view`. */
 static int find_property(Located *self, PyObject *name, Py_buffer *view, const char **value, Py_ssize_t *value_size)
 {
     Parts parts;
@@ -134,7 +134,7 @@ static int find_property(Located *self, PyObject *name, Py_buffer *view, const c
     const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
     if (!wanted) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a property has a name");
+            PyErr_SetString(PyExc_TypeError, "the name of a property must be str");
         return -1;
     }
     if (open_record(self, view, &parts) < 0)
@@ -160,7 +160,7 @@ static PyObject *located_property(Located *self, void *name)
     return located_stored_property(self, *(PyObject **)name);
 }
 
-/* The words of KEYS. */
+/* Return the words of KEYS. */
 static PyObject *located_keys(Located *self, void *closure)
 {
     Py_buffer view;
@@ -188,18 +188,18 @@ static PyObject *located_keys(Located *self, void *closure)
     return keys;
 }
 
-/* The queue, or its part at index *closure. */
+/* Return the queue, or its item *closure. */
 static PyObject *located_queue(Located *self, void *closure)
 {
     if (!self->batch)
-        return never_made();
+        return not_initialized();
     PyObject *queue = PyObject_GetAttr(self->batch, queue_name);
     if (queue && closure)
         Py_SETREF(queue, PySequence_GetItem(queue, *(const int *)closure));
     return queue;
 }
 
-/* The integers of the header: where they lie when both hosts are IPv4, how wide they are, and which hosts move them. */
+/* The integers of the header: position if both hosts are IPv4, width, and the hosts that move them. */
 typedef struct {
     int at, bytes;
     uint32_t moved_by;
@@ -224,7 +224,7 @@ static PyObject *located_number(Located *self, void *closure)
         value = field->bytes == 8 ? (int64_t)get64((const uint8_t *)view.buf + at) : (int32_t)get32((const uint8_t *)view.buf + at);
     PyBuffer_Release(&view);
     if (!inside)
-        return PyErr_Format(PyExc_IndexError, "the record at %lld is cut short", self->start);
+        return PyErr_Format(PyExc_IndexError, "the record at %lld ends before its header does", self->start);
     return PyLong_FromLongLong(value);
 }
 
@@ -319,39 +319,39 @@ static PyMemberDef located_members[] = {
 
 static PyGetSetDef located_attributes[] = {
     {"body", (getter)located_body, NULL,
-     "The body as it was sent. Raises FormatError when a compressed one does not inflate.", NULL},
+     "The body as it was sent. Raises FormatError if a compressed body cannot be decompressed.", NULL},
     {"encoded_properties", (getter)located_encoded_properties, NULL,
      "The bytes of the properties, as stored (format#properties).", NULL},
     {"message_id", (getter)located_message_id, NULL,
      "Offset message id, the address of this stored copy (format#ids).", NULL},
-    {"queue", (getter)located_queue, NULL, "The queue that this copy lies in.", NULL},
+    {"queue", (getter)located_queue, NULL, "Queue that contains this copy.", NULL},
     {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
-    {"queue_id", (getter)located_queue, NULL, "Number of that queue in its topic, from 0.", &queue_id_index},
+    {"queue_id", (getter)located_queue, NULL, "Id of that queue in its topic, from 0.", &queue_id_index},
     {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &tag_name},
     {"keys", (getter)located_keys, NULL, "Keys that `find` looks the message up by, besides its unique key.", NULL},
     {"message_group", (getter)located_property, NULL,
      "Name of the group whose messages keep their order, or None.", &group_name},
-    NUMBER("size", size_field, "Bytes of the whole record."),
+    NUMBER("size", size_field, "Size of the whole record in bytes."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
     NUMBER("sys_flag", sys_flag_field, "Bits of the record: compression, transaction, IPv6 hosts (format#flags)."),
-    NUMBER("born_timestamp_ms", born_field, "When it was made, by its sender's clock: ms since the epoch."),
+    NUMBER("born_timestamp_ms", born_field, "Time of its creation, by its sender's clock: ms since the epoch."),
     NUMBER("store_timestamp_ms", stored_field, "When this copy was stored: ms since the epoch."),
-    NUMBER("reconsume_times", reconsume_field, "How many attempts have ended, as stored with this copy."),
+    NUMBER("reconsume_times", reconsume_field, "Number of ended attempts, as stored with this copy."),
     NUMBER("prepared_transaction_offset", prepared_field,
-           "Of a half message and its ends: where the half one lies in the commitlog; else 0."),
+           "Of a half message and its ends: position of the half message in the commitlog; otherwise 0."),
     {NULL},
 };
 
 static PyMethodDef located_methods[] = {
     {"plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
-     "(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."},
+     "(header, stored body) of a record with two IPv4 hosts and no open transaction; None for any other."},
     {"stored_property", (PyCFunction)located_stored_property, METH_O,
-     "One of `stored_properties`, without a look at the others; None: it has none of that name."},
+     "One of `stored_properties`, found without decoding the others; None if it has no such property."},
     {NULL},
 };
 
-/* Not for the garbage collector: what it refers to does not refer back, and readers make thousands at once. */
+/* Without garbage collection: nothing that it refers to refers back, and readers make thousands at once. */
 PyTypeObject LocatedType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.Located",
@@ -377,14 +377,14 @@ int message_init(void)
     return buffer_name && queue_name && stored_body_name && tag_name && keys_name && group_name ? PyType_Ready(&LocatedType) : -1;
 }
 
-/* tagged(messages, tags) -> the list of those whose tag is in the set `tags` */
+/* tagged(messages, tags) -> list of the messages whose tag is in the set `tags` */
 PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("tagged", nargs, 2))
         return NULL;
     PyObject *passing = PyList_CheckExact(args[0]) && PyAnySet_Check(args[1]) ? PyList_New(0) : NULL;
     if (!passing && !PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "tagged: a list of messages and a set of tags");
+        PyErr_SetString(PyExc_TypeError, "tagged takes a list of messages and a set of tags");
     Near near = {0};
     Parts parts;
     for (Py_ssize_t i = 0; passing && i < PyList_GET_SIZE(args[0]); i++) {
@@ -407,32 +407,33 @@ PyObject *native_tagged(PyObject *module, PyObject *const *args, Py_ssize_t narg
     return passing;
 }
 
-/* What a unit says of its record. */
+/* The fields that a unit's record must have. */
 typedef struct {
     int64_t physical, size, slot, queue_id;
     const char *topic;
     Py_ssize_t topic_bytes;
-} Said;
+} Expected;
 
-/* Whether the record at `position` is sound (`sound_record`) and the one that a unit means; its parts. `body_end`: where its
-   body ends if that is plain, else -1. */
-static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, bool checksum, Parts *parts,
+/* Return true if the record at `position` is sound (`sound_record`) and the one that a unit refers to, with its parts. `body_end`
+   becomes the end of its body if the body is plain, otherwise -1. */
+static bool matches_unit(const Py_buffer *view, int64_t position, const Expected *expected, bool checksum, Parts *parts,
                      int64_t *body_end)
 {
     const uint8_t *data = view->buf;
     *body_end = -1;
-    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, checksum, parts) != said->size)
+    if (expected->size <= 0 || sound_record(data, view->len, position, expected->physical, checksum, parts) != expected->size)
         return false;
     const uint8_t *record = data + position;
-    if ((int32_t)get32(record + QUEUE_ID_AT) != said->queue_id ||
-        (int64_t)get64(record + QUEUE_OFFSET_AT) != said->slot || !bears(data, parts, said->topic, said->topic_bytes))
+    if ((int32_t)get32(record + QUEUE_ID_AT) != expected->queue_id ||
+        (int64_t)get64(record + QUEUE_OFFSET_AT) != expected->slot ||
+        !has_topic(data, parts, expected->topic, expected->topic_bytes))
         return false;
     if (is_plain(record))
         *body_end = parts->body + parts->body_size;
     return true;
 }
 
-/* Whether the message of a unit may have one of these tags (`TagFilter.units`). */
+/* Return true if the message of a unit may have one of these tags (`TagFilter.units`). */
 static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
 {
     int64_t code = (int64_t)get64(unit + UNIT_TAGS_CODE_AT);
@@ -443,13 +444,12 @@ static bool may_pass(const uint8_t *unit, const Py_buffer *hashes)
 }
 
 /* read_units(type, batch, buffer, segment_start, units, first, hashes, most, queue_id, topic, budget)
-       -> (messages, how many units were passed, the messages' bytes, whether the budget ended it)
+       -> (messages, number of units passed, total bytes of the messages, whether the budget was used up)
 
-   `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass
-   (int32) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
-   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. Limits are `most`
-   messages and `budget`: bytes of records, -1 for no limit; one below -1 gives -budget - 2 bytes, but lets the first
-   message through. */
+   `type` is a subclass of Located, `units` those of the slots from `first` on, `hashes` those of the tags that may pass (int32) or
+   None for all. Ends before the first record that is not an ordinary, sound record of this queue and segment with a checksum over
+   the whole, which Python checks, and after MOST_BYTES. Limits are `most` messages and `budget`: bytes of records, -1 for no
+   limit. A value below -1 is a budget of -budget - 2 bytes that lets the first message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("read_units", nargs, 11))
@@ -461,8 +461,8 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
     long long most = PyLong_AsLongLong(args[7]), queue_id = PyLong_AsLongLong(args[8]), budget = PyLong_AsLongLong(args[10]);
-    Said said = {.queue_id = queue_id};
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[9], (char **)&said.topic, &said.topic_bytes) < 0)
+    Expected expected = {.queue_id = queue_id};
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[9], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
@@ -484,19 +484,19 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         if (looked + NEXT < there)
             fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start),
                      (int32_t)get32(later + UNIT_SIZE_AT));
-        said.physical = (int64_t)get64(unit);
-        said.size = (int32_t)get32(unit + UNIT_SIZE_AT);
-        said.slot = first + looked;
-        if (said.physical < segment_start || said.size <= 0 || said.size == VOID_SIZE)
+        expected.physical = (int64_t)get64(unit);
+        expected.size = (int32_t)get32(unit + UNIT_SIZE_AT);
+        expected.slot = first + looked;
+        if (expected.physical < segment_start || expected.size <= 0 || expected.size == VOID_SIZE)
             break;
         if (hashes && !may_pass(unit, hashes))
             continue;
-        int64_t position = said.physical - segment_start;
+        int64_t position = expected.physical - segment_start;
         Parts parts;
-        if (!is_meant(view, position, &said, true, &parts, &body_end))
+        if (!matches_unit(view, position, &expected, true, &parts, &body_end))
             break;
         if (!unlimited) {
-            budget -= said.size;
+            budget -= expected.size;
             if ((stopped = budget < 0 && !(first_is_free && !PyList_GET_SIZE(messages))))
                 break;
         }
@@ -505,13 +505,13 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             goto done;
         message->batch = Py_NewRef(args[1]);
         message->start = position;
-        message->offset = said.slot;
+        message->offset = expected.slot;
         message->body_end = body_end;
         int added = PyList_Append(messages, (PyObject *)message);
         Py_DECREF(message);
         if (added < 0)
             goto done;
-        total += said.size;
+        total += expected.size;
     }
     result = Py_BuildValue("OnLO", messages, looked, total, stopped ? Py_True : Py_False);
 done:
@@ -523,17 +523,17 @@ done:
 /* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, table, checksums)
        -> bytes copied, or -1
 
-   For each record that a unit leads to, `out` has 1 when it is sound and the unit's, as in `read_units`; 0 when Python
-   has to look. Without `checksums` these are not compared. `starts` count within the buffer, and so does the end of each
-   body that stands as it was sent behind two IPv4 hosts (int64; else -1). Into `bodies`, unless that is None, these go one
-   after the other; -1 when one of them is no such body, or there is no room for all. Into `table`, unless that is None, go
-   the parts of each that is sound (`note_parts`). */
+   For each unit's record, `out` is set to 1 if it is sound and the unit's, as in `read_units`; to 0 if Python must check it.
+   Without `checksums` these are not compared. `starts` are relative to the buffer, and so is the end of each body that is stored
+   as it was sent, after two IPv4 hosts (int64; otherwise -1). These bodies are copied to `bodies`, unless it is None, one after
+   the other; -1 if a record has no such body, or there is no room for all. The parts of each sound record are written to `table`,
+   unless it is None (`note_parts`). */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("check_units", nargs, 12))
         return NULL;
-    Said said = {.queue_id = PyLong_AsLongLong(args[5])};
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&said.topic, &said.topic_bytes) < 0)
+    Expected expected = {.queue_id = PyLong_AsLongLong(args[5])};
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&expected.topic, &expected.topic_bytes) < 0)
         return NULL;
     int checksum = PyObject_IsTrue(args[11]);
     if (checksum < 0)
@@ -558,17 +558,17 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + NEXT < count)
             fetch_at(view->buf, view->len, at[i + NEXT], size[i + NEXT]);
-        said.physical = ((const int64_t *)physical->buf)[i];
-        said.size = size[i];
-        said.slot = ((const int64_t *)slots->buf)[i];
+        expected.physical = ((const int64_t *)physical->buf)[i];
+        expected.size = size[i];
+        expected.slot = ((const int64_t *)slots->buf)[i];
         Parts parts;
-        bool meant = is_meant(view, at[i], &said, checksum, &parts, ends + i);
-        ((uint8_t *)out->buf)[i] = meant;
-        if (table && meant)
+        bool matches = matches_unit(view, at[i], &expected, checksum, &parts, ends + i);
+        ((uint8_t *)out->buf)[i] = matches;
+        if (table && matches)
             note_parts(table->buf, count, i, &parts);
         if (copied < 0)
             continue;
-        /* Now that the checksum has brought it near. */
+        /* Copied here because the checksum has just read it into the processor's cache. */
         int64_t body_size = ends[i] < 0 ? 0 : ends[i] - at[i] - BODY_AT_V4;
         if (ends[i] < 0 || body_size > bodies->len - copied) {
             copied = -1;

@@ -1,9 +1,9 @@
-/* mqstore._native: the loops, the put and the pop that are worth being compiled. Everything in here has a counterpart in Python
-   that is taken where this was not built, and that the tests hold it against. */
+/* mqstore._native: the loops, the put and the pop that gain from being compiled. Everything here has a counterpart in Python,
+   which is used where this module was not built, and tests compare the two. */
 
 #include "native.h"
 
-/* fence(): neither loads nor stores of this thread pass it. */
+/* fence(): a full memory barrier. No load or store of this thread is moved across it. */
 static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("fence", nargs, 0))
@@ -28,7 +28,7 @@ static PyMethodDef functions[] = {
     FUNCTION(content_end, "content_end(buffer, start, end) -> position"),
     FUNCTION(gather, "gather(buffer, positions, width, out)"),
     FUNCTION(join, "join(buffer, starts, sizes, out)"),
-    FUNCTION(measure, "measure(buffer, positions, topic, ok, table) -> bool"),
+    FUNCTION(measure, "measure(buffer, positions, ok, table)"),
     FUNCTION(pairs, "pairs(data, blob_ends) -> (table, room, count, distinct)"),
     FUNCTION(find_inner, "find_inner(buffer, starts, sizes, out)"),
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
@@ -74,8 +74,8 @@ static PyModuleDef_Slot slots[] = {
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* types and names are static */
 #endif
 #ifdef Py_mod_gil
-    /* A put and a pop are whole because nothing of Python runs beside them, and lists that are given stay as they are while
-       they are read. Nor was the rest of mqstore tested without the lock, which this makes the interpreter keep. */
+    /* A put and a pop are atomic because no other Python code runs during them, and lists passed as arguments do not change
+       while they are read. This flag makes free-threaded interpreters keep the lock; mqstore was not tested without it. */
     {Py_mod_gil, Py_MOD_GIL_USED},
 #endif
     {0, NULL},
@@ -84,7 +84,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mqstore._native",
-    .m_doc = "Compiled parts of mqstore; mqstore.native tells whether they are used.",
+    .m_doc = "Compiled parts of mqstore; mqstore.native reports whether they are used.",
     .m_size = 0,
     .m_methods = functions,
     .m_slots = slots,

@@ -1,4 +1,4 @@
-/* What the parts of `mqstore._native` share: big-endian numbers, buffers given as arguments, the checksum. */
+/* Shared by the files of `mqstore._native`: big-endian numbers, buffers passed as arguments, the checksum. */
 
 #ifndef MQSTORE_NATIVE_H
 #define MQSTORE_NATIVE_H
@@ -12,7 +12,7 @@
 
 #include "table.h"
 
-/* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
+/* Incremented with every change of a function's arguments or result; store/mqstore/native.py has the same number. */
 #define NATIVE_VERSION 29
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
@@ -57,7 +57,7 @@ static inline uint64_t get64(const uint8_t *at) { uint64_t v; memcpy(&v, at, 8);
 static inline void put32(uint8_t *at, uint32_t v) { v = __builtin_bswap32(v); memcpy(at, &v, 4); }
 static inline void put64(uint8_t *at, uint64_t v) { v = __builtin_bswap64(v); memcpy(at, &v, 8); }
 
-/* How far the fields behind storeHost are moved by IPv6 addresses. */
+/* Number of bytes by which IPv6 addresses move the fields after storeHost. */
 static inline int64_t extra_of(uint32_t sys_flag)
 {
     return IPV6_EXTRA * (((sys_flag & BORN_HOST_V6) != 0) + ((sys_flag & STORE_HOST_V6) != 0));
@@ -67,23 +67,23 @@ static inline bool is_magic(int32_t magic) { return magic == MAGIC_V1 || magic =
 
 /* --- checksum (crc32c.c) --- */
 
-/* The CRC-32C of a whole record, its checksum field read as zero (format#checksum). `n` is at least 12. */
+/* Return the CRC-32C of a whole record, its checksum field read as zero (format#checksum). `n` must be at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
-/* Of several of them, or fewer, side by side. */
+/* Compute the checksums of `count` records, SIDE_BY_SIDE of them at most, in parallel. */
 enum { SIDE_BY_SIDE = 3 };
 void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums);
-/* 0, or -1 with an exception where it is computed wrongly. */
+/* Return 0, or -1 with an exception if the checksum is computed wrongly. */
 int crc32c_init(void);
 
 /* --- one record (scan.c) --- */
 
-/* Its size and the places of its variable parts, relative to the buffer. What is here was compared with the room there is;
-   the same bytes read once more may have changed, since another process may write to the file. */
+/* Size of a record and positions of its variable parts, relative to the buffer. They are checked against the buffer's length.
+   Do not read them from the buffer again: another process may write to the file meanwhile. */
 typedef struct {
     int64_t size, body, body_size, topic, topic_size, properties, properties_size;
 } Parts;
 
-/* Row `i` of a table of `count`: six columns of int64, what `Parts` has behind the size, in its order. */
+/* Fill row `i` of a table of `count` rows: six columns of int64, the members of `Parts` after `size`, in their order. */
 static inline void note_parts(int64_t *table, Py_ssize_t count, Py_ssize_t i, const Parts *parts)
 {
     table[i] = parts->body;
@@ -94,19 +94,20 @@ static inline void note_parts(int64_t *table, Py_ssize_t count, Py_ssize_t i, co
     table[i + 5 * count] = parts->properties_size;
 }
 
-/* Whether the lengths in the record at `position`, where there is room for the smallest, add up; else nothing is set. */
+/* Return true if the lengths of the record at `position` add up; otherwise `parts` is not set. The buffer must have room for
+   the smallest record there. */
 bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts);
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,
                      Parts *parts);
 
-/* Whether that is its topic. */
-static inline bool bears(const uint8_t *data, const Parts *parts, const char *topic, Py_ssize_t topic_bytes)
+/* Return true if the record has this topic. */
+static inline bool has_topic(const uint8_t *data, const Parts *parts, const char *topic, Py_ssize_t topic_bytes)
 {
     return parts->topic_size == topic_bytes && !memcmp(data + parts->topic, topic, (size_t)topic_bytes);
 }
 
-/* Copy from front to back. If the process is killed meanwhile, the front of it is there, where memcpy may store the first
-   bytes last. The fence keeps the compiler from making a memcpy of the loop. */
+/* Copy from front to back. If the process is killed during the copy, a prefix is in place, whereas memcpy may store the first
+   bytes last. The fence keeps the compiler from replacing the loop with memcpy. */
 static inline void lay(uint8_t *to, const uint8_t *from, Py_ssize_t size)
 {
     Py_ssize_t i = 0;
@@ -122,25 +123,25 @@ static inline void lay(uint8_t *to, const uint8_t *from, Py_ssize_t size)
 
 /* --- arguments --- */
 
-/* The buffers that a function holds, to be let go together, whatever comes. Begin with {0}. */
+/* The buffers that a function holds, to be released together, on success and on failure. Initialize with {0}. */
 typedef struct {
     Py_buffer views[9];
     int count;
 } Buffers;
 
-/* An argument as a buffer: C-contiguous, of `count` items of `width` bytes; `count` -1 takes any. NULL with an exception. */
+/* Get an argument as a buffer: C-contiguous, `count` items of `width` bytes (any number if -1). NULL with an exception. */
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
 void let_go(Buffers *held);
-/* The same of one buffer alone, that [start, end) lies within: to be released. */
+/* Get one buffer that contains [start, end). The caller releases it. */
 bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view);
-/* Whether a function got as many arguments as it takes; else there is an exception. */
+/* Return true if a function got as many arguments as it takes; otherwise an exception is set. */
 bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 
-/* More bytes than this are worth letting other threads run meanwhile. */
+/* From this many bytes on, a loop releases the interpreter lock so that other threads can run. */
 #define LONG_BYTES (1 << 16)
 
-/* Records lie here and there, and each is waited for unless it was asked for in time: AHEAD bytes before the end of a
-   chain, NEXT records before one whose place is known. Harmless for any address. */
+/* Records are scattered in memory, and reading one waits for memory unless it was prefetched: AHEAD bytes before the end of a
+   chain, NEXT records before one with a known position. Prefetching is harmless for any address. */
 enum { AHEAD = 2048, NEXT = 6 };
 
 static inline void fetch(const uint8_t *at, int64_t size)
@@ -191,18 +192,18 @@ int message_init(void);
 int pop_init(void);
 int sender_init(void);
 
-/* Whether `tuple_of` may be called with it. */
+/* Return true if `tuple_of` may be called with the type. */
 static inline bool makes_tuples(PyObject *type)
 {
     return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
 
-/* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
+/* Make a tuple of a subclass of tuple. Takes the references; NULL with an exception, also if one of them is NULL. */
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
 
-/* --- what one file needs of another --- */
+/* --- used across files --- */
 
-/* A queue, as far as a put is concerned (tip.c). */
+/* The fields of a queue that a put uses (tip.c). */
 typedef struct {
     PyObject_HEAD
     long long next_offset;
@@ -210,76 +211,77 @@ typedef struct {
     PyObject *ref, *plain_tail;
 } Numbered;
 
-/* Where a put went. */
+/* Result of a put. */
 typedef struct {
     long long offset, position, size, now_ms;
 } Stored;
 
-/* More of a record than body and tail: its properties stand behind the tail, whose last two bytes become their length. */
+/* The rest of a record: properties go after the tail, and their length replaces its last two bytes. */
 typedef struct {
     const char *properties;
     Py_ssize_t size;
     uint32_t flag, sys_flag;
 } Extra;
 
-/* One ordinary record, as `CommitLog.append` would: 1 when it is stored, 0 when Python must do it and nothing that counts has
-   changed, -1 with an exception. `tip` is a Tip; `extra` may be NULL. */
+/* Store one ordinary record like `CommitLog.append`. 1 if it was stored, 0 if Python must do it (then nothing was changed that
+   readers see), -1 with an exception. `tip` is a Tip; `extra` may be NULL. */
 int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
               const Extra *extra, Stored *stored);
-/* Write a tail with its properties to `to`, where there is room for both. */
+/* Write a tail with its properties to `to`, which must have room for both. */
 void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size);
-/* The store's time; -1, with an exception if the clock raised one. */
+/* Return the store's time; -1, with an exception if the clock raised one. */
 long long tip_now_ms(PyObject *tip);
-/* Whether `tip_receipt` may be called. */
+/* Return true if `tip_receipt` may be called. */
 bool tip_has_receipts(PyObject *tip, Numbered *queue);
 enum { RECEIPT_ITEMS = 7, UNIQUE_KEY_ITEM = 6 };
 PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyObject *unique_key);
-/* The queue with this id in `putters`, {topic: {queue id: queue}}, borrowed; NULL, without an exception unless there was one
-   before, where Python has to look. `tail` becomes its `plain_tail`, a new reference. */
+/* Return the queue with this id in `putters`, {topic: {queue id: queue}}, borrowed. NULL if Python must look, then without an
+   exception unless one was set before. `tail` becomes the queue's `plain_tail`, a new reference. */
 PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **tail);
 
-/* Properties of a message that is put (options.c). */
+/* Encoded properties of a message to put (options.c). */
 enum { MOST_OPTIONS_BYTES = 2048 };
 typedef struct {
     char bytes[MOST_OPTIONS_BYTES];
     size_t size;
 } Text;
 
-/* Values of the options of a put; NULL for one that was not given. */
+/* Values of the options of a put; NULL for an option that was not given. */
 typedef struct {
     PyObject *tag, *keys, *properties, *unique_key, *message_group;
 } Options;
 
-/* Add what `user_properties` and `encode_properties` make of them; false for what is not allowed, or rare: Python knows.
-   `reserved`: a frozenset of names that no property may have; others with an underscore in front are left to Python, too. */
+/* Add the properties that `user_properties` and `encode_properties` make of the options. False for options that are invalid or
+   rare: Python handles them. `reserved` is a frozenset of names that no property may have. Other names that start with an
+   underscore are left to Python, too. */
 bool add_options(Text *to, const Options *options, PyObject *reserved);
 bool add(Text *to, const char *from, size_t size);
-/* Whether that is an int of 32 bits, and of no derived class. */
+/* Return true if the value is an int of 32 bits, and not of a subclass. */
 bool small_integer(PyObject *value, int32_t *found);
 bool add_number(Text *to, const char *name, long long value); /* not negative */
 
-/* A record in a buffer, found by a unit (message.c). */
+/* A record in a buffer, found by a unit of a consume queue (message.c). */
 typedef struct {
     PyObject_HEAD
     PyObject *batch;
     long long start, offset, body_end;
 } Located;
 
-/* The buffer that the last of several records lies in, held for the next one. Begin with {0}. */
+/* The buffer of the last record read, kept for the next record, which is often in the same one. Initialize with {0}. */
 typedef struct {
     PyObject *batch;
     Py_buffer view;
 } Near;
 
-/* Hold the buffer of a record, and find its parts: 0, or -1 with an exception. */
+/* Get the buffer of a record, and find the record's parts. 0, or -1 with an exception. */
 int near_record(Near *near, Located *message, Parts *parts);
 void near_close(Near *near);
-/* What stands before the body, and the body as stored, of a record with two IPv4 hosts that no transaction holds back: 1; 0
-   for any other, and nothing is set; -1 with an exception. */
+/* Get the bytes before the body, and the body as stored, if the record has two IPv4 hosts and no open transaction. 1; 0 for any
+   other record (then nothing is set); -1 with an exception. */
 int located_plain(Located *message, Near *near, PyObject **head, PyObject **body);
 
 enum { MAX_ID = 2 * (IPV6_BYTES + 8) };
-/* The offset message id of a record whose parts were found; how many characters. */
+/* Write the offset message id of a record whose parts were found, and return its length. */
 Py_ssize_t message_id_of(const uint8_t *record, char *text);
 
 #endif

@@ -1,4 +1,4 @@
-/* Opening by the rule for paths: the counterpart of mqstore/files/beneath.py, which says what the rule is and why. */
+/* Opening by the rule for paths: the counterpart of mqstore/files/beneath.py, which describes the rule and its reason. */
 
 #include "native.h"
 
@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #endif
 
-/* Open what no link leads to, by the system's own rule; -1 with an errno. */
+/* Open a path without following any link, by the system's own rule; -1 with an errno. */
 static int open_strictly(const char *name, int flags, int mode)
 {
 #if defined(__linux__)
@@ -35,8 +35,8 @@ enum {
     CAREFUL = O_CLOEXEC | O_NONBLOCK | O_NOCTTY,
 };
 
-/* open_beneath(path, flags, mode, folder) -> a descriptor, or a negative errno: then nothing was done, and who asked does it in
-   Python, which says what is wrong. `folder`: one that no link leads to; else a file by the whole rule. */
+/* open_beneath(path, flags, mode, folder) -> a descriptor, or a negative errno: then nothing was done, and the caller repeats the
+   call in Python, which raises the error. `folder`: a folder whose path has no link; otherwise a file by the whole rule. */
 PyObject *native_open_beneath(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("open_beneath", nargs, 4))

@@ -1,4 +1,4 @@
-/* The options of a message that is put, as the bytes that stand behind its body. */
+/* Encodes the options of a message that is put, as the bytes after its body. */
 
 #include "native.h"
 #include <structmember.h>
@@ -31,7 +31,7 @@ bool small_integer(PyObject *value, int32_t *found)
     return !beyond && number >= INT32_MIN && number <= INT32_MAX;
 }
 
-/* Add a str that has something visible, no control character, and not `forbidden`; false for all else. */
+/* Add a str that has a visible character, no control character, and not `forbidden`. False for all others. */
 static bool add_text(Text *to, PyObject *text, char forbidden)
 {
     if (!PyUnicode_CheckExact(text))
@@ -99,7 +99,7 @@ bool add_options(Text *to, const Options *options, PyObject *reserved)
                                        to->size - before <= strlen("__SHARDINGKEY\1\2") + MAX_MESSAGE_GROUP);
 }
 
-/* The value of a slot, borrowed; NULL for None, and where there is none. */
+/* Return the value of a slot, borrowed; NULL if it is None or not set. */
 static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
 {
     const PyMemberDef *member = ((PyMemberDescrObject *)PyTuple_GET_ITEM(slots, i))->d_member;
@@ -109,9 +109,9 @@ static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
 
 /* message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count
 
-   Of a list of bodies and messages as many, from index `first` on, as are ordinary: what `LogWriter.put_many` does for each.
-   `slots` are the attributes of an `OutgoingMessage`, by their descriptors: those that are looked at, then the topic, then
-   those that have to be None. Bodies, tails and flags are appended to the lists; `unique` gets the unique keys by index. */
+   Prepare items of a list, bodies or messages, like `LogWriter.put_many`, from index `first` to the first one that is not
+   ordinary. `slots` are the descriptors of an `OutgoingMessage`'s attributes: those that are read, then the topic, then those that
+   must be None. Bodies, tails and flags are appended to the lists. `unique` gets the unique keys by index. */
 PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     enum { BODY, TAG, KEYS, PROPERTIES, UNIQUE_KEY, FLAG, TOPIC, ELSEWHERE };

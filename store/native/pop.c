@@ -1,21 +1,21 @@
-/* The hot path of pop: a batch handed out, or messages of one settled, in one call (delivery#pop-log).
+/* The hot path of pop: delivers a batch, or settles messages of one, in one call (delivery#pop-log).
 
-   `PopFields` is the base of what all queues share. The rules are those of standard.py, fifo.py and state.py, which do whatever
-   this declines. Declining means to return None with nothing changed. As there, the record is in the log before memory
-   changes; between the two nothing of Python runs, but for the alarm that a put may ring, and what that raises leaves memory
-   as it was. */
+   `PopFields` is the base class of the state that all queues share. The rules are those of standard.py, fifo.py and state.py,
+   which do whatever this declines. Declining means to return None without a change. As there, the record is in the log before
+   memory changes. Between the two no Python code runs, except for the alarm that a put may call; if that raises, memory is
+   unchanged. */
 
 #include "popfields.h"
 #include <stddef.h>
 #include <structmember.h>
 
 enum {
-    MOST_BITS = 62, /* of a batch, to be looked at here */
+    MOST_BITS = 62, /* of a batch that is handled here */
     MOST_SETTLED = MOST_BITS + 1,
     MOST_CLAIMS = 256,     /* of one call */
-    HEAD_BYTES = 1024,     /* room for the names in a record: longer ones are for Python */
+    HEAD_BYTES = 1024,     /* room for the names in a record: Python handles longer ones */
     NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
-    TEXT_BYTES = 192,      /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    TEXT_BYTES = 192,      /* room for the numbers of a record or receipt, six at most, and the text between them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
@@ -26,7 +26,7 @@ enum {
 
 static PyObject *compact_name, *note_name;
 
-/* The number in `object`; false, without an exception, when it is none of 64 bits. */
+/* Read the number in `object`; false, without an exception, if it is not an int of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
 {
     int beyond = 1;
@@ -35,15 +35,15 @@ static bool number_of(PyObject *object, long long *number)
     return !beyond;
 }
 
-/* Text, piece by piece: each returns where the next goes. */
-static char *say(char *at, const char *text)
+/* Text, piece by piece: each function returns the position of the next piece. */
+static char *write_text(char *at, const char *text)
 {
     size_t size = strlen(text);
     memcpy(at, text, size);
     return at + size;
 }
 
-static char *tell(char *at, long long number)
+static char *write_number(char *at, long long number)
 {
     char digits[NUMBER_BYTES];
     int count = 0;
@@ -66,7 +66,7 @@ static PyObject *ascii_of(const char *text, Py_ssize_t size)
     return made;
 }
 
-/* --- what the queues share --- */
+/* --- state shared by the queues --- */
 
 typedef struct {
     PyObject_HEAD
@@ -78,7 +78,7 @@ typedef struct {
 
 COLLECTED(pop_fields, PopFields, SHARED)
 
-/* Whether there is a way to the log, and a put through it is all that a record takes. */
+/* Return true if all members are set, so that a put into the log is all that a record needs. */
 static bool has_log(const PopFields *self)
 {
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
@@ -98,7 +98,7 @@ static int append(PopFields *self, const char *body, Py_ssize_t size, PyObject *
                      stored);
 }
 
-/* The batch that was popped in order last, if the order info has it for its record; borrowed. */
+/* Return the batch that was popped in order last if the order info has it, borrowed. */
 static BatchFields *last_in_order(const PopFields *shared, const QueueFields *state)
 {
     PyObject *record = PyDict_GetItemWithError(shared->orders, state->key);
@@ -107,8 +107,8 @@ static BatchFields *last_in_order(const PopFields *shared, const QueueFields *st
     return record && record == state->fifo && PyObject_TypeCheck(record, &BatchFieldsType) ? (BatchFields *)record : NULL;
 }
 
-/* The first of `count` neighbours that come next, if nothing but handing them out is to be done; borrowed. In order: all of
-   the last batch, which was popped at *last_ms, is settled. */
+/* Return the first of the next `count` messages if they are consecutive and only need to be delivered, borrowed. In order, all
+   of the last batch, popped at *last_ms, must be settled. */
 static Located *next_of(const PopFields *shared, const QueueFields *state, int count, long long visible_ms, bool in_order,
                         long long *last_ms)
 {
@@ -125,16 +125,16 @@ static Located *next_of(const PopFields *shared, const QueueFields *state, int c
         return NULL;
     }
     if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
-        return NULL; /* the housekeeper is to hear of it */
+        return NULL; /* the housekeeper must be notified */
     Located **next = (Located **)((PyListObject *)state->ahead)->ob_item + state->ahead_at;
     for (int i = 0; i < count; i++)
         if (!PyObject_TypeCheck((PyObject *)next[i], &LocatedType) || next[i]->offset != next[0]->offset + i)
             return NULL;
-    /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
+    /* Offsets skipped between two messages count as settled. With nothing in flight before them, the offset table changes. */
     return PyDict_GET_SIZE(state->in_flight) || state->committed == next[0]->offset ? next[0] : NULL;
 }
 
-/* As `pop_time`. */
+/* Like `pop_time`. */
 static long long pop_time(long long now_ms, long long last_ms)
 {
     return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
@@ -153,7 +153,7 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
     long long pop_time_ms = pop_time(now_ms, last_ms > state->reset_ms ? last_ms : state->reset_ms);
     invisible_ms = visible_ms > pop_time_ms ? visible_ms - pop_time_ms : 0;
     bool is_last = state->ahead_at + count == PyList_GET_SIZE(state->ahead);
-    long long offset = first->offset, behind = is_last ? state->ahead_next : offset + count;
+    long long offset = first->offset, next_offset = is_last ? state->ahead_next : offset + count;
     Py_ssize_t head_bytes;
     const char *head = PyUnicode_AsUTF8AndSize(state->head, &head_bytes);
     if (!head)
@@ -162,25 +162,25 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
         Py_RETURN_NONE;
     char body[POPPED_BYTES], *at = body + head_bytes;
     memcpy(body, head, (size_t)head_bytes);
-    at = tell(say(at, "\"so\":"), offset);
-    at = tell(say(at, ",\"pt\":"), pop_time_ms);
-    at = tell(say(at, ",\"it\":"), invisible_ms);
-    at = say(at, ",\"d\":[0");
+    at = write_number(write_text(at, "\"so\":"), offset);
+    at = write_number(write_text(at, ",\"pt\":"), pop_time_ms);
+    at = write_number(write_text(at, ",\"it\":"), invisible_ms);
+    at = write_text(at, ",\"d\":[0");
     for (int i = 1; i < count; i++)
-        at = tell(say(at, ","), i);
-    at = tell(say(at, "],\"nx\":"), behind);
-    at = say(at, in_order ? ",\"f\":1,\"oc\":{}" : "");
-    at = say(at, local ? ",\"l\":1}" : "}");
+        at = write_number(write_text(at, ","), i);
+    at = write_number(write_text(at, "],\"nx\":"), next_offset);
+    at = write_text(at, in_order ? ",\"f\":1,\"oc\":{}" : "");
+    at = write_text(at, local ? ",\"l\":1}" : "}");
     Py_ssize_t size = at - body;
     char shown[TEXT_BYTES];
-    at = tell(shown, offset);
-    at = tell(say(at, " "), pop_time_ms);
-    at = tell(say(at, " "), invisible_ms);
-    at = say(tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id), " ");
+    at = write_number(shown, offset);
+    at = write_number(write_text(at, " "), pop_time_ms);
+    at = write_number(write_text(at, " "), invisible_ms);
+    at = write_text(write_number(write_text(at, in_order ? IN_ORDER : NO_ORDER), queue_id), " ");
 
-    /* All that can fail for want of memory comes before the record. */
+    /* Everything that needs memory is allocated before the record is written. */
     PyObject *numbers[MAX_BATCH], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
-    /* A pop time may lie behind it, where the clock was set back. */
+    /* If the clock was set back, the pop time may be after `visible`. */
     PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
     BatchFields *batch = (BatchFields *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
     Near near = {0};
@@ -190,9 +190,9 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
         goto done;
     for (; made < count; made++) {
         PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
-        int lies = near_record(&near, (Located *)message, &parts);
+        int found_parts = near_record(&near, (Located *)message, &parts);
         PyObject *items[] = {Py_NewRef(message),
-                             ascii_of(shown, tell(at, offset + made) - shown),
+                             ascii_of(shown, write_number(at, offset + made) - shown),
                              Py_NewRef(visible),
                              Py_NewRef(topic),
                              Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
@@ -200,11 +200,11 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
         PyObject *delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
         if (delivery)
             PyList_SET_ITEM(found, made, delivery);
-        if (!delivery || lies < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
+        if (!delivery || found_parts < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
             goto done;
         bytes += (int32_t)get32((const uint8_t *)near.view.buf + ((Located *)message)->start);
     }
-    near_close(&near); /* an alarm below lets other threads run, and a mapping that is held cannot be closed */
+    near_close(&near); /* an alarm below lets other threads run, and a mapping with an open buffer cannot be closed */
     batch->start = Py_NewRef(numbers[0]);
     batch->count = count;
     batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
@@ -237,8 +237,8 @@ static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long l
         state->batches++;
     }
     state->ahead_at += count;
-    state->ahead_from = behind;
-    state->cursor = in_order ? offset : behind;
+    state->ahead_from = next_offset;
+    state->cursor = in_order ? offset : next_offset;
     if (is_last) {
         PyObject *empty = PyList_New(0);
         if (!empty)
@@ -264,11 +264,11 @@ done:
     return result;
 }
 
-/* hand_out(state, n, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None when `pop` of
+/* hand_out(state, n, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None if `pop` of
    `StandardQueues` or `FifoQueues` must do it.
 
-   Of the queue's next messages, if these were read ahead without a filter and are neighbours. The state's lock is taken
-   here. */
+   Delivers the queue's next messages if they were read ahead without a filter and are consecutive. The state's lock is
+   acquired here. */
 static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("hand_out", nargs, 6))
@@ -286,15 +286,15 @@ static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssiz
     return unlocked(lock, hand_out(self, state, (int)count, invisible_ms, args[3], local, in_order));
 }
 
-/* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). The offset is at the end of its text, behind `head`
-   bytes that those of one batch have in common. */
+/* The contents of a receipt of ours, for an ordinary topic (`ask.claim_of`). The offset is at the end of its text, after `head`
+   bytes that the receipts of one batch have in common. */
 typedef struct {
     long long start, pop_time_ms, queue_id, offset;
     Py_ssize_t head;
     bool in_order;
 } Claim;
 
-/* The number of at most `most` digits at *at, which goes behind it. */
+/* Read a number of at most `most` digits at *at, and advance *at. */
 static bool digits(const char **at, const char *stop, int most, long long *number)
 {
     const char *begin = *at;
@@ -315,7 +315,7 @@ static bool text_is(const char **at, const char *stop, const char *text)
     return true;
 }
 
-/* `last`: the claim before, of `last_text`, or NULL. */
+/* Parse a receipt. `last` is the claim before, parsed from `last_text`, or NULL. */
 static bool claim_of(PyObject *text, Claim *claim, PyObject *last_text, const Claim *last)
 {
     if (!PyUnicode_CheckExact(text) || PyUnicode_READY(text) < 0 || !PyUnicode_IS_COMPACT_ASCII(text)) {
@@ -341,7 +341,7 @@ static bool claim_of(PyObject *text, Claim *claim, PyObject *last_text, const Cl
     return digits(&at, stop, 18, &claim->offset) && at == stop && claim->start <= claim->offset;
 }
 
-/* As `QueueState.advance`. -1 with an exception. */
+/* Like `QueueState.advance`. -1 with an exception. */
 static int advance(QueueFields *state)
 {
     if (!PyDict_GET_SIZE(state->in_flight) && !PyDict_GET_SIZE(state->released)) {
@@ -362,13 +362,13 @@ static int advance(QueueFields *state)
     return 0;
 }
 
-/* As `OffsetTable.note`, which does what is not simple. 0, or -1 with an exception. */
+/* Like `OffsetTable.note`, which handles the other cases. 0, or -1 with an exception. */
 static int note(PopFields *self, PyObject *key, PyObject *offset)
 {
     OffsetFields *table = (OffsetFields *)self->offsets;
     PyObject *groups = NULL, *queues = NULL;
-    /* Nothing of Python runs in here, so the lock of the table is not needed. Who has it reads an offset and writes it without
-       a call in between, and `reset` fills `resets` first. */
+    /* No Python code runs in here, so the table's lock is not needed: its owner reads and writes an offset without a call in
+       between, and `reset` fills `resets` first. */
     if (table->committed && PyDict_CheckExact(table->committed) && !PyDict_GET_SIZE(self->resets))
         groups = PyDict_GetItemWithError(table->committed, PyTuple_GET_ITEM(key, 1));
     if (groups && PyDict_CheckExact(groups))
@@ -379,13 +379,13 @@ static int note(PopFields *self, PyObject *key, PyObject *offset)
     }
     if (PyErr_Occurred())
         return -1;
-    PyObject *told = PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL);
-    Py_XDECREF(told);
-    return told ? 0 : -1;
+    PyObject *result = PyObject_CallMethodObjArgs((PyObject *)table, note_name, key, offset, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
 }
 
-/* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. `batch`, and the
-   bits `left` in it, are those of the claims before. */
+/* Return the bit of a claim's message in its batch, 0 if Python must handle it, -1 with an exception. `number` is its offset.
+   `batch`, and the bits `left` in it, are those of the claims before. */
 static long long bit_of(const PopFields *self, const QueueFields *state, const Claim *claim, PyObject *number, BatchFields **batch,
                         long long *left)
 {
@@ -406,7 +406,7 @@ static long long bit_of(const PopFields *self, const QueueFields *state, const C
     return claim->offset - claim->start > MOST_BITS ? 0 : *left & 1LL << (claim->offset - claim->start);
 }
 
-/* Deliveries of one batch: 1, 0 when they are for Python, -1 with an exception. */
+/* Settle deliveries of one batch: 1 when done, 0 if Python must do it, -1 with an exception. */
 static int settle(PopFields *self, QueueFields *state, const Claim *claims, int count)
 {
     long long bits = 0, bit, left = 0, name, written;
@@ -427,10 +427,10 @@ static int settle(PopFields *self, QueueFields *state, const Claim *claims, int 
     if (!known || !number_of(batch->name, &name))
         goto done;
     char body[SETTLED_BYTES];
-    char *at = say(tell(say(body, "{\"k\":"), name), ",\"o\":[");
+    char *at = write_text(write_number(write_text(body, "{\"k\":"), name), ",\"o\":[");
     for (int i = 0; i < count; i++)
-        at = tell(say(at, i ? "," : ""), claims[i].offset);
-    at = say(at, "]}");
+        at = write_number(write_text(at, i ? "," : ""), claims[i].offset);
+    at = write_text(at, "]}");
     left &= ~bits;
     Stored stored;
     result = (rest = PyLong_FromLongLong(left)) ? append(self, body, at - body, self->ack_tail, &stored) : -1;
@@ -481,7 +481,7 @@ static bool of_one_batch(const Claim *one, const Claim *other)
            one->in_order == other->in_order;
 }
 
-/* How many claims at the front are of one batch. */
+/* Return the number of claims at the front that are of one batch. */
 static int run_of(const Claim *claims, int count)
 {
     int run = 1;
@@ -490,8 +490,8 @@ static int run_of(const Claim *claims, int count)
     return run;
 }
 
-/* Whether several batches may be settled one by one: all messages were popped, so that no receipt is found to be wrong in the
-   end, and no batch comes twice, for Python puts that into one record. */
+/* Return true if several batches may be settled one by one: all messages were popped, so that no receipt turns out to be wrong
+   after others were settled, and no batch occurs twice, because Python writes that as one record. */
 static bool are_apart(PyObject *states, const Claim *claims, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -506,7 +506,7 @@ static bool are_apart(PyObject *states, const Claim *claims, int count)
     return true;
 }
 
-/* Deliveries of one batch, with the lock of their queue: 1, 0 when they are for Python, -1 with an exception. */
+/* Like `settle`, with the lock of the queue. */
 static int settle_run(PopFields *self, PyObject *states, const Claim *claims, int count)
 {
     if (claims->queue_id >= PyList_GET_SIZE(states) || !is_whole(PyList_GET_ITEM(states, claims->queue_id)))
@@ -533,10 +533,10 @@ static int settle_run(PopFields *self, PyObject *states, const Claim *claims, in
     return done;
 }
 
-/* settle(states, receipts) -> how many of the receipts are settled, from the front; `settle` of `StandardQueues` or
+/* settle(states, receipts) -> number of receipts settled, from the front; `settle` of `StandardQueues` or
    `FifoQueues` must do the others.
 
-   Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are taken here. */
+   Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are acquired here. */
 static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("settle", nargs, 2))
@@ -563,8 +563,8 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
 }
 
 static PyMethodDef pop_fields_methods[] = {
-    {"hand_out", (PyCFunction)(void (*)(void))method_hand_out, METH_FASTCALL, "Deliveries, or None: see pop/quick.py."},
-    {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "How many are settled: see pop/quick.py."},
+    {"hand_out", (PyCFunction)(void (*)(void))method_hand_out, METH_FASTCALL, "Return deliveries, or None: see pop/quick.py."},
+    {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "Return the number settled: see pop/quick.py."},
     {NULL},
 };
 
@@ -579,7 +579,7 @@ static PyMemberDef pop_fields_members[] = {
 PyTypeObject PopFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.PopFields",
-    .tp_doc = "Where messages are handed out and taken back.",
+    .tp_doc = "Delivers and settles messages.",
     .tp_basicsize = sizeof(PopFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,

@@ -1,5 +1,5 @@
-/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline.
-   And `OffsetFields` of the committed offsets. */
+/* The fields of pop's states: `QueueFields` of a queue, with its lock, `BatchFields` of a batch, `TimelineFields` of a timeline,
+   `OffsetFields` of the committed offsets. */
 
 #include "popfields.h"
 #include <stddef.h>
@@ -25,7 +25,7 @@ static PyMemberDef batch_fields_members[] = {
     {NULL},
 };
 
-/* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
+/* Without garbage collection: it refers only to numbers, and to collections of numbers. */
 PyTypeObject BatchFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.BatchFields",
@@ -37,7 +37,7 @@ PyTypeObject BatchFieldsType = {
     .tp_members = batch_fields_members,
 };
 
-/* --- when they become visible --- */
+/* --- times at which batches become visible --- */
 
 #define TIMELINE(F) F(buckets) F(times)
 
@@ -53,7 +53,7 @@ static PyMemberDef timeline_members[] = {
 PyTypeObject TimelineFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.TimelineFields",
-    .tp_doc = "What a timeline holds.",
+    .tp_doc = "Batches by the time at which they become visible.",
     .tp_basicsize = sizeof(TimelineFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -138,7 +138,7 @@ static PyMemberDef queue_fields_members[] = {
 PyTypeObject QueueFieldsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.QueueFields",
-    .tp_doc = "What is known of one queue that is popped from.",
+    .tp_doc = "State of a queue that is popped from.",
     .tp_basicsize = sizeof(QueueFields),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -164,7 +164,7 @@ bool is_whole(PyObject *object)
 int try_lock(QueueFields *state)
 {
     PyObject *args[] = {state->lock, Py_False};
-    /* A signal handler's call: Python refuses it. */
+    /* A call by a signal handler that interrupted the lock's owner: Python raises the error. */
     PyObject *owned = PyObject_CallMethodNoArgs(state->lock, is_owned_name);
     if (!owned || owned == Py_True) {
         Py_XDECREF(owned);

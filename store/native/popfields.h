@@ -1,4 +1,4 @@
-/* What is known of a queue that is popped from: the structures under state.py (popfields.c). */
+/* State of queues that are popped from: the structures that state.py extends (popfields.c). */
 
 #ifndef MQSTORE_POPFIELDS_H
 #define MQSTORE_POPFIELDS_H
@@ -12,7 +12,7 @@ typedef struct {
     int count;
 } BatchFields;
 
-/* When batches become visible. */
+/* Batches by the time at which they become visible. */
 typedef struct {
     PyObject_HEAD
     PyObject *buckets, *times;
@@ -35,13 +35,13 @@ typedef struct {
     PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
 } QueueFields;
 
-/* As `Timeline.add`. 0, or -1 with an exception. */
+/* Like `Timeline.add`. 0, or -1 with an exception. */
 int timeline_add(TimelineFields *self, PyObject *at, PyObject *batch);
-/* Whether `object` is a state all of whose members were set, as they are once `QueueState.__init__` has run. */
+/* Return true if `object` is a state with all members set, as after `QueueState.__init__`. */
 bool is_whole(PyObject *object);
-/* Not waited for: 1 when the lock is ours, 0 when another has it, -1 with an exception. */
+/* Acquire the lock without waiting: 1 if acquired, 0 if another thread has it, -1 with an exception. */
 int try_lock(QueueFields *state);
-/* Whatever exception there is stays. `result` is let go of when the lock cannot be. */
+/* Release the lock and return `result`, with the current exception kept. If that fails, `result` is dropped. */
 PyObject *unlocked(PyObject *lock, PyObject *result);
 int pop_fields_init(void);
 

@@ -1,4 +1,4 @@
-/* Bytes of files, read: the counterpart of looking at them through a mapping. */
+/* Reads bytes of files by a call: the counterpart of reading them through a mapping. */
 
 #include "native.h"
 
@@ -8,8 +8,8 @@
 #include <sys/vfs.h>
 #endif
 
-/* read_at(fds, positions, sizes) -> the bytes at each place of each file, side by side; None where a file ends before, or
-   cannot be read. All three are int64; by who has compared the sizes with what there is. */
+/* read_at(fds, positions, sizes) -> the bytes at each position of each file, concatenated; None if a file ends before, or cannot
+   be read. All three are int64. The caller has compared the sizes with the files' lengths. */
 PyObject *native_read_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("read_at", nargs, 3))
@@ -53,8 +53,8 @@ done:
     return result;
 }
 
-/* Whether the file system is known to look at what is in the page cache, too, when it is asked for holes. */
-static bool tells_holes(int fd)
+/* Return true if the file system is known to consider the page cache, too, when it is asked for holes. */
+static bool reports_holes(int fd)
 {
 #ifdef __linux__
     enum { EXT4 = 0xEF53, XFS = 0x58465342, TMPFS = 0x01021994 };
@@ -65,12 +65,11 @@ static bool tells_holes(int fd)
 #endif
 }
 
-/* data_end(fd, start, end) -> a position in the range behind which the file has nothing but holes, and blocks that were
-   allocated and never written to: they read as zeros, and reading them would fill the page cache with these. `end` where that
-   cannot be told. */
+/* data_end(fd, start, end) -> a position in the range after which the file has only holes, and blocks that were allocated but
+   never written. They read as zeros, and reading them would fill the page cache with zeros. `end` if that is not known. */
 PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { PATIENCE = 1 << 14 }; /* as many pages as every second one of a segment: on a full tmpfs a look at a hole is SIGBUS */
+    enum { PATIENCE = 1 << 14 }; /* covers a segment with data in every second page. On a full tmpfs reading a hole is SIGBUS */
     if (!has_arguments("data_end", nargs, 3))
         return NULL;
     long fd = PyLong_AsLong(args[0]);
@@ -79,7 +78,7 @@ PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t na
         return NULL;
     int64_t found = end;
     PyThreadState *others = PyEval_SaveThread();
-    if (tells_holes((int)fd)) {
+    if (reports_holes((int)fd)) {
         int64_t last = start, at = start;
         for (int left = PATIENCE; left && last < end; left--) {
             int64_t data = lseek((int)fd, (off_t)at, SEEK_DATA);

@@ -1,7 +1,7 @@
-/* Many records at once, read: the counterparts of functions in store/mqstore/layout/scan.py and columnar/arrow.py.
+/* Reads many records at once: the counterparts of functions in store/mqstore/layout/scan.py and columnar/arrow.py.
 
-   Fed damaged bytes on purpose: nothing reads outside the buffer, and no length is trusted before it was compared with
-   the room there is. */
+   The input may be damaged, on purpose: nothing reads outside the buffer, and every length is compared with the room that is
+   left before it is used. */
 
 #include "native.h"
 
@@ -42,13 +42,13 @@ bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view)
         return false;
     if (start >= 0 && start <= end && end <= view->len)
         return true;
-    PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
-                 (long long)end, view->len);
+    PyErr_Format(PyExc_ValueError, "the range %lld..%lld is not within a buffer of %zd bytes", (long long)start, (long long)end,
+                 view->len);
     PyBuffer_Release(view);
     return false;
 }
 
-/* walk(buffer, start, end, limit) -> (positions, stop): the int64 positions as a bytearray. `scan.walk` says the rest. */
+/* walk(buffer, start, end, limit) -> (positions, stop): int64 positions as a bytearray. See `scan.walk`. */
 PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("walk", nargs, 4))
@@ -78,7 +78,7 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             found = more;
         }
         found[count++] = start;
-        /* Each step needs what the last one found, so memory would be waited for at every record. Most lie close by. */
+        /* Each step depends on the one before, so every record would wait for memory. Most records are small: prefetch. */
         fetch(data + start + AHEAD, size < AHEAD ? size : 1);
         start += size;
     }
@@ -93,7 +93,7 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return positions ? Py_BuildValue("NL", positions, (long long)start) : NULL;
 }
 
-/* gather(buffer, positions, width, out): the `width` bytes at each position, one after the other. */
+/* gather(buffer, positions, width, out): copy the `width` bytes at each position to `out`, one after the other. */
 PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("gather", nargs, 4))
@@ -132,7 +132,7 @@ done:
     return result;
 }
 
-/* join(buffer, starts, sizes, out): the ranges [start, start + size), one after the other; `out` is as long as all. */
+/* join(buffer, starts, sizes, out): copy the ranges [start, start + size) one after the other. `out` is exactly as long. */
 PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("join", nargs, 4))
@@ -207,7 +207,7 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
     return true;
 }
 
-/* measure(buffer, positions, ok, table): `ok`, a bool each; `table` as of `note_parts`. `Headers._parts` says the rest. */
+/* measure(buffer, positions, ok, table): `ok` is a bool for each record, `table` as in `note_parts`. See `Headers._parts`. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("measure", nargs, 4))
@@ -241,7 +241,7 @@ done:
     return result;
 }
 
-/* Whether each property DELAY is a number of few digits. */
+/* Return true if each property DELAY is a number of few digits. */
 static bool delays_are_short(const uint8_t *at, int64_t size)
 {
     for (const uint8_t *stop = at + size; at < stop;) {
@@ -260,7 +260,7 @@ static bool delays_are_short(const uint8_t *at, int64_t size)
     return true;
 }
 
-/* Whether "INNER_" is in there. Shorter than what `memmem` prepares itself for. */
+/* Return true if "INNER_" occurs in the bytes. For such short input `memmem` takes longer to start than to search. */
 static inline bool has_inner(const uint8_t *at, int64_t size)
 {
     const uint8_t *stop = at + size - 5;
@@ -272,7 +272,7 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
     return false;
 }
 
-/* find_inner(buffer, starts, sizes, out): in which of the stretches, properties of records, "INNER_" stands (bool). */
+/* find_inner(buffer, starts, sizes, out): set `out` (bool) to whether "INNER_" occurs in each range, properties of a record. */
 PyObject *native_find_inner(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("find_inner", nargs, 4))
@@ -299,9 +299,9 @@ done:
     return result;
 }
 
-/* A record that verifies in full by a checksum over the whole (without `checksum` but for that), and is none of the
-   rare kinds that Python looks at with more patience: of the schedule topic with an odd DELAY, or with a property
-   INNER_..., which need readable numbers, or with something like a CRC tail. Its size; 0 for all else. */
+/* Return the size of a record that is sound: its lengths add up, and its CRC-32C over the whole matches (not compared without
+   `checksum`). 0 for all others, and for rare kinds that Python checks: records of the schedule topic with an odd DELAY, or with
+   a property INNER_..., which need readable numbers, or with something like a CRC tail. */
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,
                      Parts *parts)
 {
@@ -312,7 +312,7 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
     int64_t size = parts->size;
     if ((int64_t)get64(record + PHYSICAL_OFFSET_AT) != physical_offset)
         return 0;
-    if (bears(data, parts, SCHEDULE_TOPIC, sizeof SCHEDULE_TOPIC - 1) &&
+    if (has_topic(data, parts, SCHEDULE_TOPIC, sizeof SCHEDULE_TOPIC - 1) &&
         !delays_are_short(properties, parts->properties_size))
         return 0;
     if (parts->properties_size >= CRC_TAIL_BYTES && !memcmp(record + size - CRC_TAIL_BYTES, "__CRC32#", 8))
@@ -322,8 +322,8 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
     return !checksum || crc32c_record(record, (size_t)size) == get32(record + CHECKSUM_AT) ? size : 0;
 }
 
-/* record_holds(buffer, position, limit, physical_offset) -> `sound_record` of the one that starts there and ends by
-   `limit`: for what is rare, `record.check_record` looks again. */
+/* record_holds(buffer, position, limit, physical_offset) -> `sound_record` of the record that starts there and ends by `limit`.
+   On 0, `record.check_record` checks again: the record may be of a rare kind. */
 PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("record_holds", nargs, 4))
@@ -341,10 +341,10 @@ PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_
     return PyLong_FromLongLong(size);
 }
 
-/* pairs(data, blob_ends) -> (table, room, count, distinct): four rows of `room` int64 of which `count` count, as a bytearray:
-   where each pair starts, its separator, where it ends, and its blob; `Pairs` says what one is. `blob_ends`: int64,
-   ascending. `distinct`: no blob has a name twice, nor one that is not ASCII: read as text, different ones may become the
-   same. False as well when a blob has too many to compare them all. */
+/* pairs(data, blob_ends) -> (table, room, count, distinct): a bytearray of four rows of `room` int64, of which the first `count`
+   are used: start, separator, end and blob of each pair (see `Pairs`). `blob_ends` are int64, ascending. `distinct` is true if no
+   blob has a name twice or a name that is not ASCII: when decoded, different names may become the same. It is also false if a blob
+   has too many pairs to compare them all. */
 PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("pairs", nargs, 2))

@@ -1,8 +1,8 @@
 /* A put with all its options, from the caller's arguments to the receipt, in one call.
 
-   `PutMethod` is the method `put` of a class, made of a function in Python. It puts a message that is ordinary by the `Sender` of
-   its object, as `LogWriter.put` and, with topics, `Road.put` do. For any other it calls the function with the same arguments. Up
-   to there nothing was written. */
+   `PutMethod` is the method `put` of a class, made of a Python function. It puts an ordinary message by the `Sender` of its
+   object, like `LogWriter.put` and, with topics, `Road.put`. For any other message it calls the function with the same
+   arguments; nothing was written before that. */
 
 #include "native.h"
 #include <datetime.h>
@@ -11,7 +11,7 @@
 #include <structmember.h>
 #include <time.h>
 
-/* By name, as they may be given; the first are those of `Options`. */
+/* Names of the arguments; the first are those of `Options`. */
 enum { TAG, KEYS, PROPERTIES, UNIQUE_KEY, MESSAGE_GROUP, DELAY, DELIVER_AT, DELAY_LEVEL, FLAG, COMPRESSION, DURABILITY, QUEUE_ID,
        NAMES };
 static PyObject *option_names[NAMES], *sendable_name, *write_queues_name, *prefix_name, *origin_name,
@@ -26,9 +26,9 @@ enum { SAMPLED = 63, UNIQUE_KEY_DIGITS = 34, MOST_DELAY_BYTES = 512 };
 typedef struct {
     PyObject_HEAD
     long long max_body;
-    int flushes; /* whether a put waits for the disk unless it says something else */
+    int flushes; /* true: a put waits for the disk unless `durability` says otherwise */
     PyObject *tip, *putters, *finish, *after, *note, *reserved;
-    /* Of a broker; `topics` NULL: there is none. */
+    /* With a broker only; without one `topics` is NULL. */
     PyObject *topics, *counters, *group_queue, *group_hash, *keys, *delayed, *timer_topic, *schedule_topic;
     long long levels, max_delay_ms, precision_ms;
 } Sender;
@@ -54,16 +54,16 @@ int sender_init(void)
            (sender_name = PyUnicode_InternFromString("_sender")) ? PyType_Ready(&SenderType) : -1;
 }
 
-/* A message on its way. */
+/* A message that is being put. */
 typedef struct {
-    PyObject *topic, *body, *given[NAMES];     /* of the caller */
+    PyObject *topic, *body, *given[NAMES];     /* borrowed from the caller */
     bool waits;                                /* for the disk */
     bool from_now;
-    double moment_ms;                          /* when it is to be delivered, as it was asked for; -1: at once */
-    long long level, due_ms, slot_ms;          /* of its delay; 0, -1 and -1: none */
+    double requested_ms;                       /* requested delivery time; -1: at once */
+    long long level, due_ms, slot_ms;          /* of its delay; without one 0, -1 and -1 */
     int32_t flag, sys_flag;
-    PyObject *queue_id, *unique_key;           /* owned, as the next three */
-    PyObject *stored_id, *queue, *tail;        /* of the queue that it is stored in, which may be that where it waits */
+    PyObject *queue_id, *unique_key;           /* owned, like the next three */
+    PyObject *stored_id, *queue, *tail;        /* of the queue that it is stored in, which may be one where it waits */
     Text text;
 } Outgoing;
 
@@ -72,11 +72,11 @@ static bool is_text(PyObject *value, const char *text)
     return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
 }
 
-/* Read when it is to be delivered; false where that is wrong, or rare. */
+/* Read the delivery time; false if it is invalid or rare. */
 static bool read_delay(const Sender *self, Outgoing *message)
 {
     PyObject *level = message->given[DELAY_LEVEL], *delay = message->given[DELAY];
-    PyObject *moment = delay ? delay : message->given[DELIVER_AT];
+    PyObject *requested = delay ? delay : message->given[DELIVER_AT];
     if (level) {
         int32_t asked;
         if (!small_integer(level, &asked) || asked < 0 || asked > self->levels)
@@ -85,23 +85,23 @@ static bool read_delay(const Sender *self, Outgoing *message)
         return true;
     }
     double seconds = -1;
-    if (PyFloat_CheckExact(moment))
-        seconds = PyFloat_AS_DOUBLE(moment);
-    else if (PyLong_CheckExact(moment))
-        seconds = PyLong_AsDouble(moment);
-    else if (delay && PyDelta_CheckExact(delay) && (unsigned)PyDateTime_DELTA_GET_DAYS(delay) < 100000) /* to microseconds is exact */
+    if (PyFloat_CheckExact(requested))
+        seconds = PyFloat_AS_DOUBLE(requested);
+    else if (PyLong_CheckExact(requested))
+        seconds = PyLong_AsDouble(requested);
+    else if (delay && PyDelta_CheckExact(delay) && (unsigned)PyDateTime_DELTA_GET_DAYS(delay) < 100000) /* exact to microseconds */
         seconds = (double)((PyDateTime_DELTA_GET_DAYS(delay) * 86400LL + PyDateTime_DELTA_GET_SECONDS(delay)) * 1000000 +
                            PyDateTime_DELTA_GET_MICROSECONDS(delay)) / 1e6;
-    PyErr_Clear(); /* of an int beyond every float */
-    message->moment_ms = ceil(seconds * 1000);
+    PyErr_Clear(); /* of an int that is beyond every float */
+    message->requested_ms = ceil(seconds * 1000);
     message->from_now = delay != NULL;
-    if (delay && message->moment_ms == 0)
-        message->moment_ms = -1;
-    /* Of the moments below 1e12 s each millisecond is a number. */
+    if (delay && message->requested_ms == 0)
+        message->requested_ms = -1;
+    /* Below 1e12 s a double represents each millisecond. */
     return seconds >= 0 && seconds < 1e12;
 }
 
-/* Take the arguments apart, and encode the options; false for what Python has to look at. */
+/* Read the arguments and encode the options; false if Python must handle them. */
 static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names, Outgoing *message)
 {
     if (nargs < 2 || nargs > 2 + !self->topics || !PyUnicode_CheckExact(args[0]) || !PyBytes_CheckExact(args[1]) ||
@@ -109,7 +109,7 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
         return false;
     memset(message, 0, offsetof(Outgoing, text.bytes));
     message->text.size = 0;
-    message->moment_ms = message->due_ms = message->slot_ms = -1;
+    message->requested_ms = message->due_ms = message->slot_ms = -1;
     message->topic = args[0];
     message->body = args[1];
     message->waits = self->flushes;
@@ -122,9 +122,9 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
         while (which < NAMES && PyTuple_GET_ITEM(names, i) != option_names[which])
             which++;
         PyObject *value = args[nargs + i] == Py_None ? NULL : args[nargs + i];
-        if (which == NAMES || given[which]) /* not known, not the one object that the name of an argument is, or given twice */
+        if (which == NAMES || given[which]) /* unknown, given twice, or its name is not the interned string */
             return false;
-        if (!value && (which == FLAG || (which == QUEUE_ID && !self->topics))) /* where None is no default */
+        if (!value && (which == FLAG || (which == QUEUE_ID && !self->topics))) /* None is not allowed here */
             return false;
         if (!self->topics && which >= DELAY && which < NAMES && which != FLAG && which != DURABILITY && which != QUEUE_ID)
             return false; /* an option that only a broker has */
@@ -151,9 +151,9 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
     return add_options(&message->text, &options, self->reserved) && (!delayed || read_delay(self, message));
 }
 
-/* The steps below: 1 when done, 0 when Python must do the put, -1 with an exception. */
+/* Each step below returns 1 when done, 0 if Python must do the put, -1 with an exception. */
 
-/* Choose the queue, as `Road.put` does. */
+/* Choose the queue, like `Road.put`. */
 static int choose_queue(Sender *self, Outgoing *message)
 {
     PyObject *wanted = message->given[QUEUE_ID], *group = message->given[MESSAGE_GROUP];
@@ -189,7 +189,7 @@ static int choose_queue(Sender *self, Outgoing *message)
     return PyErr_Occurred() ? -1 : done;
 }
 
-/* A new unique key, as `UniqueKeys.new` makes it; NULL without an exception where that has to. */
+/* Make a unique key, like `UniqueKeys.new`; NULL without an exception if that must do it. */
 static PyObject *new_key(PyObject *keys)
 {
     PyObject *prefix = PyObject_GetAttr(keys, prefix_name), *origin = PyObject_GetAttr(keys, origin_name);
@@ -229,21 +229,21 @@ static PyObject *topic_of(const Sender *self, const Outgoing *message)
     return message->level ? self->schedule_topic : message->slot_ms >= 0 ? self->timer_topic : message->topic;
 }
 
-/* Find the queue that it is stored in, by `stored_id`; whether it is there. */
+/* Find the queue that the message is stored in, by `stored_id`; false if it is not known here. */
 static bool find_queue(const Sender *self, Outgoing *message)
 {
     message->queue = Py_XNewRef(putter_of(self->putters, topic_of(self, message), message->stored_id, &message->tail));
     return message->queue && tip_has_receipts(self->tip, (Numbered *)message->queue);
 }
 
-/* Find out whether it is to wait, until when, and in which queue. */
-static int find_moment(const Sender *self, Outgoing *message)
+/* Compute the delivery time of a message that must wait, and the queue in which it waits. */
+static int find_delivery_time(const Sender *self, Outgoing *message)
 {
-    if (message->moment_ms >= 0) {
+    if (message->requested_ms >= 0) {
         long long now_ms = tip_now_ms(self->tip);
         if (now_ms < 0)
             return PyErr_Occurred() ? -1 : 0;
-        message->due_ms = (long long)message->moment_ms + (message->from_now ? now_ms : 0);
+        message->due_ms = (long long)message->requested_ms + (message->from_now ? now_ms : 0);
         if (message->due_ms - now_ms > self->max_delay_ms)
             return 0;
         if (message->due_ms > now_ms)
@@ -253,11 +253,11 @@ static int find_moment(const Sender *self, Outgoing *message)
         return 1;
     if (!(message->stored_id = PyLong_FromLongLong(message->level ? message->level - 1 : 0)))
         return -1;
-    bool found = find_queue(self, message); /* else its topic has to be made */
+    bool found = find_queue(self, message); /* if not, Python creates its topic */
     return PyErr_Occurred() ? -1 : found && message->text.size <= MOST_OPTIONS_BYTES - MOST_DELAY_BYTES;
 }
 
-/* Add the properties that delay gives it, as `routed_properties` and `delay_route` do. */
+/* Add the properties of the delay, like `routed_properties` and `delay_route`. */
 static int add_delay(Sender *self, Outgoing *message)
 {
     Text *text = &message->text;
@@ -298,7 +298,7 @@ static bool succeeded(PyObject *result)
     return result != NULL;
 }
 
-/* Store it, with as much of `LogWriter.put` as is left; the receipt, NULL with an exception. */
+/* Store the message, and do the rest of `LogWriter.put`. Returns the receipt; NULL with an exception. */
 static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
 {
     Text *text = &message->text;
@@ -337,7 +337,7 @@ static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
     return receipt;
 }
 
-/* The receipt of a message that is ordinary; NULL, without an exception, where Python must do the put. */
+/* Put an ordinary message and return its receipt; NULL, without an exception, if Python must do the put. */
 static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     Outgoing message;
@@ -345,7 +345,7 @@ static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t narg
         return NULL;
     PyObject *receipt = NULL;
     message.unique_key = Py_NewRef(message.given[UNIQUE_KEY] ? message.given[UNIQUE_KEY] : Py_None);
-    int done = find_moment(self, &message);
+    int done = find_delivery_time(self, &message);
     if (done > 0)
         done = choose_queue(self, &message);
     if (done > 0)
@@ -365,7 +365,7 @@ static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t narg
     return receipt;
 }
 
-/* Sender(max_body, flushes, tip, ...): members by name. Those from `topics` on are of a broker: all of them, or none. */
+/* Sender(max_body, flushes, tip, ...): members by name. Those from `topics` on need a broker: all of them, or none. */
 static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 #define NAME(member) #member,
@@ -380,7 +380,7 @@ static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
 #define LACKS(member) || !given.member
     if (given.topics && (!makes_tuples(given.delayed) || given.precision_ms < 1 OBJECTS(LACKS)))
-        return PyErr_Format(PyExc_TypeError, "a sender with topics needs all that a broker has");
+        return PyErr_Format(PyExc_TypeError, "a sender with topics needs all arguments of a broker");
     Sender *self = (Sender *)type->tp_alloc(type, 0);
     if (self) {
 #define TAKE(member) self->member = Py_XNewRef(given.member);
@@ -397,7 +397,7 @@ static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 PyTypeObject SenderType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.Sender",
-    .tp_doc = "All that a put of a message with its options needs of a store.",
+    .tp_doc = "References to a store for puts of messages with options.",
     .tp_basicsize = sizeof(Sender),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = sender_new,
@@ -412,7 +412,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *function, *attributes;
-    PyObject *owner;           /* the class; NULL before it is made */
+    PyObject *owner;           /* the class; NULL until it is created */
     PyMemberDescrObject *slot; /* `_sender` of the class */
 } PutMethod;
 
@@ -420,7 +420,7 @@ typedef struct {
 
 COLLECTED(method, PutMethod, METHOD_OBJECTS)
 
-/* A slot is read at once: a look-up by name takes a tenth of a put. */
+/* The slot is read directly: a look-up by name takes a tenth of a put. */
 static PyObject *method_call(PyObject *method, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PutMethod *self = (PutMethod *)method;
@@ -457,7 +457,7 @@ static PyObject *method_get(PyObject *method, PyObject *object, PyObject *type)
     return object ? PyMethod_New(method, object) : Py_NewRef(method);
 }
 
-/* __set_name__(class, name): find the slot. */
+/* __set_name__(class, name): find the slot `_sender` of the class. */
 static PyObject *method_set_name(PyObject *method, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *slot = has_arguments("__set_name__", nargs, 2) ? PyObject_GetAttr(args[0], sender_name) : NULL;
@@ -466,7 +466,7 @@ static PyObject *method_set_name(PyObject *method, PyObject *const *args, Py_ssi
     if (!Py_IS_TYPE(slot, &PyMemberDescr_Type) || ((PyMemberDescrObject *)slot)->d_member->type != T_OBJECT_EX ||
         !PyType_Check(args[0]) || !PyType_IsSubtype((PyTypeObject *)args[0], PyDescr_TYPE(slot))) {
         Py_DECREF(slot);
-        return PyErr_Format(PyExc_TypeError, "_sender is no slot of %R", args[0]);
+        return PyErr_Format(PyExc_TypeError, "%R has no slot _sender", args[0]);
     }
     Py_XSETREF(((PutMethod *)method)->slot, (PyMemberDescrObject *)slot);
     Py_XSETREF(((PutMethod *)method)->owner, Py_NewRef(args[0]));
@@ -486,7 +486,7 @@ static PyGetSetDef method_attributes[] = {
 PyTypeObject PutMethodType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.PutMethod",
-    .tp_doc = "The method `put` of a class: by what the slot `_sender` of its object holds, else by a function.",
+    .tp_doc = "The method `put` of a class: by the Sender in the slot `_sender` of its object, otherwise by a function.",
     .tp_basicsize = sizeof(PutMethod),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
     .tp_new = method_new,

@@ -1,19 +1,19 @@
-/* The log read from one record to the next, and what queues and index should know of it: for recovery, verification and
+/* Reads the log record by record and prepares the units of queues and the index entries: for recovery, verification and
    dispatch. Counterparts: `scan.read_run`, and `dispatch.rows_of` with `Rows.by_queue`.
 
-   Fed damaged bytes on purpose: a record counts only when its lengths add up within the room there is, and every length is
-   read once, for another process may be writing there. */
+   The input may be damaged, on purpose: a record counts only if its lengths add up within the room that is left. Every length
+   is read once, because another process may be writing there. */
 
 #include "native.h"
 
-/* Topics met so far, by hash. Most logs change topic seldom: the one before is compared first, and the table made when there
-   is a second one. */
+/* Topics found so far, by hash. Most logs change topic seldom: the last one is compared first, and the table is made only for
+   the second topic. */
 typedef struct {
     const uint8_t *data;
     int32_t *slots; /* number + 1, 0 for none */
     uint32_t mask;
     int64_t count, last;
-    int64_t *first, *size; /* by number: where it stands for the first time */
+    int64_t *first, *size; /* by number: position of its first occurrence */
 } Topics;
 
 static uint32_t hash_of(const uint8_t *at, int64_t size)
@@ -29,7 +29,7 @@ static bool is_topic(const Topics *topics, int64_t number, int64_t at, int64_t s
     return topics->size[number] == size && !memcmp(topics->data + topics->first[number], topics->data + at, (size_t)size);
 }
 
-/* Its number, a new one for a new topic; -1 when memory is lacking. There is room for `limit` of them. */
+/* Return the number of a topic, a new number for a new topic; -1 without memory. There is room for `limit` of them. */
 static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit)
 {
     if (topics->count && is_topic(topics, topics->last, at, size))
@@ -55,17 +55,17 @@ static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit
     return topics->last = topics->count++;
 }
 
-/* Rows of the tables that `sweep` fills, each as long as there is room; layout/scan.py names them in this order. Best of a
-   length that is no power of two: else they meet in few lines of the cache. */
+/* Rows of the tables that `sweep` fills, each as long as the table has room; layout/scan.py names them in this order. The length
+   should not be a power of two: the rows would share few lines of the cache. */
 enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
 enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 
-/* The pages of a mapping come in as they are met, by an interrupt for each sixteen or so, which costs as much again as it
-   takes: what was fetched ahead stops before a page that is not there. So they are met a stretch at a time, and not all at
-   once: what has to come from a disk then comes while what is there is read. */
+/* A mapping's pages are loaded on first access, by an interrupt for each sixteen or so, which takes as long again as reading
+   them, and prefetching stops at a page that is not loaded. So pages are loaded a stretch at a time. Not all at once: the rest
+   is read from the disk while the loaded part is processed. */
 enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16, MUCH_BYTES = 1 << 22 };
 
-/* Meet the stretch that begins at `from`; where it ends. */
+/* Load the pages of the stretch that starts at `from`, and return its end. */
 static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
 {
     int64_t end = length - from > STRETCH ? from + STRETCH : length;
@@ -74,7 +74,7 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
     return end;
 }
 
-/* meet(buffer, start, end): the pages of a range of a mapping come in, for a `sweep` to follow. */
+/* meet(buffer, start, end): load the pages of a range of a mapping before a `sweep`. */
 PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("meet", nargs, 3))
@@ -93,7 +93,7 @@ PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-/* content_end(buffer, start, end) -> the position behind the last byte in the range that is not zero; `start` without one. */
+/* content_end(buffer, start, end) -> the position after the last byte of the range that is not zero, or `start`. */
 PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("content_end", nargs, 3))
@@ -132,10 +132,10 @@ PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> (count, stop, topics, tails, populated)
 
-   The records that follow each other from `start` on and begin before `stop`, `limit` at most, up to the first that is none,
-   does not lie where it says (`base` is the physical offset of the buffer's start), or, with `checksums`, does not hold what
-   its CRC-32C says. Into the tables goes what the enums name; `topics` distinct ones were met, TOPIC says which, in order of
-   appearance. `tails`: how many seem to have a CRC tail, those that TAIL marks: Python must look at them. */
+   Read consecutive records from `start`, those that start before `stop`, at most `limit`. Ends at the first one that is not a
+   record, does not have its own position as its physical offset (`base` is that of the buffer's start), or, with `checksums`, does
+   not match its CRC-32C. The enums name the rows of the tables. `topics` is the number of distinct topics, numbered in order of
+   first occurrence. `tails` counts the records with a possible CRC tail, marked in TAIL: Python must check them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("sweep", nargs, 9))
@@ -153,7 +153,7 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     if (!(view = hold(&held, args[0], 1, -1, false, "buffer")))
         goto done;
     if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld do not lie within a buffer of %zd bytes", (long long)limit,
+        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld are not within a buffer of %zd bytes", (long long)limit,
                      (long long)at, (long long)stop, view->len);
         goto done;
     }
@@ -174,8 +174,8 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     topics.first = l + TOPIC_FIRST * room;
     topics.size = l + TOPIC_SIZE * room;
     bool full = false, more = true;
-    /* What was put a moment ago is read sooner than another thread would give the interpreter back: beside one that puts
-       without pause that takes milliseconds. */
+    /* The lock is kept for a short range: next to a thread that puts all the time, getting it back takes milliseconds, and
+       reading what was put just now takes less. */
     PyThreadState *others = checksums || stop - at >= MUCH_BYTES ? PyEval_SaveThread() : NULL;
     while (more) {
         if (at >= populated && at < stop)
@@ -210,7 +210,7 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
                 more = false;
                 break;
             }
-            /* The host before it may have moved it. The record is long enough for both: `parts_of` has looked. */
+            /* An IPv6 host before the field moves it. The record is long enough for both: `parts_of` has checked. */
             int64_t stamp_at = STORE_TIMESTAMP_AT_V4 + (flags & BORN_HOST_V6 ? IPV6_EXTRA : 0);
             bool tail = p->properties_size >= CRC_TAIL_BYTES &&
                         !memcmp(record[i] + p->size - CRC_TAIL_BYTES, "__CRC32#", 8);
@@ -241,9 +241,9 @@ done:
     return result;
 }
 
-/* --- what queues and index should know of records that `sweep` has read --- */
+/* --- units and index entries of records that `sweep` has read --- */
 
-/* Java's hash, going on from `hash`; false for what is not ASCII, which Python decodes. */
+/* Continue Java's string hash from `hash`. False for bytes that are not ASCII, which Python decodes. */
 static bool java_hash(const uint8_t *at, int64_t size, uint32_t *hash)
 {
     uint32_t value = *hash, seen = 0;
@@ -255,7 +255,7 @@ static bool java_hash(const uint8_t *at, int64_t size, uint32_t *hash)
     return seen < 0x80;
 }
 
-/* Index entries, as many as there are. */
+/* Index entries, in arrays that grow. */
 typedef struct {
     int64_t *row;
     int32_t *hash;
@@ -276,7 +276,7 @@ static bool note_entry(Entries *entries, int64_t row, uint32_t hash)
         entries->room = room;
     }
     int32_t value = (int32_t)hash;
-    /* Math.abs leaves the smallest number negative, and 0 is put in its place (format#key-hash). */
+    /* Math.abs leaves the smallest number negative; then the hash is 0 (format#key-hash). */
     entries->hash[entries->count] = value == INT32_MIN ? 0 : value < 0 ? -value : value;
     entries->row[entries->count++] = row;
     return true;
@@ -284,10 +284,10 @@ static bool note_entry(Entries *entries, int64_t row, uint32_t hash)
 
 typedef struct {
     const uint8_t *at;
-    int64_t size; /* 0 for none: a value has a byte at least */
+    int64_t size; /* 0: not set. A value has at least one byte */
 } Value;
 
-/* The values that queues and index ask for, of several pairs of a name the last one. False when the record may
+/* Find the properties that queues and index need; the last of several pairs with the same name counts. False if the record may
    name light queues. */
 static bool find_values(const uint8_t *at, int64_t size, Value *tags, Value *unique, Value *keys)
 {
@@ -312,7 +312,7 @@ static bool find_values(const uint8_t *at, int64_t size, Value *tags, Value *uni
     return true;
 }
 
-/* Queues met so far: as `Topics`, by topic and queue id. */
+/* Queues found so far: like `Topics`, by topic and queue id. */
 typedef struct {
     int32_t *slots;
     uint64_t *keys;
@@ -364,12 +364,12 @@ enum { CACHE_LINE = 64, SOON = 16 };
 
 /* list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> (rows, queues, entry_row, entry_hash), or None
 
-   Of `count` records that `sweep` has read into tables of `limit`: the tags code of each, whether it has a unit, and by queue,
-   in order of topic and queue id, ROW of those that have one, SLOT their queue offsets, and their units; of each of the `queues`
-   its topic, id, the end of its `rows`, and whether their slots follow each other. Entries: int64 and int32, as bytearrays;
-   `prefixes` are the int32 hashes of what stands before the keys of each topic. The rows of `out` are as long as there is room.
+   Prepare units and index entries of `count` records that `sweep` has read into tables of `limit`. TAGS_CODE and `has_unit` are
+   set for each record. Ordered by topic and queue id follow ROW of each record that has a unit, SLOT (its queue offset), and its
+   unit. Each of the `queues` has its topic, its id, the end of its `rows`, and whether their slots are consecutive. Entries are
+   int64 and int32, as bytearrays. `prefixes` are the int32 hashes of each topic's prefix of keys. Rows of `out` fill its room.
 
-   None: a record is of a kind that Python looks at with more patience, or a tag or key not ASCII. */
+   None: a record is of a rare kind that Python checks, or a tag or key is not ASCII. */
 PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("list", nargs, 10))
@@ -413,19 +413,19 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     queues.sizes = calloc((size_t)count + 1, sizeof *queues.sizes);
     queue_of_row = malloc(((size_t)count + 1) * sizeof *queue_of_row);
     full = !queues.keys || !queues.sizes || !queue_of_row;
-    /* Of most records the properties are short, or none; those of a stream without keys are often the same. */
+    /* Most records have short properties, or none; in a stream without keys they are often the same. */
     const uint8_t *before = NULL;
     int64_t before_size = 0, before_code = 0;
     for (int64_t i = 0; i < count && plain && !full; i++) {
         uint32_t flags = (uint32_t)n[SYS_FLAG * limit + i], transaction = flags & TRANSACTION_MASK;
         int64_t topic = n[TOPIC * limit + i], at = l[PROPERTIES * limit + i], size = l[PROPERTIES_SIZE * limit + i];
         int64_t code = 0;
-        if (i + SOON < count) { /* they lie far from each other: wait for several at once */
+        if (i + SOON < count) { /* they are far apart: wait for several at once */
             uintptr_t soon = (uintptr_t)data + (uintptr_t)l[PROPERTIES * limit + i + SOON];
             __builtin_prefetch((const void *)soon);
             __builtin_prefetch((const void *)(soon + CACHE_LINE));
         }
-        /* What was read has been compared with the room; tables of somebody else's making might say anything. */
+        /* `sweep` has compared the positions with the room, but other callers' tables may contain anything. */
         if (flags & INNER_BATCH || topic < 0 || topic >= topics || at < 0 || size < 0 || at > view->len || size > view->len - at) {
             plain = false;
             break;
@@ -481,7 +481,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         qsort(order, (size_t)queues.count, sizeof *order, by_key);
         for (int64_t i = 0; i < queues.count; i++) {
             int64_t size = queues.sizes[order[i].number];
-            queues.sizes[order[i].number] = rows; /* from here on: where its next row goes */
+            queues.sizes[order[i].number] = rows; /* from here on: position of its next row */
             rows += size;
             o[QUEUE_TOPIC * room + i] = (int64_t)(order[i].key >> 32);
             o[QUEUE_NUMBER * room + i] = (int32_t)order[i].key;

@@ -1,8 +1,8 @@
-/* The hot path of a put: one record stored at the end of the log, whole, in one call that nothing interrupts.
+/* The hot path of a put: one record stored at the end of the log, in one call that nothing interrupts.
 
-   `Tip` is the base of `CommitLog`, `Numbered` that of a queue: their numbers are C integers, their rules are those of
-   `CommitLog.append`, which does whatever this declines. Declining means to return None with nothing changed that counts:
-   behind the end there may be the beginning of a record, where a call could not write all of it. */
+   `Tip` is the base class of `CommitLog`, `Numbered` that of a queue. Their numbers are C integers; their rules are those of
+   `CommitLog.append`, which does whatever this declines. Declining means to return None without a change that readers see:
+   after the end there may be part of a record if a call could not write all of it. */
 
 #include "native.h"
 #include <stddef.h>
@@ -10,25 +10,25 @@
 #include <time.h>
 #include <unistd.h>
 
-/* --- a queue, as far as a put is concerned --- */
+/* --- the fields of a queue that a put uses --- */
 
 #define NUMBERED(F) F(ref) F(plain_tail)
 
 COLLECTED(numbered, Numbered, NUMBERED)
 
 static PyMemberDef numbered_members[] = {
-    {"next_offset", T_LONGLONG, offsetof(Numbered, next_offset), 0, "The number that the next message gets."},
+    {"next_offset", T_LONGLONG, offsetof(Numbered, next_offset), 0, "Offset of the next message."},
     {"queue_id", T_INT, offsetof(Numbered, queue_id), 0, NULL},
-    {"magic", T_INT, offsetof(Numbered, magic), 0, "Of its records: V1, or V2 for a long topic."},
-    {"ref", T_OBJECT, offsetof(Numbered, ref), 0, "Its name, for receipts."},
-    {"plain_tail", T_OBJECT, offsetof(Numbered, plain_tail), 0, "Topic and empty properties as they end a record."},
+    {"magic", T_INT, offsetof(Numbered, magic), 0, "Magic of its records: V1, or V2 for a long topic."},
+    {"ref", T_OBJECT, offsetof(Numbered, ref), 0, "Its topic and id, for receipts."},
+    {"plain_tail", T_OBJECT, offsetof(Numbered, plain_tail), 0, "Topic and empty properties, as at the end of a record."},
     {NULL},
 };
 
 PyTypeObject NumberedType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.Numbered",
-    .tp_doc = "What a put needs of a queue.",
+    .tp_doc = "The fields of a queue that a put uses.",
     .tp_basicsize = sizeof(Numbered),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -40,16 +40,16 @@ PyTypeObject NumberedType = {
 
 /* --- the end of the log --- */
 
-/* Bytes of a record that is written by a call. */
+/* Largest record that is written by a call. */
 enum { MOST_CALLED = 16384 };
 
 typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
-    bool plain;           /* the checksum covers the whole record: what is done here */
-    bool appending;       /* Python appends, in this thread or another: every put is for Python, which has the lock */
-    int fd;               /* of the segment of `mapping`; -1: nothing but that is to be written to */
-    PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
+    bool plain;           /* the checksum covers the whole record: the only kind that is put here */
+    bool appending;       /* Python appends, in any thread, under its lock: then Python must do every put */
+    int fd;               /* of the segment of `mapping`; -1: write only to the mapping */
+    PyObject *mapping;    /* of the segment that contains `end`; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
     PyObject *time_ns;    /* None: the system's clock */
     PyObject *on_alarm;
@@ -77,7 +77,7 @@ static long long now_of(Tip *self)
     return now;
 }
 
-/* Fields 1 to 15 for an ordinary record, the checksum zero (format#record); how many bytes these are. */
+/* Write fields 1 to 15 of an ordinary record, the checksum zero (format#record). Returns the number of bytes. */
 static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
                         uint32_t body_size, const Extra *extra)
 {
@@ -92,7 +92,7 @@ static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, 
     put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
     put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
     memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(self->born_host), born);
-    at += born - IPV4_BYTES; /* which moves all that follow */
+    at += born - IPV4_BYTES; /* which moves all fields after it */
     put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)now_ms);
     memcpy(at + STORE_HOST_AT_V4, PyBytes_AS_STRING(self->store_host), store);
     at += store - IPV4_BYTES;
@@ -116,7 +116,7 @@ PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
     }
 #if PY_VERSION_HEX >= 0x030E0000
     if (tuple)
-        ((PyTupleObject *)tuple)->ob_hash = -1; /* not computed yet; what was allocated says 0 */
+        ((PyTupleObject *)tuple)->ob_hash = -1; /* not computed yet; the allocator sets 0 */
 #endif
     if (!whole)
         Py_CLEAR(tuple);
@@ -151,8 +151,8 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     extra = extra ? extra : &nothing;
     if (!self->plain || self->appending || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
         return 0;
-    /* Where every put waits for its sync: by a call, for a page that is stored to through the mapping is made read-only by
-       each sync, which costs more than the sync, and faults again. */
+    /* If every put waits for its sync, write by a call: each sync makes the pages of a mapping that were stored to read-only,
+       which takes longer than the sync itself, and the next store faults again. */
     bool by_call = self->group && self->group != Py_None;
     Py_ssize_t hosts_size = PyBytes_GET_SIZE(self->born_host) + PyBytes_GET_SIZE(self->store_host);
     Py_ssize_t size = BODY_AT_V4 - 2 * IPV4_BYTES + hosts_size + body_size + tail_size + extra->size;
@@ -164,8 +164,8 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     if (now_ns == -1 && PyErr_Occurred())
         return -1;
     Py_buffer view;
-    /* From here to the end of this block nothing of Python runs: no signal, no other thread. So the log's lock is not needed.
-       While Python appends under that lock, `appending` is true. */
+    /* From here to the end of this block no Python code runs: no signal handler, no other thread. So the log's lock is not
+       needed. While Python appends under that lock, `appending` is true. */
     if (self->end + size <= self->limit && self->mapping && self->mapping != Py_None) {
         if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
             return -1;
@@ -181,7 +181,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
             else
                 memcpy(record + width + body_size, tail, (size_t)tail_size);
             put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
-            /* An error, or less than all: Python writes over it, or says why not. */
+            /* After an error or a short write, Python writes over it, or raises the error. */
             done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
             if (done) {
                 queue->next_offset++;
@@ -219,7 +219,7 @@ PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyOb
     return tuple_of(self->receipt, items, RECEIPT_ITEMS);
 }
 
-/* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
+/* put(queue, body, tail, unique_key) -> a receipt, or None if `append` must do it. */
 static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType)) {
@@ -238,7 +238,7 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyMethodDef tip_methods[] = {
-    {"_put", (PyCFunction)(void (*)(void))tip_put, METH_FASTCALL, "One ordinary record, or None: see `CommitLog.append`."},
+    {"_put", (PyCFunction)(void (*)(void))tip_put, METH_FASTCALL, "Put one ordinary record; None: see `CommitLog.append`."},
     {NULL},
 };
 

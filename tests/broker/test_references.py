@@ -315,7 +315,7 @@ def test_record_of_a_retry_that_came_loses_its_body_with_the_log(bench: Bench) -
     bench.store.drop_before(SEGMENT)
     late = bench.fail()
     bench.store.drop_before(late.physical_offset // SEGMENT * SEGMENT)
-    with pytest.raises(RemovedBodyError, match="which was deleted"):
+    with pytest.raises(RemovedBodyError, match="in the deleted record"):
         _ = waiting.body
     assert bench.store.min_offset > place
 

@@ -172,7 +172,7 @@ def test_a_forgotten_store_can_be_opened_again_at_once(tmp_path: Path) -> None:
         gc.enable()
     with store, store.queue("jobs").get() as task:
         assert task.value == b"1"
-        with pytest.raises(StoreLockedError, match="this very one; use that Store, or close it"):
+        with pytest.raises(StoreLockedError, match="which is this process; use that Store, or close it"):
             mqstore.open(tmp_path / "mq")
 
 

@@ -23,7 +23,7 @@ def test_open_and_close(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "store")
     assert (store.mode, store.path, store.closed) == ("rw", tmp_path / "store", False)
     with pytest.raises(
-        mqstore.errors.StoreLockedError, match=r"in process [0-9]+, this very one; use that Store"
+        mqstore.errors.StoreLockedError, match=r"in process [0-9]+, which is this process; use that Store"
     ) as locked:
         mqstore.open(tmp_path / "store")
     assert locked.value.pid == os.getpid()

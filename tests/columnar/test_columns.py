@@ -454,7 +454,7 @@ def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: 
         offsets = [row["queue_offset"] for row in rows if row["topic"] == "t"]
         assert len(offsets) == len({*offsets})
         assert 70 < len(offsets) < 90
-        with pytest.raises(CorruptStoreError, match="no file holds"):
+        with pytest.raises(CorruptStoreError, match="no file has"):
             [*ColumnReader(store, ["body"]).log(0, end)]
     with ReadOnlyMessageStore(path) as store:  # another, which has none of them mapped
         segments[0].unlink()

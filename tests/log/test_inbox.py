@@ -107,7 +107,7 @@ def test_a_bundle_that_is_mended_and_put_back_too_late_is_kept(tmp_path: Path) -
         assert store.take_inbox() == 1
         assert bodies(store) == [b"3", b"4", b"5"]
         reason = (aside / "reason.txt").read_text()
-        assert "a later version of the application is in; stage it again under another app" in reason
+        assert "a later version of the application was appended. Stage it again under another app" in reason
         (aside / "reason.txt").unlink()
         assert files(aside) == kept
         (aside / "bundle.json").write_text((aside / "bundle.json").read_text().replace('"job"', '"job-again"'))
@@ -436,7 +436,7 @@ def test_a_noted_topic_that_is_refused_keeps_no_other_out(tmp_path: Path, caplog
         assert broker.store.stats().errors == {}
         assert bodies(broker.store) == [b"1", b"2"]
     assert "create" not in json.loads(path.read_text())
-    told = [record.getMessage() for record in caplog.records if "is not entered" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "cannot be created" in record.getMessage()]
     assert [name for name in ("'SCHEDULE_TOPIC_XXXX'", "'a/b'", "'clicks'") if name in " ".join(told)] == [
         "'SCHEDULE_TOPIC_XXXX'",
         "'a/b'",

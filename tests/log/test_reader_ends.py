@@ -72,7 +72,7 @@ def test_who_follows_goes_on_from_where_the_log_was_cut_and_says_so(
         with caplog.at_level(logging.WARNING, "mqstore"):
             assert take(messages, 1 + more) == [*range(100, 101 + more)]
 
-        assert f"t/0 ended at {CUT} and not behind {COUNT}" in caplog.text
+        assert f"t/0 now ends at {CUT}, before offset {COUNT}" in caplog.text
 
 
 def test_two_threads_that_look_for_news_count_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -577,7 +577,7 @@ def test_links_to_folders_are_not_followed_but_told_of(root: Path, tmp_path: Pat
         "config/nowhere.json: neither a file nor a folder",
         "config/pipe: neither a file nor a folder",
         "config/loop: a link to a folder",
-        "commitlog/notes: no segment",
+        "commitlog/notes: not a segment",
     )
     assert not (tmp_path / "copy" / "config" / "loop").exists()
 
@@ -763,7 +763,7 @@ def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatc
     with (
         open_store(root),
         hooked("end", lambda call: topics.write_text(str(call))) as calls,
-        pytest.raises(StoreBusyError, match="try again"),
+        pytest.raises(StoreBusyError, match="Try again when"),
     ):
         taken(root, tmp_path / "copy")
     assert len(calls) > 1
@@ -1092,12 +1092,12 @@ def test_targets_that_are_in_the_way_are_refused_before_anything_is_made(root: P
     before = files(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for target, why in (
-        ("full", "is there already"),
-        ("file", "is there already"),
-        ("link", "is there already"),
-        ("mq", "lies in the store"),
-        ("mq/copy", "lies in the store"),
-        ("way/copy", "lies in the store"),
+        ("full", "already exists"),
+        ("file", "already exists"),
+        ("link", "already exists"),
+        ("mq", "is inside the store"),
+        ("mq/copy", "is inside the store"),
+        ("way/copy", "is inside the store"),
         (".", "above the store"),
     ):
         for call in (taken, plan_snapshot):
@@ -1116,7 +1116,7 @@ def test_a_target_in_a_folder_that_the_store_has_elsewhere_is_refused(root: Path
     (root / folder).symlink_to(tmp_path / "elsewhere")
     for target in ("elsewhere/copy", "elsewhere/a/b"):
         for call in (taken, plan_snapshot):
-            with pytest.raises(ConfigError, match="lies in the store"):
+            with pytest.raises(ConfigError, match="is inside the store"):
                 call(root, tmp_path / target)
     taken(root, tmp_path / "copy")
     assert told(tmp_path / "copy") == told(root)
@@ -1126,7 +1126,7 @@ def test_a_plan_refuses_what_the_call_would_refuse(root: Path, tmp_path: Path, m
     """Of targets: a name that cannot be encoded, one without room for what is behind it meanwhile, a folder that is not
     to be written to."""
     for call in (plan_snapshot, taken):
-        with pytest.raises(ConfigError, match="is no name"):
+        with pytest.raises(ConfigError, match="is not a folder name"):
             call(root, tmp_path / "copy\ud800")
         with pytest.raises(ConfigError, match="too long"):
             call(root, tmp_path / ("n" * 239))
@@ -1186,7 +1186,7 @@ def test_a_relative_target(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("target", ["", "a\0b"])
 def test_what_is_no_name_is_refused(root: Path, target: str) -> None:
-    with pytest.raises(ConfigError, match="no name of a folder"):
+    with pytest.raises(ConfigError, match="is not a folder name"):
         taken(root, target)  # type: ignore[arg-type]
 
 
@@ -1196,7 +1196,7 @@ def test_a_target_below_a_link_is_where_the_system_has_it(root: Path, tmp_path: 
     snapshot_store(root, f"{tmp_path}/way/../copy/")
     assert told(tmp_path / "far" / "copy") == told(root)
     (tmp_path / "file").write_text("a")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         taken(root, tmp_path / "file" / "copy")
 
 
@@ -1218,7 +1218,7 @@ def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path) -> None:
         if call == 0:
             taken(root, tmp_path / "copy")
 
-    with hooked("copy", other), pytest.raises(ConfigError, match="has come meanwhile"):
+    with hooked("copy", other), pytest.raises(ConfigError, match="was created meanwhile"):
         taken(root, tmp_path / "copy")
     assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
     assert told(tmp_path / "copy") == told(root)

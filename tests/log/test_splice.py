@@ -822,7 +822,7 @@ def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Pat
         pass
     with open_store(root) as store:
         [finding] = [f for f in store.recovery.findings if f.kind == "unfinished_splice"]
-        assert "somebody else" in finding.detail
+        assert "another writer" in finding.detail
         assert shown(store) == held
         assert store.max_offset > end
     assert "intent" not in state_of(root)

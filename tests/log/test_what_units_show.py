@@ -159,7 +159,7 @@ def test_units_behind_the_log_show_that_segments_are_lost(
     receipts = make(path, profile, went_down=went_down)
     assert receipts[89 - LATE].physical_offset > 3 * SEGMENT
     units, queues = _lost_with(path, first)
-    told = f"{units} units of {queues} queues lead to records behind it"
+    told = f"{units} units of {queues} queues point to records after it"
     opened = Path(shutil.copytree(path, tmp_path / "opened"))
 
     assert [told in each.detail for each in found(path) if each.kind == "lost_tail"] == [True]

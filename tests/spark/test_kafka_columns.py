@@ -92,7 +92,7 @@ def test_a_frame_for_kafka_becomes_messages() -> None:
         ({"key": b"\xff"}, "key", "not UTF-8"),
         ({"partition": 8}, "partition", "0 to 7"),
         ({"headers": [{"key": "a", "value": b"\xff"}]}, "headers", "not UTF-8"),
-        ({"headers": [{"key": "a", "value": b"1"}, {"key": "a", "value": b"2"}]}, "headers", "stands twice"),
+        ({"headers": [{"key": "a", "value": b"1"}, {"key": "a", "value": b"2"}]}, "headers", "a name is repeated"),
         ({"headers": [{"key": "TAGS", "value": b"1"}]}, "headers", "'TAGS': the name is reserved"),
     ],
 )

@@ -226,7 +226,7 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
             "ConfigError: option readBy='fast': no such word; auto, queue or log",
         ),
         (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
-        (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} holds no store"),
+        (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} is not a store"),
         (lambda: load(spark, store, subscribe="u").collect(), "TopicNotFoundError: no store has the topic 'u', which"),
         (lambda: load(spark, path).collect(), f"CorruptStoreError: {path}: bad_record: commitlog/{0:020d} at"),
     ):

@@ -108,8 +108,8 @@ def write_store_once(root: Path) -> Path:
     ("change", "error", "says"),
     [
         ("file", NotAStoreError, "s is a file; a store is a directory"),
-        ("other", NotAStoreError, "s is no store: it holds notes.txt but neither mqstore.json nor commitlog/"),
-        ("empty", NotAStoreError, "s holds no store"),
+        ("other", NotAStoreError, "s is not a store: it contains notes.txt, but neither mqstore.json nor commitlog/"),
+        ("empty", NotAStoreError, "s is not a store"),
         ("later", UnsupportedStoreError, "was written by a newer mqstore .*: upgrade mqstore"),
     ],
 )

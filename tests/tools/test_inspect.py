@@ -192,8 +192,8 @@ def test_what_is_no_store_is_refused_with_3(tmp_path: Path, command: str) -> Non
     (tmp_path / "letters" / "dear.txt").write_text("hello")
 
     for path, told in {
-        "absent": "absent holds no store: there is no such directory",  # a path that was mistyped, mostly
-        "empty": "empty holds no store",
+        "absent": "absent is not a store: there is no such directory",  # a path that was mistyped, mostly
+        "empty": "empty is not a store",
         "letters": "letters",
         "letters/dear.txt": "dear.txt is a file; a store is a directory",
     }.items():

@@ -93,9 +93,9 @@ def test_damage_is_told_and_copied(store: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("mq", "mq/copy"), 2, "lies in the store itself"),
+        (("mq", "mq/copy"), 2, "is inside the store"),
         (("mq", "."), 2, "above the store"),
-        (("mq", "there"), 2, "is there already"),
+        (("mq", "there"), 2, "already exists"),
         (("mq",), 2, "Missing argument 'DEST'"),
     ],
 )

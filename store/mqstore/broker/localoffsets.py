@@ -68,7 +68,7 @@ class LocalOffsets:
                 value = self._file.load() or {}
             except CorruptStoreError as error:
                 paths = shlex.join([str(self.path), f"{self.path}.bak"])
-                what = str(error).partition("; to mend it:")[0]
+                what = str(error).partition(". Repair it with:")[0]
                 raise CorruptStoreError(
                     f"{what}; without them the client begins anew where `start` says",
                     str(self.path),

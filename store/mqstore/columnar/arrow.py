@@ -1,6 +1,6 @@
-"""Arrow arrays made of bytes that are scattered over a mapped file, without an object a value.
+"""Arrow arrays built from bytes scattered over a mapped file, without a Python object for each value.
 
-Arrow's binary arrays need their values side by side, and records have headers between them. So bytes are copied.
+Arrow's binary arrays need contiguous values, and records have headers between them. So bytes are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST = 1 << 31
 
 
 def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
-    """The bytes [starts, ends) of `buffer`, which has less than 2 GiB, as a binary array."""
+    """Return the bytes [starts, ends) of `buffer`, which has less than 2 GiB, as a binary array."""
     sizes = ends - starts
     if int(sizes.sum()) < _MOST:  # they may overlap
         return laid(collect(buffer, starts, sizes), sizes)  # type: ignore[arg-type]
@@ -38,14 +38,14 @@ def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends
 
 
 def laid(data: npt.NDArray[np.uint8], sizes: _Int64s) -> Any:
-    """Values that lie side by side in `data`, less than 2 GiB, as a binary array: nothing is copied."""
+    """Return the contiguous values in `data`, less than 2 GiB, as a binary array, without a copy."""
     offsets = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=offsets[1:])
     return pa.Array.from_buffers(pa.binary(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def spread(values: Any, rows: npt.NDArray[np.integer[Any]], count: int) -> Any:
-    """`count` rows of which `rows` have the values, in that order, and the others null."""
+    """Return `count` rows, of which `rows` have the values, in that order, and the others are null."""
     if len(rows) == count:
         return values
     index = np.zeros(count, np.int32)
@@ -56,7 +56,7 @@ def spread(values: Any, rows: npt.NDArray[np.integer[Any]], count: int) -> Any:
 
 
 def text(values: Any) -> Any:
-    """Binary as string. Bytes that are not UTF-8 become U+FFFD, as `decode_properties` has it."""
+    """Convert binary to string. Bytes that are not UTF-8 become U+FFFD, as in `decode_properties`."""
     try:
         return values.cast(pa.string())
     except pa.ArrowInvalid:
@@ -90,7 +90,7 @@ def nulls(values: Any) -> _Bools:
 
 
 def fixed(rows: npt.NDArray[Any]) -> Any:
-    """A C-contiguous array, one row a value, as binary."""
+    """Return a C-contiguous array, one row for each value, as binary."""
     count = len(rows)
     edges = np.arange(count + 1, dtype=np.int32) * (rows.nbytes // max(1, count))
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
@@ -100,16 +100,16 @@ _SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
 
 
 def small(values: Any) -> Any:
-    """Return the array with offsets of 32 bits, where Spark was set to use 64."""
+    """Return the array with 32-bit offsets, if Spark was configured to use 64."""
     kind = _SMALL.get(values.type)
     return values if kind is None else values.cast(kind)
 
 
 def odd_rows(values: Any, forbidden: bytes) -> list[int]:
-    """Return the values to examine: empty, with a leading blank, or with bytes that need a check.
-    These are all but printable ASCII, and those in `forbidden`."""
+    """Return the indices of values to examine: empty, with a leading blank, or with bytes that need a check.
+    These are all except printable ASCII, and those in `forbidden`."""
     data, edges = flat(values)
-    suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
+    suspect = (data - np.uint8(0x20)) > 0x5E  # wraps round, so bytes below the blank are large, too
     for byte in forbidden:
         suspect |= data == byte
     odd = np.diff(edges) == 0

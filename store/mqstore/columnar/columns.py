@@ -1,15 +1,15 @@
 """Messages as Arrow record batches, straight from the mapped log: numpy and pyarrow, no Spark.
 
-The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --to`. A column costs
-what it needs, and only if it is asked for:
+The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --to`. A column is only read if
+it is requested, at this cost:
 
-    unit         20 bytes of the consume queue a message; no record is looked at, so none is found damaged
+    unit         20 bytes of the consume queue for each message. No record is read, so no damage is found
     header       one or two cache lines of each record
     body         its bytes, copied once
-    properties   its bytes, copied once and taken apart for all messages together
+    properties   its bytes, copied once and parsed for all messages together
     record       all its bytes, copied once
 
-Values are those of `mqstore export`, row by row; times are UTC timestamps in place of milliseconds. A time outside the
+Values are those of `mqstore export`, row by row. Times are UTC timestamps instead of milliseconds. A time outside the
 years 1 to 9999, which only a damaged or foreign record has, is null.
 """
 
@@ -56,7 +56,7 @@ __all__ = [
 
 _Int64s = npt.NDArray[np.int64]
 _ENOUGH_ROWS = 4096
-"""A batch of so many rows costs little more a row than a larger one."""
+"""A batch of this many rows costs little more for each row than a larger one."""
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 _STRING, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
@@ -71,12 +71,12 @@ ARROW_TYPES: Final[Mapping[str, Any]] = {
     "map<string,string>": pa.map_(_STRING, _STRING),
     _HEADERS: pa.list_(pa.struct([("key", _STRING), ("value", pa.binary())])),
 }
-"""The types of columns and views, as SQL and as Arrow have them."""
+"""The types of columns and views, in SQL and in Arrow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its type in SQL, its cost (`body`: the body as it was sent) and its meaning."""
+    """Column: its type in SQL, its cost (`body`: the body as it was sent) and its meaning."""
 
     name: str
     sql: str
@@ -133,19 +133,19 @@ _KAFKA: Final = {
     "timestampType": "timestampType",
     "headers": "headers",
 }
-"""The columns of Spark's Kafka source, in its order, and those of ours that have their values."""
+"""The columns of Spark's Kafka source, in its order, and our columns with their values."""
 _ONLY_NAMED: Final = {"error", "record", *_KAFKA} - {"topic"}
 
 
 def as_markdown() -> str:
-    """The columns, for the documentation."""
+    """Return the table of columns for the documentation."""
     lines = ["| Column | Type | Cost | What it is |", "|---|---|---|---|"]
     lines += [f"| `{c.name}` | `{c.sql}` | {c.cost} | {c.meaning} |" for c in COLUMNS.values()]
     return "\n".join(lines) + "\n"
 
 
 def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
-    """Return the columns of a row when none are chosen, with or without `error` and `properties`."""
+    """Return the columns of a row if none are chosen, with or without `error` and `properties`."""
     left_out = _ONLY_NAMED - ({"error"} if keep else set()) | (set() if properties else {"properties"})
     return tuple(name for name in COLUMNS if name not in left_out)
 
@@ -164,7 +164,7 @@ def check_columns(columns: Sequence[str] | None, *, keep: bool = False, properti
 
 
 def check_once(columns: Sequence[str]) -> tuple[str, ...]:
-    """`columns` if none is there twice. ConfigError."""
+    """Return `columns` if none is named twice, else raise ConfigError."""
     if len(set(columns)) < len(columns):
         raise ConfigError(f"columns: a column is named twice in {', '.join(columns)}; leave one out")
     return tuple(columns)
@@ -175,7 +175,7 @@ def arrow_schema(columns: Iterable[str]) -> Any:
 
 
 # -- columns of a piece ------------------------------------------------------------------------------------------------
-# Each gives the values of records that are sound.
+# Each function returns the values of sound records.
 
 
 def _int(name: str) -> Callable[[Piece], Any]:
@@ -208,7 +208,7 @@ def _properties(piece: Piece) -> Any:
 
 
 def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] | None:
-    """Return (pairs whose names stay, pairs whose values they get), None if no name is there twice.
+    """Return (pairs whose names stay, pairs whose values they get), or None if no name is repeated.
     As in a dict, a name keeps the place of the first pair and gets the value of the last."""
     if not len(blob):
         return None
@@ -325,13 +325,13 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
 
 
 def _joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
-    """Yield pieces by batches. Small ones are put together, which costs a copy, until there are enough rows."""
+    """Yield pieces by batches. Small ones are combined, which costs a copy, until there are enough rows."""
     group: list[Piece] = []
     rows = size = 0
     for piece in pieces:
         more = int(piece.sizes.sum()) if piece.records else 0
         if piece.bodies is not None:
-            more = max(more, piece.bodies.nbytes)  # what was stored small may be large
+            more = max(more, piece.bodies.nbytes)  # a body that is small in the log may be large when inflated
         if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
             yield group
             group, rows, size = [], 0, 0
@@ -343,8 +343,8 @@ def _joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Merge neighbours whose records lie in one buffer into one piece, with the queue of the first.
-    A column costs a piece of one row as much time as one of hundreds. Small batches of a stream have one or two
+    """Merge neighbours whose records are in one buffer into one piece, with the queue of the first.
+    A column takes as long for a piece of one row as for one of hundreds, and small batches of a stream have one or two
     messages of each of many queues."""
     found: list[Piece] = []
     for (_, records, stored), run in groupby(pieces, lambda each: (id(each.buffer), each.records, each.bodies is None)):
@@ -361,7 +361,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 def _inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
     """Yield `pieces` with compressed bodies inflated, cut where these would make a batch too large.
-    A body that does not inflate is damage of its message."""
+    A body that cannot be inflated is damage of its message."""
     for piece in pieces:
         if not piece.records or piece.bodies is not None:
             yield piece
@@ -395,7 +395,7 @@ def _inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> It
 
 
 def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes]) -> Iterator[Piece]:
-    """Yield the rows [low, high), if there are any, with these bodies in place of the stored ones."""
+    """Yield the rows [low, high), if there are any, with these bodies instead of the stored ones."""
     if low == high:
         return
     part = piece if high - low == len(piece) else piece.take(slice(low, high))
@@ -425,12 +425,12 @@ def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, 
 class ColumnReader(PieceReader):
     """Reads one store by columns. Not for several threads.
 
-    `columns`: names of `COLUMNS`, None for all. `tags`, `where` and `keys` are those of `PieceReader`. `decompress`
-    False leaves bodies as they are stored, `body_as` "string" makes them text. `policy.verify` compares checksums,
+    `columns`: names of `COLUMNS`, None for all. `PieceReader` describes `tags`, `where` and `keys`. `decompress` False
+    leaves bodies as they are stored, `body_as` "string" converts them to text. `policy.verify` compares checksums,
     which costs about as much as reading a body. Without it every length, magic and offset is still checked.
     `policy.on_corrupt` "fail" raises CorruptStoreError at the first damaged message. "skip" leaves such messages out,
-    and `policy.corrupt` counts them. "keep" gives a row that has what its unit says, null elsewhere, and `error`.
-    Columns that come from units alone are read without the records.
+    and `policy.corrupt` counts them. "keep" yields a row with the values of its unit, `error`, and null elsewhere.
+    Columns of units alone are read without the records.
 
     Raises ConfigError for unknown columns.
     """
@@ -465,11 +465,11 @@ class ColumnReader(PieceReader):
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
         """Yield batches of the messages whose records begin at physical offsets [start, stop), in log order.
-        Only topics for which `wanted` returns True. `stop` lies at or below the end of what has been dispatched."""
+        Only topics for which `wanted` returns True. `stop` is at or below the end of the dispatched messages."""
         return self.batches(self.log_pieces(start, stop, wanted))
 
     def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
-        """Yield record batches of pieces of this reader, small ones together."""
+        """Yield record batches of pieces of this reader. Small ones are combined."""
         if self._inflates:
             pieces = _inflated(pieces, self.store, self.policy)
         for group in _joined(pieces, self.policy):
@@ -480,7 +480,7 @@ class ColumnReader(PieceReader):
         together = _merged(pieces)
         for field in self.schema:
             name = _KAFKA.get(field.name, field.name)
-            # Each piece knows its own queue.
+            # Each piece has its own queue.
             parts = [self._column(piece, name) for piece in (pieces if name in ("topic", "queue_id") else together)]
             array = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
             if array.type != field.type:
@@ -512,14 +512,14 @@ class ColumnReader(PieceReader):
                 return pa.array(piece.errors, _STRING)
         if name == "error" or piece.errors:
             return pa.nulls(count, COLUMNS[name].type)
-        if name == "tags_code":  # of a log scan: what dispatch would put into the unit
+        if name == "tags_code":  # in a log scan: the value that dispatch would put into the unit
             rows = self.store.queue_table.rows_of(piece.buffer, piece.headers, piece.base)
             return pa.array(rows.tags_code[: len(rows)])
         return _OF_RECORD[name](piece)
 
 
 def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
-    """Return an array with null in place of -1, which means unknown."""
+    """Return an array with null instead of -1, which means unknown."""
     absent = values == -1
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
 
@@ -533,9 +533,9 @@ def table_of(
     tags: str | None,
     on_corrupt: OnCorrupt,
 ) -> Any:
-    """Return the messages of these queues as a table, one queue after the other. See `Store.to_arrow`."""
+    """Return the messages of these queues as a table, one queue after the other. `Store.to_arrow` describes it."""
     if len(refs) > 1 and (isinstance(start, int) or isinstance(stop, int)):
-        raise ConfigError("start and stop as offsets belong to one queue: give queue_id, or times")
+        raise ConfigError("start and stop are offsets of one queue: give queue_id, or times")
     policy = Policy(verify=store.config.verify_reads, on_corrupt=on_corrupt)
     batches: list[Any] = []
     reader = ColumnReader(store, columns, tags=tags, policy=policy)

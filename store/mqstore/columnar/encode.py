@@ -1,16 +1,16 @@
-"""Rows of a frame as records of a store, adjacent and finished but for their place (spark#encode).
+"""Rows of a frame as records of a store, contiguous and complete except for their position (spark#encode).
 
-    body, flag, born_timestamp                            the record's
-    topic, queue_id                                       the record's; distinct topics are checked once a batch
-    keys, tags, unique_key, sharding_key, properties      properties, in the order in which a producer's put has them
-    delay_level, deliver_time, delay_seconds              the record goes to where the engine keeps what waits
-    value, key, partition, headers                        as Spark's Kafka sink has them: `_from_kafka`
+    body, flag, born_timestamp                            fields of the record
+    topic, queue_id                                       fields of the record; each batch checks its distinct topics
+    keys, tags, unique_key, sharding_key, properties      properties, in the order of a producer's put
+    delay_level, deliver_time, delay_seconds              the record goes to the engine's topic of waiting messages
+    value, key, partition, headers                        names of Spark's Kafka sink: `_from_kafka`
     record                                                the whole record: `_Copies`
 
-queueOffset, physicalOffset, storeTimestamp and the checksum are 0, for the splice knows them. Arrow joins arrays of
-pieces (header, body, topic, each property) row by row, so the records lie side by side in one buffer. Only text that is
-not printable ASCII and delayed rows are handled one by one. Every rule of a put is applied before the first byte is
-handed out. Long because each column has rules of its own.
+queueOffset, physicalOffset, storeTimestamp and the checksum are 0, since the bulk append sets them. Arrow joins arrays
+of pieces (header, body, topic, each property) row by row, so the records are contiguous in one buffer. Only text that
+is not printable ASCII and delayed rows are handled one by one. Every rule of a put is applied before the first byte is
+returned. The module is long because each column has its own rules.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _Bools = npt.NDArray[np.bool_]
 
 _SLICE_ROWS = 16_384
 _SLICE_BYTES = 64 << 20
-"""Limit of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times on its way."""
+"""Limit of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times meanwhile."""
 
 
 class Encoded(NamedTuple):
     data: memoryview
-    """Adjacent records."""
+    """Contiguous records."""
     sizes: _Int64s
     """Size of each record in bytes."""
     queues: dict[QueueRef, int]
@@ -83,7 +83,7 @@ def _digest(app: str, version: int, partition: int) -> bytes:
 
 
 def derived_prefix(app: str, version: int, partition: int) -> str:
-    """Return the first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash.
+    """Return the first 24 of the 34 digits of a derived unique key: "01", like keys of 5.x clients, and a hash.
     The other ten digits are the row number."""
     return "01" + _digest(app, version, partition).hex().upper()[: 34 - 2 - _ROW_DIGITS]
 
@@ -92,7 +92,7 @@ def derived_prefix(app: str, version: int, partition: int) -> str:
 
 _HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 
-# As scalars of Arrow: from bytes it would find out the type each time, for which it looks for modules on disk.
+# As scalars of Arrow: from bytes it would infer the type each time, for which it searches modules on disk.
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -115,7 +115,7 @@ class Encoder:
         max_rows: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`topic` wins over the column. A piece has at most `max_rows` rows."""
+        """`topic` takes precedence over the column. A piece has at most `max_rows` rows."""
         self.rules = rules
         self.partition = partition
         self.row = 0
@@ -126,13 +126,13 @@ class Encoder:
         self.prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
         first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
         self.turns: dict[str, int] = defaultdict(lambda: first_turn)
-        """Next turn of each topic. With one for all, rows that alternate between two would fill half the queues."""
+        """Next queue of each topic in round-robin order. Topics that alternate would fill only half of a shared one."""
         self.called: Mapping[str, str] = {}
-        """Names of columns in errors, where they came under other names."""
+        """Names of columns in errors, if the frame had them under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
         """Yield the records of a RecordBatch whose columns have passed `check_columns`, in pieces.
-        Raises InvalidMessageError for a row. Then nothing of the piece that the row belongs to is handed out."""
+        Raises InvalidMessageError for a row. Then nothing of the row's piece is returned."""
         columns = {each.name: small(batch.column(i)) for i, each in enumerate(batch.schema)}
         self.called = {}
         if is_kafka(columns):
@@ -152,7 +152,7 @@ class Encoder:
 
 
 class _Slice:
-    """Rows on their way to records."""
+    """Rows that are being encoded."""
 
     def __init__(self, encoder: Encoder, columns: Mapping[str, Any], rows: int) -> None:
         self._encoder = encoder
@@ -174,7 +174,7 @@ class _Slice:
         joined = pc.binary_join_element_wise(fixed(header), body, topic, fixed(sizes.astype(">i2")), *parts, _NOTHING)
         data, edges = flat(joined)
         total = header["size"]
-        assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
+        assert np.array_equal(np.diff(edges), total), "the size of a record is wrong"
         return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), self._found)
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
@@ -201,7 +201,7 @@ class _Slice:
         return parts, sizes
 
     def _topic_pieces(self, topics: _Int32s) -> tuple[Any, _Int64s]:
-        """The topic of each row as its record has it, length included, and the magic of the record."""
+        """Return the topic of each row as in its record, length included, and the magic of the record."""
         names = [name.encode() for name in self._found]
         widths = [1 if len(name) <= record.MAX_TOPIC_BYTES_V1 else 2 for name in names]
         pieces = [len(name).to_bytes(width, "big") + name for name, width in zip(names, widths, strict=True)]
@@ -211,7 +211,7 @@ class _Slice:
     def _header(
         self, magics: _Int64s, queues: _Int64s, body_sizes: _Int64s, topic_sizes: _Int64s, sizes: _Int64s
     ) -> npt.NDArray[np.void]:
-        """Return all before the body, given the `sizes` of the properties."""
+        """Return the fields before the body, given the `sizes` of the properties."""
         total = record.BODY_AT_V4 + body_sizes + topic_sizes + record.PROPERTIES_LENGTH_BYTES + sizes
         self._check_sizes(total, self._rules.max_record_bytes, "body")
         header = np.zeros(self._rows, _HEADER)
@@ -247,11 +247,11 @@ class _Slice:
         try:
             return judge()
         except MQStoreError as error:
-            said = str(error)
-            self._refuse(row, column, "", said if len(said) < 500 else f"{said[:300]} ... {said[-150:]}")
+            reason = str(error)
+            self._refuse(row, column, "", reason if len(reason) < 500 else f"{reason[:300]} ... {reason[-150:]}")
 
     def _check(self, values: Any, column: str, row_of: Callable[[int], int] = int) -> None:
-        """Refuse the first value that a property, a topic or a group may not be."""
+        """Refuse the first value that a property, a topic or a group must not have."""
         forbidden, rule = (
             ("|", "use text without '|', and not blank") if column == "tags" else ("", "use text, not blank")
         )
@@ -261,7 +261,7 @@ class _Slice:
                 value = values[i].as_py()
             except UnicodeDecodeError:
                 stored = values.slice(i, 1).cast(pa.binary())[0].as_py()
-                self._refuse(row, column, f"{stored[:40]!r}", "it is not UTF-8; decode it with a charset of its own")
+                self._refuse(row, column, f"{stored[:40]!r}", "it is not UTF-8; decode it with its own charset")
             self._judged(row, column, lambda value=value: checked_text(value, column, forbidden, rule))  # type: ignore[misc]
 
     # -- columns -----------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class _Slice:
         return jump_hash_many(java_hash_many(data, edges[:-1], np.diff(edges)), write)
 
     def _text(self, name: str) -> Any:
-        """Return a column of text, checked, or None if the frame has no such column."""
+        """Return a column of text, checked, or None if the frame lacks it."""
         values = self._columns.get(name)
         if values is None or values.null_count == len(values):
             return None
@@ -368,7 +368,7 @@ class _Slice:
             return None
         entries = _Entries(column)
         if self._encoder.called:  # a map of Spark's has each name once
-            rule = "a name stands twice, and a property has one value; keep one of them"
+            rule = "a name is repeated, and a property has one value; keep one of them"
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.rows.item)
@@ -425,15 +425,15 @@ class _Slice:
         entries: _Entries | None,
         texts: Mapping[str, Any],
     ) -> list[Any]:
-        """Give delayed rows the place and the properties that a put would give them.
+        """Give delayed rows the topic, queue and properties that a put would give them.
 
-        Changes `topics` and `queues`, and inserts the properties in front of the other parts."""
+        Changes `topics` and `queues`, and inserts the properties before the other parts."""
         names, rules = list(self._found), self._rules
         numbers = {name: number for number, name in enumerate(names)}
-        # Where a record with these properties goes now: as `Road.route` has it (delivery#level-put).
+        # Topic and queue of a record with these properties, as in `Road.route` (delivery#level-put).
         route = partial(delay_route, now_ms=lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
-        moments = self._times("deliver_time", -1, up=True)
+        times = self._times("deliver_time", -1, up=True)
         replaced: list[bytes] = []
         for row in delayed.tolist():
             stored = entries.of(row) if entries is not None else {}
@@ -446,7 +446,7 @@ class _Slice:
             elif waits[row]:
                 column, stored[props.TIMER_DELAY_SEC] = "delay_seconds", str(waits[row])
             else:
-                column, stored[props.TIMER_DELIVER_MS] = "deliver_time", str(moments[row])
+                column, stored[props.TIMER_DELIVER_MS] = "deliver_time", str(times[row])
             place = names[topics[row]], int(queues[row])
             routed = self._judged(row, column, partial(route, *place, stored))
             topic, queue_id, stored = routed or (*place, stored)
@@ -471,7 +471,7 @@ class _Slice:
 
 
 class _Copies(_Slice):
-    """Rows that are stored records, copied as bytes except for fields that depend on their place.
+    """Rows that are stored records, copied as bytes except for fields that depend on their position.
 
     given       topic and queue id, if the row or the option names others
     zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record. The store time is the
@@ -513,25 +513,25 @@ class _Copies(_Slice):
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
         """Return the fields of the records that fill `data`. Refuses damaged records and other bytes."""
         sizes = np.diff(edges)
-        rule = "it is no record: its lengths do not add up"
+        rule = "it is not a record: its lengths do not add up"
         self._refuse_first(sizes < record.MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
         headers = gather(data, edges[:-1])
         self._refuse_first(~headers.ok | (headers.size != sizes), "record", lambda i: f"{sizes[i]} bytes", rule)
         holds = verify(data, headers, "crc32c-record")
-        if not holds.all():  # bytes do not say of which profile they are; without a body `crc32-body` is 0
+        if not holds.all():  # the bytes do not show their profile. Without a body `crc32-body` is 0
             holds |= verify(data, headers, "crc32-body") & ((headers.body_size > 0) | (headers.checksum == 0))
-        self._refuse_first(~holds, "record", _origin(data, headers), "it is damaged: its checksum does not hold")
+        self._refuse_first(~holds, "record", _origin(data, headers), "it is damaged: its checksum is wrong")
         return headers
 
     def _refuse_unfit(self, headers: Headers, topics: Any, properties: Any, origin: Callable[[int], str]) -> None:
-        """Refuse sound records that are no messages of a user, or that the target cannot number."""
+        """Refuse sound records that are not messages of a user, or that the target cannot number."""
         engines = pa.array([name for name in pc.unique(topics).to_pylist() if is_system_topic(name)], pa.string())
         mark = headers.sys_flag & record.TRANSACTION_MASK
         limit = self._rules.max_body_bytes
         for wrong, rule in (
             (
                 pc.is_in(topics, engines).to_numpy(zero_copy_only=False),
-                "its topic belongs to the engine; what waits there is copied when it is delivered",
+                "its topic belongs to the engine; messages waiting there are copied when they are delivered",
             ),
             ((mark != 0) & (mark != record.TRANSACTION_COMMIT), "its transaction is not committed"),
             (headers.sys_flag & record.INNER_BATCH != 0, "it is a batch in one record; copy its messages by `body`"),
@@ -542,13 +542,13 @@ class _Copies(_Slice):
             blob = properties[row].as_py()
             wrong = record.unreadable_number(b"", blob)
             if props.INNER_MULTI_DISPATCH in props.decode_properties(blob):
-                wrong = "it stands in light queues, too, with numbers of its own store"
+                wrong = "it is also in light queues, with offsets of its own store"
             if wrong:
                 self._refuse(row, "record", origin(row), wrong)
 
 
 class _Entries:
-    """Entries of a column of maps, side by side, and the stored properties that they make."""
+    """Entries of a column of maps, concatenated, and the stored properties built from them."""
 
     def __init__(self, column: Any) -> None:
         pair = [("key", column.type.key_type), ("value", column.type.item_type)]
@@ -561,7 +561,7 @@ class _Entries:
 
     @property
     def bytes(self) -> Any:
-        """Stored properties, a value a row. The end of one row's entries is the beginning of the next one's."""
+        """Stored properties, one value for each row. The end of one row's entries is the start of the next one's."""
         names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
         pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
         data, edges = flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
@@ -580,7 +580,7 @@ class _Entries:
 
 
 def _property(name: str, values: Any) -> Any:
-    """The stored property of each value, nothing for a null."""
+    """Return the stored property of each value, and an empty value for a null."""
     start = pa.scalar(f"{name}\x01".encode(), pa.binary())
     piece = pc.binary_join_element_wise(start, values.cast(pa.binary()), _PAIR_END, _NOTHING)
     return piece.fill_null(_NOTHING) if piece.null_count else piece
@@ -588,8 +588,8 @@ def _property(name: str, values: Any) -> Any:
 
 def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a frame for Spark's Kafka sink under the names of this module.
-    The key of a message is also its message group, so messages of a key keep their order. Bytes become text unchecked;
-    each text is checked later, with its row."""
+    The key of a message is also its message group, so messages of a key keep their order. Bytes are viewed as text
+    without a check. Each text is checked later, with its row."""
     found = {KAFKA[name]: values for name, values in columns.items()}
     if "keys" in found:
         found["keys"] = found["sharding_key"] = found["keys"].view(pa.string())
@@ -602,25 +602,25 @@ def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
-    """Return a function that says, for an error message, where the record of a row comes from."""
+    """Return a function that describes, for an error message, the origin of a row's record."""
 
-    def said(row: int) -> str:
+    def origin(row: int) -> str:
         at = int(headers.topic_position[row])
         topic = str(data[at : at + int(headers.topic_size[row])], "utf-8", "replace")
         return f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
 
-    return said
+    return origin
 
 
 _DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")
 _TOO_LONG: Final = 10**18
 """Limit in seconds. A property with a longer delay is read as no delay."""
-_LONG: Final = f"properties, the columns that become such included, take {props.MAX_PROPERTIES_BYTES} bytes at most"
+_LONG: Final = f"properties, including columns stored as such, take {props.MAX_PROPERTIES_BYTES} bytes at most"
 
 
 def _large(limit: int) -> str:
     """Return the rule for large messages."""
     return (
-        f"a message has at most {limit} bytes here, with topic and properties (max_message_size of the target, or "
-        "what a segment of the target takes); keep large bodies elsewhere, and send where they are"
+        f"a message has at most {limit} bytes here, with topic and properties (max_message_size, or what a segment of "
+        "the target can hold); store large bodies elsewhere, and send their address"
     )

@@ -1,7 +1,7 @@
-"""The columns that a frame may have to be written: one table to check and document them.
+"""The columns that a frame to be written may have: one table to check and document them.
 
-By name, in any order. A column of another name or type is refused. A misspelt `tag` that was left out silently would be
-missed only when a consumer filters by it.
+By name, in any order. A column with another name or type is refused. If a misspelt `tag` were ignored, nobody would
+notice before a consumer filters by it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _TABLE: Final = (
 INPUTS: Final[Mapping[str, Input]] = {each.name: each for each in _TABLE}
 """Every column by its name."""
 KAFKA: Final = {"value": "body", "key": "keys", "topic": "topic", "partition": "queue_id", "headers": "properties"}
-"""The columns that Spark's Kafka sink takes, and what they are here."""
+"""The columns of Spark's Kafka sink, and their names here."""
 _KAFKA_TYPES: Final = {"key": ("binary", "string"), "headers": ("array<struct<key:string,value:binary>>",)}
 _KAFKA_INPUTS: Final[Mapping[str, Input]] = {
     name: replace(INPUTS[here], name=name, types=_KAFKA_TYPES.get(name, INPUTS[here].types))
@@ -89,7 +89,7 @@ def is_kafka(names: Collection[str]) -> bool:
 
 
 def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
-    """ConfigError unless a frame of these columns (name -> SQL type) can be written. `topic`: the option."""
+    """Raise ConfigError unless a frame of these columns (name -> SQL type) can be written. `topic` is the option."""
     kafka = is_kafka(types)
     table = _KAFKA_INPUTS if kafka else INPUTS
     for name, kind in types.items():
@@ -97,12 +97,11 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
         if known is None:
             close = difflib.get_close_matches(name.lower(), table, 1, 0.6)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            rest = "What is not among them goes into properties, a map<string,string>"
+            rest = "Put other values into properties, a map<string,string>"
             if kafka:
-                rest = "A frame with `value` is taken for one of Kafka's; with `body` in its place there are others"
+                rest = "A frame with `value` counts as one of Kafka's; with `body` in its place there are others"
             raise ConfigError(
-                f"there is no column {name!r} to be written{hint} There are {', '.join(table)}. {rest}; drop or "
-                "rename it"
+                f"column {name!r} cannot be written{hint} The columns are {', '.join(table)}. {rest}; drop or rename it"
             )
         if kind not in known.types:
             wanted = " or ".join(known.types)
@@ -124,7 +123,7 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
 
 
 def as_markdown() -> str:
-    """The table for the documentation."""
+    """Return the table for the documentation."""
     lines = ["| Column | Type | Null or missing | Meaning |", "|---|---|---|---|"]
     for each in _TABLE:
         cells = [f"`{each.name}`", " or ".join(each.types), each.absent, each.meaning]

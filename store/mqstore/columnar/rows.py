@@ -1,16 +1,16 @@
-"""Checked records of a read, before columns are made of them.
+"""Checked records of a read, from which columns are built.
 
-    queue scan   units of a queue -> the records they lead to, segment by segment, in queue order
+    queue scan   units of a queue -> the records they point to, segment by segment, in queue order
     log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
     reader       either of them, and filters by tags, SQL92 and keys
 
-All yield `Piece`s, of which `columns.py` makes columns. Counting those of a queue needs no pyarrow. Each record is
-checked before its bytes are used (`check_units`, `scan_segment`). A record that does not verify, or a body that does
-not inflate, is damage, and `Policy` decides about it. Messages that retention took are counted, and are no damage.
+All yield `Piece`s, from which `columns.py` builds columns. Counting those of a queue needs no pyarrow. Each record is
+checked before its bytes are used (`check_units`, `scan_segment`). A record that does not verify, or a body that cannot
+be inflated, is damage, and `Policy` decides about it. Messages removed by retention are counted, but are not damage.
 
-The log scan lists what dispatch would list: no prepared or rolled back record, no impossible queue. It needs no consume
-queue. A range may begin in the middle of a record. The lengths of the records before it lead to the first one that
-begins there, so ranges that follow each other share no record and lose none.
+The log scan lists the records that dispatch would list: none that is prepared or rolled back, no impossible queue. It
+needs no consume queue. A range may begin in the middle of a record. The lengths of the records before it lead to the
+first one that begins there, so consecutive ranges share no record and lose none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Bools = npt.NDArray[np.bool_]
 _Buffer = mmap.mmap | bytes
 _CHUNK_UNITS = 1 << 16
 _FAR_BYTES = 16 << 10
-"""The system maps some 64 KiB at a touch."""
+"""Records farther apart than this are read by calls, since the system maps about 64 KiB at each page fault."""
 _MOST_FILES = 32
 
 
@@ -65,17 +65,17 @@ class Policy:
     verify: bool = True
     on_corrupt: OnCorrupt = "fail"
     tell: Callable[[Finding], None] | None = None
-    """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
+    """Called with everything that `on_corrupt` "skip" or "keep" leaves out."""
     corrupt: int = field(default=0, init=False)
     removed: int = field(default=0, init=False)
-    """Messages that retention took between planning and reading. A log scan counts segments that held some."""
+    """Messages that retention removed between planning and reading. A log scan counts segments instead."""
 
     def damage(self, finding: Finding) -> None:
         """Raise CorruptStoreError, or count the damage."""
         if self.on_corrupt == "fail":
             raise CorruptStoreError(
                 f"{finding.kind}: {finding.place}: {finding.detail} (onCorrupt 'skip' leaves such messages out, 'keep' "
-                "gives a row that says so; see also `mqstore verify`)",
+                "returns a row with the error; see also `mqstore verify`)",
                 finding.file,
                 finding.position,
             )
@@ -86,18 +86,18 @@ class Policy:
 
 @dataclass
 class Piece:
-    """Messages whose records lie in one buffer, or damaged messages with an error each.
+    """Messages whose records are in one buffer, or damaged messages with an error each.
     `slots`, `physical`, `sizes` and `tags_codes` have one element for each row. -1 means unknown."""
 
     topic: str | None
-    """None in a log scan, and for several queues. The records tell it."""
+    """None in a log scan, and for several queues. Then the records have it."""
     queue_id: int | None
     slots: _Int64s
     physical: _Int64s
     sizes: _Int64s
     tags_codes: _Int64s | None
     buffer: _Buffer = b""
-    """Segment that holds the records, or a copy of the records one behind the other."""
+    """Segment of the records, or a concatenated copy of them."""
     base: int = 0
     """Physical offset of the buffer's first byte, in a log scan."""
     positions: _Int64s | None = None
@@ -121,8 +121,8 @@ class Piece:
         headers = gather(self.buffer, self.positions)
         if not (headers.ok & (headers.physical_offset == self.physical)).all():
             raise CorruptStoreError(
-                f"records behind {int(self.physical[0])} have changed since they were checked, as the recovery of "
-                "another process changes them; read again",
+                f"records after {int(self.physical[0])} have changed since they were checked, probably by the recovery "
+                "of another process; read again",
                 "commitlog",
                 int(self.physical[0]),
             )
@@ -135,7 +135,7 @@ class Piece:
         ends = starts + self.headers.properties_size
         if not len(starts) or int(ends.max()) >= len(self.buffer):
             return Pairs.of([self.buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-        # With the byte behind each, which then becomes the 02 that closes it.
+        # With the byte after each, which is then replaced by the 02 that closes it.
         sizes = ends + 1 - starts
         text, closing = collect(self.buffer, starts, sizes), np.cumsum(sizes) - 1
         text[closing] = 2
@@ -175,7 +175,7 @@ def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
 
 
 Cost = Literal["unit", "header", "body", "properties", "record"]
-"""Part of a message that has to be read: its unit, or a part of its record."""
+"""Part of a message that must be read: its unit, or a part of its record."""
 
 
 class PieceReader:
@@ -201,7 +201,7 @@ class PieceReader:
         self._passes = _passes(where, keys)
         filtered = parse_tags(tags, "") is not None or self._passes is not None
         self._looks = filtered or not {*costs} <= {"unit"}
-        """True to examine the records, else only units are read."""
+        """True to examine the records. If False, only units are read."""
         self._keeps_bodies = "body" in costs and not filtered
         """True to keep the bodies that the check has copied."""
         self._keeps_headers = filtered or not {*costs} <= {"unit", "body"}
@@ -209,7 +209,7 @@ class PieceReader:
 
     def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces of queue offsets [start, stop), checked and filtered, in order.
-        Records are looked at if something of them is needed."""
+        Records are only read if a part of them is needed."""
         chosen = parse_tags(self._tags, topic)
         return self._chosen(self._scan(topic, queue_id, start, stop, chosen), chosen)
 
@@ -219,7 +219,7 @@ class PieceReader:
         return self._chosen(pieces, parse_tags(self._tags, ""))
 
     def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
-        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
+        """Yield the rows that pass the filters, and damaged ones, since their content is unknown."""
         for piece in pieces:
             if not piece.errors and tags is not None:
                 piece = piece.only(_tagged(piece, tags.tags))
@@ -230,10 +230,10 @@ class PieceReader:
 
     def _scan(self, topic: str, queue_id: int, start: int, stop: int, tags: TagFilter | None) -> Iterator[Piece]:
         """Yield the messages of queue offsets [start, stop), in order.
-        `tags` compares only hashes, so some messages pass that have another tag."""
+        `tags` compares only hashes, so some messages with another tag pass."""
         store, policy = self.store, self.policy
         known = store.queue_table.get(topic, queue_id)
-        # Its bounds matter only where units are missing: to find them takes longer than to read a few messages.
+        # Its bounds matter only if units are missing, and finding them takes longer than reading a few messages.
         queue = known or ConsumeQueue(store.queue_table, topic, queue_id)
         while start < stop:
             count = min(_CHUNK_UNITS, stop - start)
@@ -248,15 +248,15 @@ class PieceReader:
                     queue.load(exact=False)
                     if not queue.list_files():
                         return  # the queue was deleted
-                queue.correct_min(store.min_offset)  # retention may have taken the file they were in
+                queue.correct_min(store.min_offset)  # retention may have removed their file
                 gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:
-                    # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
+                    # Up to the first hole. The rest is examined next, so that rows stay in order.
                     count = int(np.argmax(~live & ~gone)) or count
                 else:
                     count = int(np.argmax(live)) or count
                     nowhere = np.full(1, -1, np.int64)
-                    for slot in whole.slots[:count].tolist():  # units are missing, and later ones are there
+                    for slot in whole.slots[:count].tolist():  # units are missing, although later ones exist
                         hole = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
                         yield from hole.damaged([queue.missing_units(slot, slot)], policy)
                 policy.removed += int(gone[:count].sum())
@@ -272,7 +272,7 @@ class PieceReader:
             start += count
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
-        """Check the records of `whole` by segments, or copied together if they lie `apart`."""
+        """Check the records of `whole` by segments, or copied together if they are `apart`."""
         store, policy = self.store, self.policy
         if apart:
             for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
@@ -300,9 +300,9 @@ class PieceReader:
                 yield from self._checked(queue, piece)
 
     def _copy(self, piece: Piece) -> bool:
-        """Copy the records of a piece together, each by a read of its own.
-        For records far apart this costs a fraction of mapping their pages. Return False if they are not, lie in many
-        files, are missing, or claim to be too large."""
+        """Copy the records of a piece together, each by a separate read.
+        For records far apart this costs a fraction of mapping their pages. Return False if they are not far apart, are
+        in many files, are missing, or claim to be too large."""
         parts, size = self.store.parts, self.store.manifest.commitlog_segment_bytes
         numbers, which = np.unique(piece.physical // size, return_inverse=True)
         far = int(np.ptp(piece.physical)) >= len(piece) * _FAR_BYTES
@@ -316,7 +316,7 @@ class PieceReader:
                     return False
                 try:
                     descriptors.append(files.enter_context(parts.fs.opened(segment.path, os.O_RDONLY)))
-                except FileNotFoundError:  # retention took it
+                except FileNotFoundError:  # retention removed it
                     return False
             data = kernel.read_at(
                 np.array(descriptors)[which], piece.physical % size, np.ascontiguousarray(piece.sizes)
@@ -327,7 +327,7 @@ class PieceReader:
         return True
 
     def _checked(self, queue: ConsumeQueue, piece: Piece) -> Iterator[Piece]:
-        """Yield the sound records of a piece, and apart from them the damaged messages."""
+        """Yield the sound records of a piece, and separately the damaged messages."""
         assert piece.positions is not None
         sound, headers, ends, bodies = check_units(
             queue,
@@ -366,11 +366,11 @@ def _log_pieces(
     store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
     """Yield messages of `wanted` topics whose records begin at physical offsets [start, stop), in log order.
-    `stop` lies at or below the dispatched end, or in a segment's BLANK."""
+    `stop` is at or below the dispatched end, or in a segment's BLANK."""
 
     @cache
     def wanted_from(topic: bytes) -> int:
-        """Return the physical offset from which on messages of a topic are wanted. Earlier ones were deleted."""
+        """Return the physical offset from which messages of a topic are wanted. Earlier ones were deleted."""
         name = topic.decode("utf-8", "surrogateescape")
         return store.deleted_at(name) if is_path_safe(name) and wanted(name) else stop
 
@@ -388,17 +388,17 @@ def _log_pieces(
 
 
 def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
-    """Yield the records that begin in [low, high) of the segment at `base`, and bytes that hold none."""
+    """Yield the records that begin in [low, high) of the segment at `base`, and bytes without a record."""
     there = store.records.checker.segment_at(low, high)
     if there is None:
         if low < store.min_offset:
-            policy.removed += 1  # at least: nobody knows how many they were
+            policy.removed += 1  # at least: their number is unknown
         else:
             yield Bad("missing_segment", low, high, "no file holds these bytes")
         return
     segment, buffer = there
     run, checksum = store.log_files, store.checksum
-    # From the start of the segment: from `low` on, what the body of a record holds might be taken for one.
+    # From the start of the segment: scanning from `low` might find a record image in the body of a record.
     _, at = walk(buffer, 0, min(low - base, len(buffer)))
     for event in scan_segment(run, segment, at, checksum, stop=low - base, checksums=False):
         at = event.end - base
@@ -428,7 +428,7 @@ def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece
     missing = store.records.missing_segment(found.start)
     file, position = missing or f"commitlog/{found.start - found.start % size:020d}", found.start % size
     kind: Kind = "bad_record" if missing is None else "missing_segment"
-    detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"
+    detail = f"{length} bytes are not a record: {found.detail or 'they do not verify'}"
     piece = Piece(None, None, np.full(1, -1), np.full(1, found.start), np.full(1, length), None)
     yield from piece.damaged([Finding(kind, file, position, length, detail)], policy)
 
@@ -450,7 +450,7 @@ def _tagged(piece: Piece, tags: Iterable[str]) -> _Bools:
 
 
 def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> _Bools:
-    """Return a mask of the records whose properties pass. Each distinct set of properties is judged once."""
+    """Return a mask of the records whose properties pass. Each distinct set of properties is evaluated once."""
     sizes = piece.headers.properties_size.astype(np.int64)
     data = collect(piece.buffer, piece.headers.properties_position, sizes).tobytes()
     edges = np.cumsum(sizes).tolist()

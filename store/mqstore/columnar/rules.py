@@ -18,7 +18,7 @@ _DEFAULTS: Final = StoreConfig()
 
 
 class TopicRule(NamedTuple):
-    """An existing topic: queues to choose among, queues that a row may name, and any reason for refusal."""
+    """Existing topic: queues to choose among, queues that a row may name, and any reason for refusal."""
 
     write_queues: int
     queues: int
@@ -40,7 +40,7 @@ class Rules:
     profile: Profile = "mqstore"
 
     def topic(self, name: str) -> TopicRule:
-        """Return the rule of a topic. InvalidMessageError or NotPermittedError if rows may not go there."""
+        """Return the rule of a topic. Raises InvalidMessageError or NotPermittedError if rows may not go there."""
         known = self.topics.get(name)
         if known is None:
             check_user_topic(name)

@@ -1,10 +1,10 @@
 """Counts of messages inside a task, so that its result is small.
 
-    Bins    how often which value: 16 steps to each doubling, so a percentile is off by 3 % at most
+    Bins    histogram of values: 16 steps to each doubling, so a percentile is off by 3 % at most
     Tally   of one queue: messages and bytes by interval, sizes, delays, retries, from the headers of records
 
 They can be merged: parts of a queue, queues of a topic, tasks of a job. Counts, sums, minima and maxima are exact,
-percentiles within a bin.
+percentiles are exact to a bin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_INTERVALS: Final = 200_000
 _STEP_BITS: Final = 4
 _STEPS: Final = 1 << _STEP_BITS
 _LARGEST: Final = 1 << 52
-"""Up to here a float holds each whole number."""
+"""Up to this value a float represents each whole number."""
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 
@@ -81,17 +81,17 @@ class Bins:
 
 
 class Tally:
-    """Sums over the messages of a queue, or of several. Goes from a task to the driver, and is small."""
+    """Sums over the messages of a queue, or of several. It is sent from a task to the driver, and is small."""
 
     def __init__(self, interval_ms: int, *, by_interval: bool = False) -> None:
-        """`by_interval`: count the sizes of each interval by itself too, for `rows`."""
+        """`by_interval`: also count the sizes of each interval separately, for `rows`."""
         self.interval_ms = interval_ms
         self.sizes = Bins()
         """Sizes of bodies, as they are stored (bytes)."""
         self.delays = Bins()
         """Time from produced to stored (ms), 0 where clocks disagree."""
         self.retries = 0
-        """Messages that were delivered before."""
+        """Number of messages that were delivered before."""
         self._messages: Counter[int] = Counter()
         self._bytes: Counter[int] = Counter()
         self._sizes_of: dict[int, Bins] | None = {} if by_interval else None
@@ -117,7 +117,7 @@ class Tally:
 
     def by_interval(self) -> list[tuple[int, int, int]]:
         """Return (number, messages, bytes) of each interval that has messages, in order of time.
-        ConfigError for more than `MAX_INTERVALS`."""
+        Raises ConfigError for more than `MAX_INTERVALS`."""
         if len(self._messages) > MAX_INTERVALS:
             raise ConfigError(
                 f"interval={self.interval_ms} ms cuts a queue into {len(self._messages)} intervals, which is more than "

@@ -1,31 +1,31 @@
-"""The rule for paths: nothing is written through a link, only regular files and folders are opened.
+"""The rule for paths: nothing is written through a link, and only regular files and folders are opened.
 
-A directory may be anybody's work, so any name in it may be a link to a precious place, a FIFO or a device.
+Anyone may have written to a directory, so any name in it may be a link to a precious file, a FIFO or a device.
 
 ====================================  ======================================================================
-a call that                           does what with such a name
+call                                  handling of such a name
 ====================================  ======================================================================
 opens a file for reading              follows links to regular files, and refuses everything else
 opens a file for writing              refuses a link in any part of the path, and all but regular files
 makes, renames or removes a name      refuses a link in any part of the path above that name
 ====================================  ======================================================================
 
-Nothing waits and no device is touched: a name is looked at before it is opened, opened with O_NONBLOCK, and looked at
-again. A refusal is an OSError that says which name is what. It is ELOOP for a link, EISDIR for a folder in place of a
-file, ENOTDIR for a file in place of a folder, and EINVAL for the rest.
+No call waits, and no device is opened: a name is checked before it is opened, opened with O_NONBLOCK, and checked
+again. A refusal is an OSError that names the file and its kind. It is ELOOP for a link, EISDIR for a folder instead of
+a file, ENOTDIR for a file instead of a folder, and EINVAL for other kinds.
 
-The path of a store, and every other place that a user names, may be relative or lead through links. So it is resolved
-once, where it comes in (`resolved`). After that it is absolute, and no part of it is a link of the user's.
+The path of a store, and every other path that a user names, may be relative or lead through links. So it is resolved
+once, when it is passed in (`resolved`). After that it is absolute, and no part of it is a link of the user's.
 
 ==============  =================================================================================================
-system          how links are refused
+system          refusal of links
 ==============  =================================================================================================
 Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS, by compiled code
 macOS           O_NOFOLLOW_ANY
-else            folder by folder, each opened relative to the one above with O_NOFOLLOW
+other           folder by folder, each opened relative to its parent with O_NOFOLLOW
 ==============  =================================================================================================
 
-Knows nothing of stores. Every descriptor that it opens is close-on-exec.
+This module knows nothing of stores. Every descriptor that it opens is close-on-exec.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ StrPath = str | os.PathLike[str]
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CAREFUL = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NOFOLLOW_ANY: int = getattr(os, "O_NOFOLLOW_ANY", 0)
-#: Enough to name what is in a folder; where it exists it needs no permission to list it.
+#: Enough to access names in a folder. Where O_PATH exists, the folder's listing permission is not needed.
 _TO_PASS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 
 _KINDS = {
@@ -59,18 +59,18 @@ _KINDS = {
     stat.S_IFREG: ("regular file", errno.ENOTDIR),
 }
 REFUSED = frozenset(number for _, number in _KINDS.values())
-"""Numbers of the errors that say that a name is not what it should be."""
+"""Numbers of the errors for a name of the wrong kind."""
 
-#: The rule by compiled code: a descriptor, or a negative errno after which nothing has happened.
+#: Compiled implementation of the rule: a descriptor, or a negative errno after which nothing has happened.
 _compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is None else kernel.open_beneath
 
 
 def resolved(path: StrPath) -> str:
-    """Return the absolute path to which `path` really leads, without links. For places that a user names.
+    """Return the absolute path to which `path` leads, without links. For paths that a user names.
 
-    It is fixed once, where the path comes in, so a later change of the working directory moves nothing. The place need
-    not exist. Raises ConfigError for what is not a path, and StoreIOError or ReadOnlyStoreError if it cannot be looked
-    at, or if it is relative and the working directory was removed.
+    It is resolved once, so a later change of the working directory has no effect. The target need not exist. Raises
+    ConfigError if it is not a path, and StoreIOError or ReadOnlyStoreError if it cannot be accessed, or if it is
+    relative and the working directory was removed.
     """
     name, step = os.fsdecode(path), "finding the working directory"
     try:
@@ -86,7 +86,7 @@ def resolved(path: StrPath) -> str:
 
 def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
     """Raise OSError unless `mode`, the `st_mode` of `path`, is of a `wanted` kind.
-    `wanted` is "regular file", "folder" or both. `link` is the part of the path that is a link, if it may not be `path`
+    `wanted` is "regular file", "folder" or both. `link` is the part of the path that is a link, if it is not `path`
     itself."""
     kind, number = _KINDS.get(stat.S_IFMT(mode), ("special file", errno.EINVAL))
     if kind not in wanted:
@@ -113,7 +113,7 @@ def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
 
 
 def open_folder(path: StrPath, flags: int = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) -> int:
-    """Open a folder that no link leads to, for reading."""
+    """Open a folder for reading. No part of its path may be a link."""
     name = os.fspath(path)
     if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
         return fd
@@ -121,7 +121,7 @@ def open_folder(path: StrPath, flags: int = os.O_RDONLY | os.O_DIRECTORY | os.O_
 
 
 def open_any(path: StrPath) -> int:
-    """Open a file or folder that no link leads to, to read it or to change its mode, owner or times."""
+    """Open a file or folder to read it, or to change its mode, owner or times. No part of its path may be a link."""
     name = os.fspath(path)
     if stat.S_ISDIR(os.lstat(name).st_mode):
         return open_folder(name)
@@ -130,7 +130,7 @@ def open_any(path: StrPath) -> int:
 
 @contextmanager
 def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
-    """Give a descriptor of the folder that `path` lies in, which no link leads to, and the name in it."""
+    """Yield a descriptor of the folder of `path`, and the name in it. No part of the folder's path may be a link."""
     folder, name = os.path.split(os.fspath(path))
     fd = open_folder(folder or ".", _TO_PASS)
     try:
@@ -140,7 +140,7 @@ def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
 
 
 def _checked(name: str, fd: int) -> int:
-    """Return `fd` if it is of a regular file, else close it and raise."""
+    """Return `fd` if it is a regular file's, else close it and raise."""
     try:
         check(name, os.fstat(fd).st_mode, "regular file")
     except BaseException:

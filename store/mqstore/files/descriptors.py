@@ -1,11 +1,11 @@
 """A bounded cache of file descriptors by path, for files too many to keep open, such as consume queues.
 
-A file is closed when neither the table nor a call refers to it any more. So no count of users is kept, which an
-exception of a signal handler could leave wrong.
+A file is closed when neither the table nor a call refers to it any more. There is no count of users, since an exception
+of a signal handler could leave it wrong.
 
-Linux reports a failed write-back to the descriptors that are open, or to the next one opened as long as the kernel
-still holds the inode. A file written, evicted, and dropped from the inode cache before its `fdatasync` could lose that
-report. So only files that can be rebuilt belong here. The commitlog keeps its own descriptors.
+Linux reports a failed write-back to the open descriptors, or to the next one opened while the kernel still has the
+inode. A file that is written, evicted, and dropped from the inode cache before its `fdatasync` could lose that report.
+So only files that can be rebuilt belong here. The commitlog keeps its own descriptors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["DescriptorCache", "File"]
 
 
 class File:
-    """Descriptor that is open as long as somebody refers to this object.
+    """Descriptor that is open as long as this object is referred to.
 
     When a forgotten store is collected, its objects are finalized in any order, and the store still needs its files. So
-    the end of an array closes the descriptor: the garbage collector does not know arrays, and drops them last.
+    the finalizer of an array closes the descriptor: the garbage collector does not track arrays, and frees them last.
     """
 
     __slots__ = ("_end", "_fs", "fd")
@@ -46,19 +46,19 @@ class File:
 
     @property
     def raw_fd(self) -> int:
-        """Descriptor for compiled code, which calls the system. -1 if a file system must see every call."""
+        """Descriptor for compiled code that makes system calls. -1 if a file system must see every call."""
         return self.fd if type(self._fs) is FileSystem else -1
 
 
 def _close(fs: FileSystem, fd: int) -> None:
-    with contextlib.suppress(Exception):  # nobody is there to be told; what mattered was synced before
+    with contextlib.suppress(Exception):  # there is no caller to raise to, and all that matters was synced before
         fs.close(fd)
 
 
 class DescriptorCache:
     """Reads and writes of existing files by path, over a table of at most `capacity` open files.
 
-    Thread-safe. Files are opened, never created: the one that makes a file renames it into place at its full length
+    Thread-safe. Files are opened, never created: their creator renames them into place at full length
     (format#manifest). Errors are those of `FileSystem`, and `StoreClosedError` after `close`.
     """
 
@@ -70,7 +70,7 @@ class DescriptorCache:
         self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()  # least recently used first
-        self._forgotten = 0  # counts `forget` and `close`: an open that one overtook is not kept
+        self._forgotten = 0  # counts `forget` and `close`: a file opened during one of these is not kept
         self._closed = False
         register(self)
 
@@ -78,7 +78,7 @@ class DescriptorCache:
         return len(self._files)
 
     def pread(self, path: str, length: int, position: int) -> bytes:
-        """Return bytes [position, position + length) of a file, fewer only where it ends."""
+        """Return bytes [position, position + length) of a file, fewer only at its end."""
         file = self._open(path)
         return self._fs.pread(file.fd, length, position)
 
@@ -88,17 +88,17 @@ class DescriptorCache:
         self._fs.pwrite(file.fd, data, position)
 
     def write_back(self, path: str) -> None:
-        """Have the system begin to write what is dirty of the file, as a hint before `fdatasync`."""
+        """Start writing back the file's dirty pages, as a hint before `fdatasync`."""
         file = self._open(path)
         self._fs.write_back(file.fd)
 
     def fdatasync(self, path: str) -> None:
-        """Make what was written to the file durable, through whichever descriptor. An error is final."""
+        """Make all writes to the file durable, whichever descriptor made them. An error is final."""
         file = self._open(path)
         self._fs.fdatasync(file.fd)
 
     def forget(self, path: str) -> None:
-        """Drop a file that was removed or replaced. The next call opens what the path then leads to."""
+        """Drop a file that was removed or replaced. The next call opens the new file at the path."""
         with self._lock:
             self._forgotten += 1
             self._files.pop(path, None)
@@ -111,7 +111,7 @@ class DescriptorCache:
             self._files.clear()
 
     def give_back(self) -> None:
-        """Drop all files, since no descriptor is free. Does nothing in a signal handler that interrupted it."""
+        """Drop all files, since no descriptor is free. Does nothing in a signal handler that interrupted this cache."""
         if not self._lock.is_held_here:
             with self._lock:
                 self._files.clear()
@@ -125,13 +125,13 @@ class DescriptorCache:
                 self._files.move_to_end(path)
                 return file
             forgotten = self._forgotten
-        # Outside the lock: a slow disk must not hold up those who only want an open file, and `give_back` takes it.
+        # Outside the lock: a slow disk must not block callers that need an open file, and `give_back` takes the lock.
         file = File(self._fs, path, self._flags)
         with self._lock:
             other = self._files.get(path)
-            if other is not None:  # another thread was faster; ours is closed unused
+            if other is not None:  # another thread was faster. This one is closed unused
                 return other
-            if self._forgotten == forgotten:  # else this may be the old file: one use only
+            if self._forgotten == forgotten:  # otherwise this may be the old file, so use it only once
                 self._files[path] = file
                 while len(self._files) > self._capacity:
                     self._files.popitem(last=False)

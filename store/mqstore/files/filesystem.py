@@ -1,16 +1,16 @@
-"""The one place that makes system calls on files, so that a test can record each or make it fail.
+"""The only place that makes system calls on files, so that a test can record each or make it fail.
 
-Callers decide which order of calls makes bytes safe. Added to `os` is only this:
+Callers decide which order of calls makes bytes safe. The methods add these to `os`:
 
-* a short read or write is continued, so callers see all of it or an error;
-* a call that finds no descriptor free is made once more, after all caches have given back theirs (`limit`);
-* an error carries the path, and comes as `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError`
-  (`errors.raise_os_error`). Two are answers rather than failures: `FileExistsError` passes unchanged, and a
-  `MissingFileError` is a `FileNotFoundError`;
-* the systems differ (`files/system.py`);
-* nothing is written through a link, and nothing but regular files and folders is opened (`files/beneath.py`);
-* no file is shortened that a reader may have mapped (format#readers): `truncate_sparse` refuses to, and `shorten` is
-  only for a surplus behind a segment's length.
+* a short read or write is continued, so callers get all of it or an error;
+* a call that finds no descriptor free is repeated once, after all caches have freed theirs (`limit`);
+* an error has the path, and is a `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError` (`errors.raise_os_error`).
+  Two are answers rather than failures: `FileExistsError` passes unchanged, and a `MissingFileError` is a
+  `FileNotFoundError`;
+* differences between systems are hidden (`files/system.py`);
+* nothing is written through a link, and only regular files and folders are opened (`files/beneath.py`);
+* no file is shortened that a reader may have mapped (format#readers). `truncate_sparse` refuses it, and `shorten` is
+  only for surplus bytes after a segment's length.
 
 Descriptors are close-on-exec. Safe to use from several threads.
 """
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun", "takes_descriptor"]
 
-#: What format#manifest gives files and folders unless options say otherwise.
+#: Modes of files and folders (format#manifest) unless options change them.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 StrPath = str | os.PathLike[str]
 
-#: Of one call that asks it to, the system may pass over what is more than a device reads ahead, often so much.
+#: The system may ignore the part of one read-ahead request that exceeds the device's read-ahead, often this much.
 _READ_AHEAD_STEP = 1 << 17
 
 _ZEROS = bytes(1 << 20)
 
-#: Paths of open descriptors. These are the process's: what one file system opened another may read.
+#: Paths of open descriptors. They belong to the process, since any file system may read another one's descriptor.
 _paths: dict[int, str] = {}
 
-#: Bytes that the system may copy in one call: between two of them a signal is heard.
+#: Maximum bytes that the system copies in one call. Signals are handled between two calls.
 _COPY_STEP = 64 << 20
 
 
@@ -67,8 +67,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class SyncNotBegunError(StoreIOError):
-    """Error of a sync for which no descriptor was free, be it the first or the last of several syncs.
-    Syncs that were made succeeded. The system knows nothing of the others, so it has dropped nothing: try all again."""
+    """No descriptor was free for one of several syncs.
+    The other syncs succeeded. The system has not seen the missing ones, and dropped no bytes: repeat all of them."""
 
 
 def is_not_begun(error: OSError) -> bool:
@@ -86,7 +86,7 @@ _Method = Callable[Concatenate[Self_, File_, Arguments], Result]
 def takes_descriptor(
     operation: str,
 ) -> Callable[[_Method[Self_, File_, Arguments, Result]], _Method[Self_, File_, Arguments, Result]]:
-    """Decorate a method that takes a descriptor: if none is free, it is called again (`files/limit.py`).
+    """Decorate a method that needs a descriptor: if none is free, it is called again (`files/limit.py`).
     An error names the `operation`, and the file that is the first argument."""
 
     def decorate(method: _Method[Self_, File_, Arguments, Result]) -> _Method[Self_, File_, Arguments, Result]:
@@ -109,9 +109,9 @@ def takes_descriptor(
 
 
 class FileSystem:
-    """System calls on files. Stateless but for the paths of open descriptors, which errors name.
+    """System calls on files. Stateless except for the paths of open descriptors, which errors name.
 
-    All lengths and positions are bytes. Every method raises as the module says.
+    All lengths and positions are bytes. Every method raises the errors that the module describes.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +137,8 @@ class FileSystem:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close the descriptor. It is gone even when this raises."""
-        # Forget the path first: once closed, another thread may be handed the same number.
+        """Close the descriptor. It is closed even if this raises."""
+        # Forget the path first: once the descriptor is closed, another thread may get the same number.
         path = self._paths.pop(fd, "")
         try:
             os.close(fd)
@@ -147,7 +147,7 @@ class FileSystem:
 
     @contextlib.contextmanager
     def opened(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> Iterator[int]:
-        """Give a descriptor as `open` does, and close it in the end."""
+        """Yield a descriptor as `open` returns it, and close it at the end."""
         fd = self.open(path, flags, mode)
         try:
             yield fd
@@ -155,7 +155,7 @@ class FileSystem:
             self.close(fd)
 
     def path_of(self, fd: int) -> str:
-        """Return the path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
+        """Return the path by which `fd` was opened, or "fd N" for a descriptor opened elsewhere."""
         return self._paths.get(fd) or f"fd {fd}"
 
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class FileSystem:
         return data
 
     def read_into(self, fd: int, buffer: memoryview, position: int) -> int:
-        """Fill `buffer` from `position`, and return how many bytes, fewer only where the file ends."""
+        """Fill `buffer` from `position`. Return the number of bytes, fewer only at the file's end."""
         done = 0
         try:
             while done < len(buffer) and (part := os.preadv(fd, [buffer[done:]], position + done)):
@@ -186,14 +186,14 @@ class FileSystem:
         return done
 
     def read_ahead(self, fd: int, position: int, length: int) -> None:
-        """Have the system read these bytes before they are asked for. A hint that never fails."""
+        """Start reading these bytes before they are needed. A hint that never fails."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 for step in range(position, position + length, _READ_AHEAD_STEP):
                     os.posix_fadvise(fd, step, _READ_AHEAD_STEP, os.POSIX_FADV_WILLNEED)
 
     def data_end(self, fd: int, start: int, end: int) -> int:
-        """Return a position in [start, end] from which, by the file system, only zeros follow up to `end`.
+        """Return a position in [start, end] after which the file system knows only zeros up to `end`.
         They are holes, and blocks never written to. It may be `end` in any case. Moves the descriptor's own
         position."""
         if kernel is None or start >= end:
@@ -202,26 +202,26 @@ class FileSystem:
         return position
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Write the first `length` bytes of one descriptor's file to the same places of another, new file.
-        Zeros at their end that the file system knows of are left out. A file system that both lie on may do it without
-        moving a byte."""
+        """Copy the first `length` bytes of one descriptor's file to the same positions of another, new file.
+        Zeros at their end that the file system knows are left out. If both are on one file system, it may do this
+        without moving a byte."""
         end = self.data_end(source, 0, min(length, self.size(source)))
         done = 0
         while done < end and (some := self._copy_some(source, target, done, end - done)):
             done += some
-        # What is left the system cannot copy, or there is an error: now it will say whose it is.
+        # The system cannot copy the rest, or there is an error. Then these calls will report whose it is.
         buffer = memoryview(bytearray(min(end - done, len(_ZEROS))))
         while done < end and (some := self.read_into(source, buffer[: end - done], done)):
             self.pwrite(target, buffer[:some], done)
             done += some
 
     def write_back(self, fd: int) -> None:
-        """Have the system begin to write what is dirty of a file, so that later syncs find less to do.
-        Files that are synced one after the other are then written side by side. A hint that never fails."""
+        """Start writing back a file's dirty pages, so that later syncs have less to do.
+        Files that are synced one after the other are then written concurrently. A hint that never fails."""
         system.write_back(fd)
 
     def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
-        """Write all of `data` at `position`, any contiguous buffer. After an error a part may stand there."""
+        """Write all of `data`, any contiguous buffer, at `position`. After an error a part may be written."""
         view = memoryview(data)
         size = view.nbytes
         try:
@@ -234,7 +234,7 @@ class FileSystem:
             self._fail(error, fd, "pwrite")
 
     def fdatasync(self, fd: int) -> None:
-        """Make what was written to this file durable, its length included (its name: `sync_directory`).
+        """Make all writes to this file durable, including its length (`sync_directory` does the same for its name).
         An error is final, never retry: the kernel may have dropped the pages, and the next call would succeed without
         them (format#flush)."""
         try:
@@ -249,7 +249,7 @@ class FileSystem:
         try:
             os.fsync(fd)
         except OSError as error:
-            # Some network and FUSE file systems have no such call, and order names on their own.
+            # Some network and FUSE file systems lack this call, and order names on their own.
             if error.errno not in system.UNSUPPORTED:
                 raise
         finally:
@@ -257,8 +257,8 @@ class FileSystem:
 
     def allocate(self, fd: int, length: int, first: int) -> int:
         """Make the file at least `length` bytes long, with disk blocks for the `first` ones. Return how many have them.
-        So a write through a mapping cannot meet a full disk (SIGBUS). A system that cannot reserve blocks gets zeros
-        written up to `length`, and old holes stay. After an error the file may have grown, and its maker removes it."""
+        So a write through a mapping cannot hit a full disk (SIGBUS). On a system that cannot reserve blocks, zeros are
+        written up to `length`, and old holes stay. After an error the file may have grown. The creator removes it."""
         try:
             present = os.fstat(fd).st_size
             if system.allocate(fd, 0, first):
@@ -273,15 +273,15 @@ class FileSystem:
         return length
 
     def allocate_more(self, fd: int, start: int, stop: int) -> None:
-        """Reserve disk blocks for [start, stop) of a file that is longer. Bytes that are there stay.
-        Does nothing where the system cannot: such files got all their blocks when they were made."""
+        """Reserve disk blocks for [start, stop) of a longer file. Existing bytes stay.
+        Does nothing if the system cannot: then files got all their blocks at creation."""
         try:
             system.allocate(fd, start, stop)
         except OSError as error:
             self._fail(error, fd, "allocate_more")
 
     def free_bytes(self, path: StrPath) -> int:
-        """Return how many bytes may still be written to the file system of `path`."""
+        """Return the number of bytes that may still be written to the file system of `path`."""
         try:
             found = os.statvfs(path)
         except OSError as error:
@@ -289,18 +289,18 @@ class FileSystem:
         return found.f_bavail * found.f_frsize
 
     def truncate_sparse(self, fd: int, length: int) -> None:
-        """Give a new file its length without disk blocks. ValueError when it would shorten the file.
+        """Give a new file its length without disk blocks. Raises ValueError if it would shorten the file.
         For files written with `pwrite` only, never through a mapping."""
         try:
             present = os.fstat(fd).st_size
             if length < present:
-                raise ValueError(f"{self.path_of(fd)} holds {present} bytes and is never shortened (to {length})")
+                raise ValueError(f"{self.path_of(fd)} has {present} bytes and is never shortened (to {length})")
             os.ftruncate(fd, length)
         except OSError as error:
             self._fail(error, fd, "truncate_sparse")
 
     def shorten(self, fd: int, length: int) -> None:
-        """Cut what lies behind the first `length` bytes of a file. No mapping may reach behind them."""
+        """Cut the bytes after the first `length` bytes of a file. No mapping may reach beyond them."""
         try:
             os.ftruncate(fd, length)
         except OSError as error:
@@ -309,7 +309,7 @@ class FileSystem:
     @takes_descriptor("map")
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
         """Map the first `length` bytes, shared. The descriptor may be closed afterwards.
-        A shorter file is StoreIOError: pages behind the end would be SIGBUS."""
+        Raises StoreIOError for a shorter file, since accessing pages beyond its end would raise SIGBUS."""
         if not 0 < length <= os.fstat(fd).st_size:
             raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
         return system.map_file(fd, length, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
@@ -324,7 +324,7 @@ class FileSystem:
 
     @takes_descriptor("link")
     def link(self, source: StrPath, target: StrPath) -> None:
-        """Give the file `source`, or the link itself, a second name. FileExistsError if `target` is taken."""
+        """Give the file `source`, or the link itself, a second name. Raises FileExistsError if `target` exists."""
         with beneath.folder_of(target) as (folder, name):
             os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
 
@@ -340,7 +340,7 @@ class FileSystem:
 
     @takes_descriptor("mkdir")
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
-        """Make one folder, whose parent must exist. With `exist_ok` it may exist."""
+        """Create one folder, whose parent must exist. With `exist_ok` it may exist."""
         with beneath.folder_of(path) as (folder, name):
             try:
                 os.mkdir(name, mode, dir_fd=folder)
@@ -364,7 +364,7 @@ class FileSystem:
     @takes_descriptor("scandir")
     def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
         """Return (name, length) of the regular files in a folder, sorted.
-        A symbolic link counts as what it leads to, but is refused in a folder of our `own` (`scandir_own`)."""
+        A symbolic link counts as its target, but is refused in a folder of our `own` (`scandir_own`)."""
         found = []
         others: list[str] = []
         with self._entries(path) as entries:
@@ -375,7 +375,7 @@ class FileSystem:
                     elif own:
                         others.append(entry.path)
                 except OSError as error:
-                    # Removed by its owner between the listing and the look at it, or a link that leads in a circle.
+                    # Removed between the listing and this call, or a link that leads in a circle.
                     if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:
                         raise
         for other in sorted(others):
@@ -391,7 +391,7 @@ class FileSystem:
     @takes_descriptor("scandir")
     def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
         """Return the names of files and of folders, each sorted, in a folder that only we write.
-        Any other entry, a link too, is a StoreIOError that names it."""
+        Raises StoreIOError that names any other entry, such as a link."""
         files: list[str] = []
         folders: list[str] = []
         others: list[str] = []
@@ -426,8 +426,8 @@ class FileSystem:
 
     @takes_descriptor("take_after")
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
-        """Give a file or folder the mode and the times of another, and its owner where that is allowed.
-        The owner may read and write it in any case. Set-user-ID bits of files are dropped."""
+        """Give a file or folder the mode and the times of another, and its owner if that is permitted.
+        The owner may always read and write it. Set-user-ID bits of files are dropped."""
         with self._descriptor(file) as fd:
             self.give_to(fd, found)
             folder = stat.S_ISDIR(found.st_mode)
@@ -436,7 +436,7 @@ class FileSystem:
 
     @takes_descriptor("chown")
     def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
-        """Give a file or folder the owner of another, where that is allowed and the file system has owners."""
+        """Give a file or folder the owner of another, if that is permitted and the file system has owners."""
         if os.geteuid() == 0:
             try:
                 with self._descriptor(file) as fd:
@@ -446,7 +446,7 @@ class FileSystem:
                     raise
 
     def exists(self, path: StrPath) -> bool:
-        """Return True if the name leads to something. Errors other than "no such file" raise."""
+        """Return True if the name leads to something. Errors other than "no such file" are raised."""
         try:
             self.stat(path)
         except FileNotFoundError:
@@ -454,41 +454,41 @@ class FileSystem:
         return True
 
     def boot_id(self) -> str | None:
-        """Return an id of the machine's present run, which a reboot changes. None if the system has none."""
+        """Return an id of the machine's present boot, which a restart changes, or None if the system has none."""
         return system.boot_id()
 
-    # -- whole files, made of the calls above -------------------------------------------------------------------------
+    # -- whole files, by the calls above ------------------------------------------------------------------------------
 
     def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
-        """Return the content of a regular file. StoreIOError (EFBIG) if it has more than `limit_bytes`."""
+        """Return the content of a regular file. Raises StoreIOError (EFBIG) if it has more than `limit_bytes`."""
         with self.opened(path, os.O_RDONLY) as fd:
             size = self.size(fd)
             if size > limit_bytes:
-                text = f"{size} bytes, more than the {limit_bytes} that such a file may hold"
+                text = f"{size} bytes, more than the {limit_bytes} that such a file may have"
                 self._fail(OSError(errno.EFBIG, text), fd, "read")
             return self.pread(fd, size, 0)
 
-    # -- whole folders, likewise --------------------------------------------------------------------------------------
+    # -- whole folders, by the calls above ----------------------------------------------------------------------------
 
     def make_folders(self, path: StrPath) -> bool:
-        """Make a folder and its missing parents, durably. Return True if any was missing."""
+        """Create a folder and its missing parents, durably. Return True if any was missing."""
         missing = []
         folder = os.fspath(path)
         while not self.exists(folder):
             missing.append(folder)
             folder = os.path.dirname(folder) or os.curdir
         for each in reversed(missing):
-            self.mkdir(each, exist_ok=True)  # another process may be making it, too
+            self.mkdir(each, exist_ok=True)  # another process may be creating it, too
             self.sync_directory(os.path.dirname(each) or os.curdir)
         return bool(missing)
 
     def remove_tree(self, path: StrPath) -> None:
-        """Delete a file, or a folder with all that is in it, if it is there. Links are not followed."""
+        """Delete a file, or a folder with its content, if it exists. Links are not followed."""
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 self.unlink(path)
                 return
-            for name in self.scandir(path):  # should a link be there by now, `unlink` and `rmdir` refuse to go through
+            for name in self.scandir(path):  # if a name is replaced by a link meanwhile, `unlink` and `rmdir` refuse it
                 self.remove_tree(os.path.join(path, name))
             self.rmdir(path)
 
@@ -499,7 +499,7 @@ class FileSystem:
 
     @contextlib.contextmanager
     def _descriptor(self, file: int | StrPath) -> Iterator[int]:
-        """Give the descriptor itself, or one of the file or folder at a path that no link leads to."""
+        """Yield the descriptor itself, or one of the file or folder at a path without links."""
         if isinstance(file, int):
             yield file
             return
@@ -510,14 +510,14 @@ class FileSystem:
             os.close(fd)
 
     def _copy_some(self, source: int, target: int, position: int, length: int) -> int:
-        """Copy once by the system. Return how many bytes, 0 where it cannot. Tests shorten it."""
+        """Copy once by the system. Return the number of bytes, 0 if it cannot. Tests shorten it."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 return os.copy_file_range(source, target, min(length, _COPY_STEP), position, position)
         return 0
 
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
-        """Write once. Return how many bytes went out, at least one if there were any. Tests shorten it."""
+        """Write once. Return the number of bytes, at least one if there were any. Tests shorten it."""
         done = os.pwrite(fd, data, position)
         if not done and data.nbytes:
             raise OSError(errno.EIO, "the write made no progress")

@@ -1,24 +1,24 @@
 """Group commit: one sync at a time serves all threads that wait for durability (format#flush).
 
-Holds a watermark, "every byte below `flushed` is durable", and the rule of who syncs next. A function given at
-construction syncs. The first caller that finds nobody syncing becomes the leader and syncs in its own thread. That
-saves the two thread switches that a flusher thread would cost each lone put. A waiting caller:
+It has a watermark, "every byte below `flushed` is durable", and the rule that decides who syncs next. A function given
+at construction syncs. The first caller during whose call no other thread syncs becomes the leader, and syncs in its own
+thread. That saves the two thread switches that a flusher thread would cost each lone put. A waiting caller:
 
     ============  ========================================  ========================================================
-    state         means                                     ends as
+    state         meaning                                   ends as
     ============  ========================================  ========================================================
-    waiting       somebody leads a round                    covered, leading or failed, told by releasing its lock;
-                                                            or its time runs out and it takes itself off the list
+    waiting       another thread leads a round              covered, leading or failed, when its lock is released;
+                                                            or its time runs out and it removes itself from the list
     covered       a round ended at or above its target      `wait_until` returns True
     leading       a round ended below its target and it     it runs the next round, then covers or promotes others
                   is the first in line
     failed        a sync failed                             `FlushFailedError`
     ============  ========================================  ========================================================
 
-While anybody waits, somebody leads: a leader leaves by covering all or by promoting the next. Where Ctrl-C keeps it
-from that, those in line find within `_LOOK_S` that nobody leads. A round covers what was appended before it began, so a
-thread that joins during a round needs one more. A failed sync ends it all, since the kernel may have dropped the pages
-that it could not write, and a second sync would report success without them.
+While any thread waits, one thread leads: a leader leaves by covering all or by promoting the next. If Ctrl-C prevents
+this, waiters notice within `_LOOK_S` that no thread leads. A round covers the bytes appended before it started, so a
+thread that joins during a round needs one more. A failed sync ends everything, since the kernel may have dropped the
+pages that it could not write, and a second sync would report success without them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["GroupCommit"]
 
 _WAITING, _COVERED, _LEADING, _FAILED = range(4)
 _LOOK_S = 0.1
-"""Seconds after which a waiter checks by itself that somebody leads."""
+"""Interval in seconds at which a waiter checks by itself that a thread leads."""
 
 
 class _Waiter:
-    """A caller in line. `state` is written before `lock` is released, never after."""
+    """Caller in line. `state` is written before `lock` is released, never after."""
 
     __slots__ = ("following", "lock", "round", "state", "target")
 
@@ -51,7 +51,7 @@ class _Waiter:
         self.lock = allocate_lock()
         self.lock.acquire()
         self.state = _WAITING
-        self.following: _Waiter | None = None  # whom to wake in turn, when covered
+        self.following: _Waiter | None = None  # waiter to wake next, when covered
         self.target = target
         self.round = in_round
 
@@ -59,10 +59,10 @@ class _Waiter:
 class GroupCommit:
     """A durable watermark that threads wait on.
 
-    `sync(flushed)` is called by one thread at a time with the present watermark. It makes durable all that had been
-    appended when it was called, and returns the new watermark. Any `Exception` it raises is final (format#flush):
-    `failure` holds it, and from then on each call that needs a sync gets `FlushFailedError`. A `KeyboardInterrupt` that
-    hits the leader says nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
+    `sync(flushed)` is called by one thread at a time with the present watermark. It makes all bytes durable that were
+    appended before the call, and returns the new watermark. Any `Exception` it raises is final (format#flush): it is
+    saved in `failure`, and from then on each call that needs a sync raises `FlushFailedError`. A `KeyboardInterrupt` of
+    the leader proves nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
 
     >>> appended = 100
     >>> commit = GroupCommit(lambda flushed: appended)
@@ -73,16 +73,16 @@ class GroupCommit:
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
         self.flushed = flushed
-        #: What the failed sync raised; None while all is well.
+        #: Error of the failed sync, or None.
         self.failure: BaseException | None = None
         self._sync = sync
         self._lock = Lock()
         self._crowded = False  # the last leader left others in line
-        self._leader: int | None = None  # the thread whose turn it is
-        self._turn = threading.Lock()  # held while a round runs. Compiled code gives it back, whatever Ctrl-C ends
-        self._next: _Waiter | None = None  # promoted, and about to take its turn
-        self._round = 0  # rounds begun
-        self._done = 0  # the last of them that succeeded
+        self._leader: int | None = None  # the thread that runs a round
+        self._turn = threading.Lock()  # held during a round. Compiled code releases it, however Ctrl-C ends the round
+        self._next: _Waiter | None = None  # promoted, and about to run its round
+        self._round = 0  # number of started rounds
+        self._done = 0  # the last round that succeeded
         self._waiters: list[_Waiter] = []
 
     @property
@@ -93,19 +93,19 @@ class GroupCommit:
     def wait_until(self, target: int, timeout_s: float | None) -> bool:
         """Return True once every byte below `target`, which must have been appended, is durable.
 
-        False when another thread's sync has not covered it within `timeout_s` seconds (None: no limit): stored,
-        durability unknown. A sync in this thread can't be given up, so a call may last longer. `FlushFailedError` when
-        a sync failed, now or earlier, unless the target was covered before. `SyncNotBegunError` when this thread could
-        not begin one.
+        Returns False if another thread's sync has not covered it within `timeout_s` seconds (None: no limit). Then it
+        is stored, and its durability is unknown. A sync in this thread cannot be interrupted, so a call may last
+        longer. Raises `FlushFailedError` if a sync failed, now or earlier, unless the target was covered before, and
+        `SyncNotBegunError` if this thread could not start one.
         """
         return self.flushed >= target or self._join(target, timeout_s)
 
     def sync_now(self, timeout_s: float | None = None) -> bool:
-        """Make everything durable that was appended before this call. Results and errors as `wait_until`."""
+        """Make all bytes durable that were appended before this call. Results and errors are those of `wait_until`."""
         return self._join(None, timeout_s)
 
     def poison(self, error: BaseException) -> None:
-        """Declare the medium failed: as if a sync had raised `error`. The first failure is kept."""
+        """Act as if a sync had raised `error`. The first failure is kept."""
         with self._lock:
             self._fail_all(error)
 
@@ -117,7 +117,7 @@ class GroupCommit:
             if self.failure is not None:
                 self._raise_failure()
             if self._leader == threading.get_ident():
-                raise StoreBusyError("called by a signal handler that interrupted a sync; do it later")
+                raise StoreBusyError("called in a signal handler that interrupted a sync; call it later")
             joined = self._round
             if self._turn.locked() or self._next is not None:
                 waiter = _Waiter(target, joined)
@@ -136,7 +136,7 @@ class GroupCommit:
                     self._leader = threading.get_ident()
                     if self.failure is not None:
                         self._raise_failure()
-                    if not self._is_covered(target, joined):  # by whoever was quicker
+                    if not self._is_covered(target, joined):  # by a faster thread
                         self._run_round()
                 finally:
                     self._leader = None
@@ -151,7 +151,7 @@ class GroupCommit:
                     waiter.following.lock.release()
 
     def _is_told(self, waiter: _Waiter, timeout_s: float | None) -> bool:
-        """Wait until `waiter` is told something or nobody leads. False if its time is up: it is off the list then."""
+        """Wait until the state of `waiter` changes or no thread leads. Return False if its time is up and it left."""
         end_s = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         while True:
             left_s = _LOOK_S if end_s is None else end_s - time.monotonic()
@@ -161,28 +161,28 @@ class GroupCommit:
                 return not self._leave(waiter) or left_s > 0
 
     def _run_round(self) -> None:
-        """Sync, and note what that covers. Only one thread at a time does this."""
+        """Sync, and record the covered bytes. Only one thread at a time does this."""
         before = sys.exc_info()[1]
         self._round = this_round = self._round + 1
         try:
             end = self._sync(self.flushed)
         except (SyncNotBegunError, StoreBusyError):
-            raise  # to this caller, who may be a signal handler; the next in line tries for itself
+            raise  # to this caller, which may be a signal handler. The next in line tries for itself
         except BaseException as error:
             self._judge(error, before)
             raise
-        if self.failure is not None:  # poisoned while syncing: what that sync promised is worth nothing
+        if self.failure is not None:  # poisoned during the sync, so its success proves nothing
             self._raise_failure()
         if end > self.flushed:
             self.flushed = end
         self._done = this_round
 
     def _is_covered(self, target: int | None, joined: int) -> bool:
-        """Return True if a round covers `target`, or without one if it began after round `joined`."""
+        """Return True if a round covers `target`, or without one if it started after round `joined`."""
         return joined < self._done if target is None else target <= self.flushed
 
     def _leave(self, waiter: _Waiter) -> bool:
-        """Take `waiter` off the list. False if it was told something in the meantime, which then stands."""
+        """Remove `waiter` from the list. Return False if its state changed in the meantime. Then that state counts."""
         if waiter.state != _WAITING:
             return False
         with self._lock:
@@ -193,9 +193,9 @@ class GroupCommit:
             return True
 
     def _judge(self, error: BaseException, before: BaseException | None) -> None:
-        """Keep what the sync raised as a failure of the disk, unless it is Ctrl-C alone.
-        If Ctrl-C was raised while a failed sync was handled, that failure is kept. `before` is what the caller was
-        handling, and is ignored."""
+        """Save the error of a sync as a failure of the disk, unless it is Ctrl-C alone.
+        If Ctrl-C was raised while a failed sync was handled, that failure is saved. `before` is the exception that the
+        caller was already handling, and is ignored."""
         verdict: BaseException | None = error
         while verdict is not None and verdict is not before and not isinstance(verdict, Exception):
             verdict = verdict.__context__
@@ -207,9 +207,9 @@ class GroupCommit:
             self._raise_failure()
 
     def _hand_over(self) -> None:
-        """Wake those in line whom a round has covered, and promote the first of the others.
-        They wake each other in a chain: all at once would fight for the interpreter lock (sixteen threads: half as long
-        again)."""
+        """Wake the waiters that a round has covered, and promote the first of the others.
+        They wake each other in a chain. All at once would compete for the interpreter lock, which takes 1.5 times as
+        long for sixteen threads."""
         with self._lock:
             waiters = self._waiters
             self._crowded = bool(waiters)
@@ -232,7 +232,7 @@ class GroupCommit:
                 covered[0].lock.release()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Keep the failure and wake all that wait. The lock is held."""
+        """Save the failure and wake all waiters. The lock is held."""
         if self.failure is None:
             self.failure = error
         waiters, self._waiters = self._waiters, []
@@ -242,5 +242,5 @@ class GroupCommit:
 
     def _raise_failure(self) -> NoReturn:
         raise FlushFailedError(
-            f"a sync failed ({self.failure}), so what the disk holds is unknown: close the store and open it again"
+            f"a sync failed ({self.failure}), so the content of the disk is unknown. Close the store and open it again"
         ) from self.failure

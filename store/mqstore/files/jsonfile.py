@@ -1,37 +1,37 @@
 """JSON files, never absent, partial or silently reset (format#json-dialects, format#json-save).
 
-They are the manifest, topics, groups, committed offsets, delay progress and others.
+Such files are the manifest, topics, groups, committed offsets, delay progress and others.
 
 ==========================  ==========================================================================================
 name                        content
 ==========================  ==========================================================================================
 ``X.json``                  the value
 ``X.json.bak``              the value before it
-``X.json.tmp``              a value being written; means nothing
-``X.json.bak.tmp``          a second name of ``X.json`` on its way to be ``.bak``; means nothing
+``X.json.tmp``              a value being written, never read
+``X.json.bak.tmp``          a second name of ``X.json`` before it becomes ``.bak``, never read
 ``X.json.corrupt-<ms>``     a file that did not decode, moved aside by a writer
 ==========================  ==========================================================================================
 
-Saving, with what a crash right after each step leaves (old = the value of before, which may be "never written")::
+Saving, with the state after a crash right after each step (old = the previous value, which may be "never written")::
 
     1  write X.json.tmp, fdatasync           X old            tmp is synced before any name leads to it
     2  X.json -> X.json.bak, by a hard link  X old, bak old   skipped when X.json does not decode: a good .bak stays
     3  X.json.tmp -> X.json                  X new, bak old   one rename, so never absent, never partial
-    4  sync the folder                       and durable      in whatever order the renames reached the disk before,
-                                                              every file they lead to was synced
+    4  sync the folder                       and durable      the renames may reach the disk in any order, since every
+                                                              file they lead to was synced before
 
 Step 2 reads X.json, unless it is still in the state (`FileState`) in which the caller's last save left it.
 
-A *quick save* leaves the syncs out: the kernel has the value, so it survives `kill -9`, and a power cut may tear it. ::
+A *quick save* omits the syncs: the kernel has the value, so it survives `kill -9`, and a power cut may tear it. ::
 
     1  write X.json.tmp                        X old
     2  X.json -> X.json.bak, sync the folder   X old, bak old   only by the first quick save after a synced one
     3  X.json.tmp -> X.json                    X new, bak old   after a power cut X is old, or newer, or torn
 
-A synced save that follows leaves the ``.bak`` alone: the file that it replaces may be torn on disk.
+A later synced save leaves the ``.bak`` unchanged, since the file that it replaces may be torn on disk.
 
-Limits keep somebody else's file from filling the memory: an object of five bytes takes 230 as a dict. Both are checked
-before anything is decoded, and before anything is written. Sizes as `encode_json` writes them, names of 30 characters::
+Limits keep a foreign file from exhausting memory: an object of five bytes takes 230 as a dict. Both are checked before
+decoding, and before writing. Sizes as written by `encode_json`, with names of 30 characters::
 
     file                                              MiB     values    part of the limits
     topics.json, 10,000 topics                        2.2     100,000   1/10
@@ -80,20 +80,20 @@ __all__ = [
     "sync_json",
 ]
 
-#: Limits of a file, see above. A file beyond them is refused with StoreIOError: it is not damaged, and is left alone.
+#: Limits of a file (see above). A file beyond them is refused with StoreIOError and left alone: it is not damaged.
 JSON_BYTES_MAX = STORE.size
-#: Commas and opening brackets, wherever they are: at least as many as the file has values.
+#: Maximum number of commas and opening brackets anywhere, which are at least as many as the values.
 JSON_VALUES_MAX = STORE.values
 
 Check = Callable[[dict[str, Any]], object]
 FileState = tuple[int, int, int]
-"""Inode, length in bytes and modification time in ns of a file. Any change of its content changes it."""
+"""Inode, length in bytes and modification time in ns of a file. Any change of its content changes this."""
 NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
 """For callers that check no file."""
 
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 # Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
-# is optional and its body possessive, so that broken input is passed once and not once per quotation mark.
+# is optional and its body possessive, so that broken input is scanned once, not once for each quotation mark.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*+"?|([{,]\s*+)(-?[0-9]++)(\s*+:)', re.DOTALL)
 
 
@@ -107,7 +107,7 @@ class LoadedJson(NamedTuple):
 def decode_json(data: bytes) -> dict[str, Any]:
     """Decode the object in `data`, in either dialect. The last of equal keys counts, as in Java.
 
-    Raises `FormatError` for everything else: nothing at all, another type on top, NaN, nesting too deep, not UTF-8.
+    Raises `FormatError` for everything else: no bytes, another type on top, NaN, too much nesting, not UTF-8.
 
     >>> decode_json(b'{"offsetTable":{"T@g":{0:250,1:251}}}')
     {'offsetTable': {'T@g': {'0': 250, '1': 251}}}
@@ -126,13 +126,13 @@ def decode_json(data: bytes) -> dict[str, Any]:
     except FormatError as error:
         if not isinstance(cause := error.__cause__, json.JSONDecodeError):
             raise
-        # Columns shifted when keys were quoted, lines did not.
+        # Columns shifted when keys were quoted, but lines did not.
         line_start = 0
         for _ in range(cause.lineno - 1):
             line_start = data.index(b"\n", line_start) + 1
         raise FormatError(f"not JSON: {cause.msg} in line {cause.lineno}", "json", line_start) from cause
     if not isinstance(value, dict):
-        raise FormatError(f"an object is expected on top, not {type(value).__name__}", "json", 0)
+        raise FormatError(f"the top level must be an object, not {type(value).__name__}", "json", 0)
     return value
 
 
@@ -142,13 +142,13 @@ def _quote_key(match: re.Match[str]) -> str:
 
 
 class EncodedEntry(str):
-    """Line of a table in a JSON file: the key and its value, encoded by `encode_entry`."""
+    """Line of a table in a JSON file: a key and its value, encoded by `encode_entry`."""
 
     __slots__ = ()
 
 
 def encode_entry(key: str | int, value: object) -> EncodedEntry:
-    """Encode one entry of a table. `encode_json` takes it in place of the value. Raises as `encode_json`.
+    """Encode one entry of a table, which `encode_json` accepts in place of the value. Raises the same errors.
 
     >>> encode_entry("orders", {"perm": 6, "order": False})
     '"orders": {"order": false, "perm": 6}'
@@ -158,7 +158,7 @@ def encode_entry(key: str | int, value: object) -> EncodedEntry:
 
 def encode_json(value: dict[str, Any]) -> bytes:
     """Encode strict JSON: UTF-8, sorted keys, a line for each member and each entry of a table.
-    Integer keys become strings. ValueError for NaN and infinities, TypeError for values that JSON has no type for."""
+    Integer keys become strings. Raises ValueError for NaN and infinities, TypeError for types that JSON lacks."""
     text: list[str] = []
     for name in sorted(value):
         member = value[name]
@@ -172,7 +172,7 @@ def encode_json(value: dict[str, Any]) -> bytes:
         else:
             text.append(_dumps(member))
     text.append("\n}\n" if text else "{}\n")
-    # A lone surrogate, from a name that was not UTF-8: only an escape can carry it.
+    # Only an escape can represent a lone surrogate, which comes from a name that was not UTF-8.
     return "".join(text).encode("utf-8", "backslashreplace")
 
 
@@ -185,15 +185,15 @@ def load_json(
     check: Check | None = None,
     root: str | os.PathLike[str] | None = None,
 ) -> LoadedJson:
-    """Return the last good value of `path`, or of its ``.bak``. None when neither was ever written.
+    """Return the last good value of `path`, or of its ``.bak``. The value is None if neither was ever written.
 
-    `check(value)` raises ValueError when the object has the wrong shape, which counts as not decoding. A `writer` moves
-    a bad main file aside and puts its ``.bak``'s value in its place, if the disk lets it. A reader changes nothing.
-    `root` is the store directory that an error message names (default: the file's folder, or that folder's parent when
-    it is ``config``).
+    `check(value)` raises ValueError if the object has the wrong shape, which counts as not decoding. A `writer` moves a
+    bad main file aside and replaces it by its ``.bak``'s value, if the disk permits. A reader changes nothing. `root`
+    is the store directory that an error message names (default: the file's folder, or that folder's parent if it is
+    ``config``).
 
-    Raises `CorruptStoreError` when no good value is left although there was one. Raises `StoreIOError` when a file
-    cannot be read: to fall back then would take offsets back without need.
+    Raises `CorruptStoreError` if no good value is left although there was one. Raises `StoreIOError` if a file cannot
+    be read. Falling back would then set offsets back without need.
     """
     main = os.fspath(path)
     backup = main + ".bak"
@@ -215,7 +215,7 @@ def load_json(
     problem = f"{main} is {what}; the value of {backup} was taken"
     if writer:
         if fault is not None:
-            problem += f", the damaged file moved to {_move_aside(main, fs, clock)}"
+            problem += f", the damaged file was moved to {_move_aside(main, fs, clock)}"
         with suppress(OSError, MQStoreError):
             mode = stat.S_IMODE(fs.stat(backup).st_mode)
             _write_new(main + ".tmp", _encode_checked(backup_value, main), fs, mode)
@@ -235,17 +235,17 @@ def save_json(
     back_up: bool = True,
     last: FileState | None = None,
 ) -> FileState:
-    """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
+    """Save `value` at `path`, durably, and keep the previous value at ``.bak``. The folder must exist.
 
     With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
-    is of a quick save. `check` is that of `load_json`. Returns the state of the new file, which the next save takes as
-    `last`. A file that is still in this state is known to be good.
+    comes from a quick save. `load_json` describes `check`. Returns the state of the new file, to be passed as `last` to
+    the next save. A file that is still in this state is known to be good.
 
-    Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
+    Raises StoreIOError for a value that is too large to be loaded again. After an error `path` has the old value, or
     the new one if only the last sync failed. The call may be repeated. One caller at a time for each file.
 
-    Cost: two syncs (the file, the folder), and one read of the old file unless it is `last`. A quick save without
-    `back_up`: none.
+    Cost: two syncs (the file, the folder), and one read of the old file unless it is in state `last`. A quick save
+    without `back_up` has no such cost.
     """
     main = os.fspath(path)
     folder = os.path.dirname(main) or "."
@@ -267,7 +267,7 @@ def save_json(
 
 
 def sync_json(path: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
-    """Make the file at `path` durable if there is one: a killed process may have left it by a quick save."""
+    """Make the file at `path` durable if it exists, since a killed process may have quick-saved it."""
     with suppress(FileNotFoundError), fs.opened(path, os.O_RDONLY) as fd:
         fs.fdatasync(fd)
 
@@ -280,8 +280,8 @@ def check_backup(
     clock: Clock = SYSTEM_CLOCK,
     check: Check | None = None,
 ) -> str | None:
-    """Return the fault of the ``.bak`` of a `path` that loaded well, which loading does not look at.
-    A `writer` moves a bad one aside and puts the value of `path` in its place. Else the next save would replace it."""
+    """Return the fault of the ``.bak`` of a `path` that loaded well, since loading does not read it then.
+    A `writer` moves a bad backup aside and replaces it by the value of `path`, before the next save overwrites it."""
     main = os.fspath(path)
     backup = main + ".bak"
     fault = _read(backup, fs, check).fault
@@ -289,7 +289,7 @@ def check_backup(
         return None
     problem = f"{backup} is damaged ({fault}); {main} is good"
     if writer:
-        problem += f"; it was moved to {_move_aside(backup, fs, clock)}, the good one's value put in its place"
+        problem += f"; it was moved to {_move_aside(backup, fs, clock)} and replaced by the good one's value"
         sync_json(main, fs)
         _back_up(main, fs, stat.S_IMODE(fs.stat(main).st_mode))
         fs.sync_directory(os.path.dirname(main) or ".")
@@ -299,8 +299,8 @@ def check_backup(
 def set_aside_json(
     path: str | os.PathLike[str], *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK, check: Check | None = None
 ) -> list[str]:
-    """Move `path` and its ``.bak`` out of the way if they are bad, and return the new names.
-    For repair: afterwards the file loads from what was good, or as never written."""
+    """Move `path` and its ``.bak`` aside if they are bad, and return the new names.
+    For repair: afterwards the file loads from the good one, or as never written."""
     moved = []
     for name in (os.fspath(path), os.fspath(path) + ".bak"):
         if _read(name, fs, check).fault is not None:
@@ -309,7 +309,7 @@ def set_aside_json(
 
 
 def read_json(path: str | os.PathLike[str], fs: FileSystem) -> bytes:
-    """Return the content of a JSON file, for `decode_json`. StoreIOError if it is beyond the limits."""
+    """Return the content of a JSON file, for `decode_json`. Raises StoreIOError if it is beyond the limits."""
     try:
         data = fs.read_whole(path, JSON_BYTES_MAX)
     except StoreIOError as error:
@@ -322,13 +322,13 @@ def read_json(path: str | os.PathLike[str], fs: FileSystem) -> bytes:
 
 
 _TOO_LARGE = (
-    "if the store really has so many topics and groups, delete those that nobody uses, with the program that wrote the "
-    "file; else move the file away: its backup counts then, or nothing where there is none"
+    "if the store really has so many topics and groups, delete unused ones with the program that wrote the file; "
+    "otherwise move the file away, and its backup is used, or no value without one"
 )
 
 
 def _encode_checked(value: dict[str, Any], path: str) -> bytes:
-    """Encode as `encode_json` does. StoreIOError for a value that nobody could load again."""
+    """Encode as `encode_json` does. Raises StoreIOError for a value that could not be loaded again."""
     content = encode_json(value)
     _check_limits(content, path, "save")
     return content
@@ -337,9 +337,9 @@ def _encode_checked(value: dict[str, Any], path: str) -> bytes:
 def _check_limits(data: bytes, path: str, operation: str) -> None:
     text = ""
     if len(data) > JSON_BYTES_MAX:
-        text = f"{len(data)} bytes, more than the {JSON_BYTES_MAX} that such a file may hold (JSON_BYTES_MAX)"
+        text = f"{len(data)} bytes, more than the {JSON_BYTES_MAX} that such a file may have (JSON_BYTES_MAX)"
     elif (values := sum(map(data.count, (b",", b"{", b"[")))) > JSON_VALUES_MAX:
-        text = f"{values} values, more than the {JSON_VALUES_MAX} that such a file may hold (JSON_VALUES_MAX)"
+        text = f"{values} values, more than the {JSON_VALUES_MAX} that such a file may have (JSON_VALUES_MAX)"
     if text:
         raise StoreIOError(errno.EFBIG, f"{text}; {_TOO_LARGE}", path, operation)
 
@@ -370,7 +370,7 @@ def state_of(file: int | str | os.PathLike[str], fs: FileSystem) -> FileState:
 
 
 def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> FileState:
-    """Write a new file and sync it if `synced`. Never over a leftover: a backup may be a link to it."""
+    """Write a new file and sync it if `synced`. Never overwrites a leftover, since a backup may be a link to it."""
     fs.unlink(path, missing_ok=True)
     try:
         with fs.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as fd:
@@ -390,12 +390,12 @@ def _back_up(main: str, fs: FileSystem, mode: int) -> None:
     try:
         fs.link(main, temporary)
     except OSError:
-        # A file system without hard links, or a limit to them. If it is worse than that, the copy fails as well.
+        # The file system has no hard links, or the file has too many. For any other cause the copy fails, too.
         _write_new(temporary, fs.read_whole(main, JSON_BYTES_MAX), fs, mode)
     try:
         fs.replace(temporary, main + ".bak")
-        # POSIX: renaming between two names of one file does nothing and keeps both. They are that when a crash came
-        # between steps 2 and 3 of the save before.
+        # POSIX: renaming between two names of one file does nothing and keeps both. They are two names of one file if a
+        # crash came between steps 2 and 3 of the previous save.
         fs.unlink(temporary, missing_ok=True)
     except OSError:
         _remove_quietly(temporary, fs)
@@ -412,7 +412,7 @@ def _move_aside(path: str, fs: FileSystem, clock: Clock) -> str:
 
 
 def _remove_quietly(path: str, fs: FileSystem) -> None:
-    """Remove a leftover of an error that is on its way. The next save removes what this could not."""
+    """Remove a leftover while an error is being raised. The next save removes it if this cannot."""
     with suppress(OSError, MQStoreError):
         fs.unlink(path, missing_ok=True)
 

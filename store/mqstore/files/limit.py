@@ -1,9 +1,9 @@
-"""The limit of open descriptors: how many are left, and what happens when none is.
+"""The limit of open descriptors: how many are left, and the reaction if none is.
 
-There is one rule. Everything that is only cached is given back, and the call that failed is made once more. The limit
-belongs to the process, so all caches of all its stores give back.
+The rule is: every cache is emptied, and the failed call is repeated once. The limit belongs to the process, so the
+caches of all its stores are emptied.
 
-`FileSystem` makes every call that takes a descriptor, and applies the rule there (`takes_descriptor`). A cache takes
+`FileSystem` makes every call that needs a descriptor, and applies the rule there (`takes_descriptor`). A cache takes
 part by `register`. Its `give_back` runs in any thread and with any lock of a store held. So it must not wait for a lock
 under which a file is opened or mapped.
 """
@@ -29,11 +29,11 @@ class _Cache(Protocol):
 _caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
 
 
-os.register_at_fork(after_in_child=_caches.clear)  # their locks may be held by threads that are not in the child
+os.register_at_fork(after_in_child=_caches.clear)  # their locks may belong to threads that the child lacks
 
 
 def register(cache: _Cache) -> None:
-    """Have `cache.give_back()` called when no descriptor is free, for as long as the cache exists."""
+    """Call `cache.give_back()` when no descriptor is free, for as long as the cache exists."""
     _caches[id(cache)] = cache
 
 
@@ -45,7 +45,7 @@ def give_back() -> None:
 
 
 def free_descriptors() -> int:
-    """Return how many descriptors the process may still open, half of the limit where that is unknown."""
+    """Return how many descriptors the process may still open, or half of the limit if that is unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 31

@@ -1,6 +1,6 @@
-"""The writer lock: one writer for a store directory, over processes, threads and forks (format#lock). The abort mark.
+"""The writer lock: one writer for a store directory, across processes, threads and forks (format#lock). The abort mark.
 
-A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kind keeps all others out:
+A writer takes two locks on one descriptor of ``ROOT/lock``, since no single kind excludes all others:
 
 ====================  ==============================  =============================================================
 lock                  keeps out                       lost when
@@ -12,15 +12,15 @@ byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the fi
 ====================  ==============================  =============================================================
 
 Because of the last row, and because a process never conflicts with its own POSIX locks, there is a registry by (device,
-inode) of the directory and of the file. A second open in the same process and `writer_alive` look there before they
-touch the file.
+inode) of the directory and of the file. A second open in the same process, and `writer_alive`, check it before they
+open the file.
 
 A forked child shares the open file description, so it would keep the store locked after its parent died. Therefore
-children close the descriptor at once (`os.register_at_fork`), and their inherited lock objects say `held == False`. A
+children close the descriptor at once (`os.register_at_fork`), and their inherited lock objects have `held == False`. A
 child forked by C code is not covered.
 
-File content: ``lock``, newline, one line of JSON ``{"pid", "host", "started_ms", "program"}``. It only tells people who
-holds the lock. The locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
+File content: ``lock``, newline, one line of JSON ``{"pid", "host", "started_ms", "program"}``. It only informs people
+about the holder. The locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _ABORT_BYTES_MAX = 128
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
 
-# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change for all. With a
-# descriptor and not by `portalocker.Lock`, which opens the file itself and would follow links.
+# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change for all. By descriptor
+# and not by `portalocker.Lock`, which opens the file itself and would follow links.
 _FLOCK = FlockLocker()
 
-# struct flock of the two platforms; "0q" pads to the size that the system copies.
+# struct flock of the two platforms. "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
     _FLOCK_STRUCT = struct.Struct("@qqihh0q")  # start, len, pid, type, whence
 
@@ -83,7 +83,7 @@ else:
         return kind, pid
 
 
-# macOS has the call too, but its headers call it private and POSIX lockers do not always see it.
+# macOS has the call, too, but its headers call it private and POSIX lockers do not always see it.
 _SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
 
 
@@ -93,7 +93,7 @@ def _lock_file(fd: int) -> bool:
         _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
     except AlreadyLocked:
         return False
-    except LockException as error:  # around what the system said, on some network file systems an EOFError
+    except LockException as error:  # wraps the system's error, on some network file systems an EOFError
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else OSError(errno.EIO, str(error))) from None
     return True
 
@@ -101,7 +101,7 @@ def _lock_file(fd: int) -> bool:
 def _lock_byte(fd: int) -> bool:
     """Take the write lock on byte 0 without waiting. Return False if it is held."""
     try:
-        # F_SETLK is what fcntl.lockf issues; F_OFD_SETLK differs only in who owns the lock.
+        # F_SETLK is the call of fcntl.lockf. F_OFD_SETLK differs only in the owner of the lock.
         fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK))
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -111,7 +111,7 @@ def _lock_byte(fd: int) -> bool:
 
 
 def _byte_holder(fd: int) -> int | None:
-    """Return the process id of the holder of a write lock on byte 0, or None if there is none.
+    """Return the process id of the holder of a write lock on byte 0, or None without a holder.
     It is -1 for a Linux open file description lock. Does not see POSIX locks of this process."""
     kind, pid = _unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _pack(fcntl.F_RDLCK)))
     return None if kind == fcntl.F_UNLCK else pid
@@ -183,7 +183,7 @@ class WriterLock:
     def acquire(self, timeout_s: float = 0.0) -> None:
         """Take both locks. Tries for `timeout_s` seconds while they are held elsewhere.
 
-        Call it inside the `try` whose `finally` calls `release`: a signal handler may raise behind it.
+        Call it inside the `try` whose `finally` calls `release`, since a signal handler may raise right after it.
         Raises `StoreLockedError` (pid, host, since, as far as known). Raises `ReadOnlyStoreError` or `StoreIOError` if
         the file cannot be opened, and FileNotFoundError without the directory.
         """
@@ -194,7 +194,7 @@ class WriterLock:
                 return self._try()
             except _TakenError as taken:
                 if taken.holder.pid == os.getpid() and collections:
-                    # A store that nobody refers to closes itself. Later ones are for threads that were at work for it.
+                    # An unreferenced store closes itself. The later collections are for threads that were using it.
                     self._sleep(0 if collections > 1 else _POLL_MS_MAX / 1000)
                     collections -= 1
                     gc.collect()
@@ -202,12 +202,12 @@ class WriterLock:
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:
                     raise _refusal(self._root, taken.holder) from None
-            # Polling: neither lock can be waited for with a time limit, but for signals, which belong to the program.
+            # Polling: neither lock can be awaited with a time limit, except by signals, which belong to the program.
             self._sleep(min(pause_ms, left_ms) / 1000)
             pause_ms = min(2 * pause_ms, _POLL_MS_MAX)
 
     def release(self) -> None:
-        """Give both locks back. It may be repeated, and completes a release that was interrupted."""
+        """Release both locks. May be repeated, and completes an interrupted release."""
         with _registry_lock:
             fd = self._fd
             if fd is None:
@@ -217,14 +217,14 @@ class WriterLock:
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
                 _FLOCK.unlock(fd)
             finally:
-                # A copy: the garbage collector may close another store in the middle of this.
+                # A copy: the garbage collector may close another store during this loop.
                 for identity in [identity for identity, lock in _registry.copy().items() if lock is self]:
                     del _registry[identity]
                 self._fd = None
                 self._fs.close(fd)
 
     def disown(self) -> None:
-        """Forget the lock in a forked child. Closes without unlocking, which would take it from the parent."""
+        """Forget the lock in a forked child. Closes without unlocking, which would release the parent's lock."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -243,15 +243,15 @@ class WriterLock:
                 self._fd = fd
                 self._lock(fd)
                 file = _identity(self._fs.stat(fd))
-                # Someone may have removed the file between our open and our lock; then the next writer would lock a
-                # new one beside us.
+                # The file may have been removed between our open and our lock. Then the next writer would lock a new
+                # file, and there would be two writers.
                 if not self._leads_to(file):
                     raise _TakenError(_Holder())
                 self._describe(fd)
                 _registry[directory] = _registry[file] = self
             except BaseException:
                 self._fd = None
-                self._fs.close(fd)  # gives back whatever was taken
+                self._fs.close(fd)  # releases the locks taken so far
                 raise
 
     def _refuse_registered(self, identity: Identity) -> None:
@@ -283,34 +283,34 @@ class WriterLock:
             }
         )
         content = _PREFIX + line.encode("ascii")
-        # No file of a store is ever shortened: what an earlier, longer line left is covered with blanks.
+        # No file of a store is ever shortened, so blanks cover the rest of an earlier, longer line.
         content = content.ljust(min(self._fs.size(fd), _CONTENT_BYTES_MAX) - 1) + b"\n"
-        with suppress(StoreFullError):  # a note to people; a full disk must still open, to be consumed and freed
+        with suppress(StoreFullError):  # only informs people. A full disk must still open, to be consumed and freed
             self._fs.pwrite(fd, content, 0)
 
 
 def _holder(fs: FileSystem, fd: int) -> _Holder:
     pid = _byte_holder(fd)
     content = fs.pread(fd, _CONTENT_BYTES_MAX, 0)
-    told = _parse(content)
-    if pid is not None and pid > 0 and pid != told.pid:
-        return _Holder(pid)  # a Java broker: the line is of an earlier mqstore
-    return told
+    named = _parse(content)
+    if pid is not None and pid > 0 and pid != named.pid:
+        return _Holder(pid)  # a Java broker: the line is from an earlier mqstore
+    return named
 
 
 def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
     by = "another process" if holder.pid is None else f"process {holder.pid}"
-    # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
+    # Anyone may have written the host to the file: !a passes no control character to a terminal.
     on = "" if holder.host is None else f" on host {holder.host!a}"
     if holder.pid == os.getpid():
-        text = f"{by}, this very one; use that Store, or close it first"
+        text = f"{by}, which is this process; use that Store, or close it first"
     else:
         text = f"{by}{on}; put and consume there, or close it there first"
     return StoreLockedError(f"{os.fspath(root)} is open for writing in {text}; mode='r' can read messages", *holder)
 
 
 def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> str:
-    """Return why a store that was opened for reading refuses a call, and a step that works now."""
+    """Return why a store that was opened for reading refuses a call, and a step that works."""
     step = "open it with mode='rw'"
     if (holder := _found_holder(root, fs)) is not None:
         where = "this process" if holder.pid == os.getpid() else f"process {holder.pid or 'of another program'}"
@@ -321,12 +321,12 @@ def refusal_to_reader(root: str | os.PathLike[str], fs: FileSystem = REAL) -> st
 def _parse(content: bytes) -> _Holder:
     """Return the holder that a lock file names. Any part of it may be missing or have a wrong type."""
     try:
-        told: Any = decode(content[len(_PREFIX) :].partition(b"\n")[0])
+        found: Any = decode(content[len(_PREFIX) :].partition(b"\n")[0])
     except FormatError:
         return _Holder()
-    if not isinstance(told, dict):
+    if not isinstance(found, dict):
         return _Holder()
-    pid, host, since = told.get("pid"), told.get("host"), told.get("started_ms")
+    pid, host, since = found.get("pid"), found.get("host"), found.get("started_ms")
     return _Holder(
         pid if type(pid) is int else None,
         host if type(host) is str else None,
@@ -335,8 +335,8 @@ def _parse(content: bytes) -> _Holder:
 
 
 def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
-    """Return True if a writer, mqstore or Java, holds the directory now. Takes no lock and disturbs none.
-    Sees processes of this machine, and of others as far as a network file system carries byte locks."""
+    """Return True if a writer, mqstore or Java, has the directory now. Takes no lock and disturbs none.
+    Sees processes of this machine, and of others if a network file system transmits byte locks."""
     return _found_holder(root, fs) is not None
 
 
@@ -344,7 +344,7 @@ def _found_holder(root: str | os.PathLike[str], fs: FileSystem) -> _Holder | Non
     path = os.path.join(root, "lock")
     with _registry_lock:
         try:
-            # The registry first: opening and closing the file would drop our own lock where it is a POSIX one.
+            # The registry first: opening and closing the file would drop our own lock if it is a POSIX one.
             if _identity(fs.stat(root)) in _registry or _identity(fs.stat(path)) in _registry:
                 return _Holder(os.getpid())
             fd = fs.open(path, os.O_RDONLY)
@@ -371,13 +371,13 @@ def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) ->
 def _close_in_child() -> None:
     """Drop the locks that a forked child inherited."""
     global _registry_lock
-    _registry_lock = threading.RLock()  # the inherited one is held by the thread that forked, in the parent
+    _registry_lock = threading.RLock()  # the inherited one is held by the forking thread, which only the parent has
     for lock in set(_registry.values()):
         lock.disown()
     _registry.clear()
 
 
-# By lambdas, since a child has another lock.
+# By lambdas, since the child has a new lock.
 os.register_at_fork(
     before=lambda: _registry_lock.acquire(),
     after_in_parent=lambda: _registry_lock.release(),
@@ -386,11 +386,11 @@ os.register_at_fork(
 
 
 class AbortMark:
-    """The abort mark: a file that exists while a writer runs. It tells the next writer how the last one ended.
+    """The abort mark: a file that exists while a writer runs. It shows the next writer how the last one ended.
 
-    ``ROOT/abort`` holds the process id in decimal, as the Java broker writes it (format#abort), then a space and the
-    boot id of the machine. The boot id tells the next opening whether the machine went down, too: if not, everything
-    that was written is still in the page cache. Every change is durable when the call returns.
+    ``ROOT/abort`` has the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot
+    id of the machine. The boot id shows the next opening whether the machine went down, too. If it did not, all writes
+    are still in the page cache. Every change is durable when the call returns.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -414,22 +414,22 @@ class AbortMark:
         return self._fs.exists(self._path)
 
     def is_of_this_boot(self) -> bool:
-        """Return True if the mark was set since the machine was started, so nothing written is lost.
-        False without a mark, for a mark without a boot id, and where the system has none."""
+        """Return True if the mark was set since the machine was started, so that no write is lost.
+        False without a mark, for a mark without a boot id, and if the system has none."""
         if not self.exists() or (boot_id := self._fs.boot_id()) is None:
             return False
         with self._fs.opened(self._path, os.O_RDONLY) as fd:
             return self._fs.pread(fd, _ABORT_BYTES_MAX, 0).split()[1:] == [boot_id.encode()]
 
     def set(self, pid: int, *, boot_id: bool = True) -> None:
-        """Leave the mark, over the one that a crash left. A crash in here leaves it too, maybe empty.
-        `boot_id` False: the files are still as the last machine left them, and an opening that is killed must not hide
+        """Set the mark, over the mark of a crash. A crash during the call also leaves it, perhaps empty.
+        `boot_id` False: the files are still as the last boot left them, and an opening that is killed must not hide
         that."""
         text = b"%d" % pid
         if boot_id and (known := self._fs.boot_id()) is not None:
             text += b" " + known.encode()
         flags = os.O_WRONLY | os.O_CREAT
-        # Not without need: to free a block that was written takes ext4 a millisecond.
+        # Only if needed: freeing a written block takes ext4 a millisecond.
         if self.exists() and self._fs.size(self._path) > len(text):
             flags |= os.O_TRUNC
         with self._fs.opened(self._path, flags, self._file_mode) as fd:

@@ -1,8 +1,8 @@
-"""A file system to look through: reading leaves no trace, not even in access times.
+"""A read-only file system that leaves no trace, not even in access times.
 
-Files are opened and folders listed with O_NOATIME, where the platform has it (Linux) and grants it (to the owner of a
-file, and to root). Elsewhere access times may move, as with any reader, but not bytes, mtime and ctime. Every call that
-would change a file raises.
+Files are opened and folders listed with O_NOATIME, if the platform has it (Linux) and permits it (to the owner of a
+file, and to root). Elsewhere access times may change, as with any reader, but not bytes, mtime and ctime. Every call
+that would change a file raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _open_quietly(path: StrPath, flags: int, opened: Callable[[StrPath, int], in
         try:
             return opened(path, flags | _NO_ATIME)
         except PermissionError:
-            pass  # another user's file; if it may not be read at all, the next line says so
+            pass  # another user's file. If it may not be read at all, the next line raises
     return opened(path, flags)
 
 
@@ -82,8 +82,8 @@ class QuietFileSystem(FileSystem):
         self._refuse(self.path_of(file) if isinstance(file, int) else file, "chown")
 
     def _refuse(self, path: StrPath, operation: str) -> NoReturn:
-        self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)
+        self._fail(OSError(errno.EROFS, "opened for reading only"), path, operation)
 
 
-#: File system of commands that only look.
+#: File system of commands that only read.
 QUIET = QuietFileSystem()

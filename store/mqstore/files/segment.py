@@ -13,7 +13,7 @@ NAME_DIGITS = 20
 
 
 def segment_name(start: int) -> str:
-    """The file name of the segment that starts at `start`.
+    """Return the file name of the segment that starts at `start`.
 
     >>> segment_name(67108864)
     '00000000000067108864'
@@ -32,22 +32,22 @@ def place_in_file(physical_offset: int, segment_bytes: int) -> tuple[str, int]:
 
 
 def segment_start(name: str) -> int | None:
-    """Return the offset that a file name says. None for a name that is no segment's."""
+    """Return the offset in a file name, or None for a name that is not a segment's."""
     return int(name) if len(name) == NAME_DIGITS and name.isascii() and name.isdigit() else None
 
 
 class LoadProblem(NamedTuple):
-    """A problem that `SegmentRun.load` found. None is fatal. Kinds are those of format#damage.
+    """Problem found by `SegmentRun.load`. None is fatal. Kinds are those of format#damage.
 
     ==================  ===============================================  ============================================
-    kind                position, length                                 what load did about it
+    kind                position, length                                 handling by load
     ==================  ===============================================  ============================================
-    ``segment_size``    first byte that lacks or is too much, how many   last and short: extended with zeros by a
-                                                                         writer. Else: what is there is served, a
-                                                                         surplus ignored
+    ``segment_size``    first missing or surplus byte, how many          last and short: extended with zeros by a
+                                                                         writer. Otherwise the existing bytes are
+                                                                         served, and a surplus is ignored
     ``empty_segment``   start, 0                                         last: removed by a writer. Else: not served
-    ``missing_segment`` first missing byte, how many                     nothing
-    ``segment_name``    what the name says, 0                            not served: off the grid, or beyond i64
+    ``missing_segment`` first missing byte, how many                     none
+    ``segment_name``    the offset in the name, 0                        not served: off the grid, or beyond i64
     ==================  ===============================================  ============================================
     """
 
@@ -62,16 +62,16 @@ class LoadProblem(NamedTuple):
         return self.position % segment_bytes or segment_bytes
 
     def is_surplus(self, segment_bytes: int) -> bool:
-        """Return True if the file has bytes behind the segment's end, which is at `position`."""
+        """Return True if the file has bytes after the segment's end, which is at `position`."""
         return self.kind == "segment_size" and self.position % segment_bytes == 0
 
 
 class Segment:
     """One file of a run, with the range `start` to `end` of the stream.
 
-    `length` is what the file really holds, less than `size` only for a damaged one. `SegmentRun.mapping` makes
-    `mapping`, which becomes None again when the run drops it: take a reference before use. `writable` says that it is
-    mapped for writing, `in_memory` that it is of no file (`extend_in_memory`). Of a segment that is written, the first
+    `length` is the real length of the file, less than `size` only if it is damaged. `SegmentRun.mapping` creates
+    `mapping`, which becomes None again when the run drops it: take a reference before use. `writable` means that it is
+    mapped for writing, `in_memory` that it has no file (`extend_in_memory`). In a segment being written, the first
     `allocated` bytes have disk blocks.
     """
 
@@ -85,7 +85,7 @@ class Segment:
         self.mapping: mmap.mmap | None = None
         self.writable = False
         self.in_memory = False
-        self.inode = -1  # of the file that a reader's mapping is of
+        self.inode = -1  # of the file that a reader has mapped
         self.file: File | None = None
 
     def __repr__(self) -> str:

@@ -2,10 +2,10 @@
 
     <directory>/<20 digits>     the offset in the stream of the file's first byte, a multiple of the segment size
 
-`SegmentRun` finds, maps and reads them. `files/segmentwriter.py` makes, fills, syncs and removes them.
+`SegmentRun` finds, maps and reads them. `files/segmentwriter.py` creates, fills, syncs and removes them.
 
-A file is never shortened and a mapping never closed, because a view may still look through it (here or in another
-process). The last reference unmaps.
+A file is never shortened and a mapping never closed, because a view may still use it (here or in another process). The
+last reference unmaps.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mqstore.signalsafe import Lock
 __all__ = ["OFFSET_END", "SegmentRun"]
 
 OFFSET_END = 1 << 63
-"""Offsets are i64. The 20 digits of a name could say more."""
+"""Offsets are i64. The 20 digits of a name could be greater."""
 _COPY_BYTES = 1 << 20
 _NOT_OPENED = REFUSED | {errno.EACCES, errno.EPERM, errno.EIO}
-"""Errors that are about one file, and not about the process or the machine."""
+"""Errors that concern one file, not the process or the machine."""
 
 
 class SegmentRun:
     """The segments in one folder, as a stream with a beginning and an end. Nothing here changes a file.
 
-    `segment_bytes`: size of each file. `max_mappings`: how many read-only mappings are kept, the last used first. Any
-    thread may find, map and read. Errors are those of `FileSystem`.
+    `segment_bytes` is the size of each file. `max_mappings` is the number of read-only mappings that are kept, the most
+    recently used ones. Any thread may find, map and read. Errors are those of `FileSystem`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ class SegmentRun:
     """
 
     _refuses_links: ClassVar[bool] = False
-    """True if a link in place of a file is an error, and not followed."""
+    """True if a link in place of a file is an error, and is not followed."""
 
     def __init__(
         self, directory: str | os.PathLike[str], segment_bytes: int, *, fs: FileSystem = REAL, max_mappings: int = 64
@@ -61,22 +61,22 @@ class SegmentRun:
             raise ValueError(f"segment_bytes and max_mappings must be positive: {segment_bytes}, {max_mappings}")
         self.directory = Path(directory)
         self.segment_bytes = segment_bytes
-        #: The segment with the greatest start; None when the run is empty.
+        #: The segment with the greatest start, or None if the run is empty.
         self.last: Segment | None = None
         #: For readers: bytes at and beyond this offset do not count, as if the files ended there. None: all count.
-        #: Looked at by `load` and `refresh`.
+        #: Used by `load` and `refresh`.
         self.limit: int | None = None
-        #: For readers: where files begin whose names say something else, by name. Looked at by `load` and `refresh`.
+        #: For readers: right starts of misnamed files, by name. Used by `load` and `refresh`.
         self.places: dict[str, int] = {}
-        #: For readers: contents of segments that have no file yet, by start. Looked at by `load` and `refresh`.
+        #: For readers: contents of segments that have no file yet, by start. Used by `load` and `refresh`.
         self.added: dict[int, mmap.mmap] = {}
-        #: For readers: why a file cannot be opened, by name. It counts as missing. Found by `load`.
+        #: For readers: why a file cannot be opened, by name. It counts as missing. Set by `load`.
         self.unreadable: dict[str, str] = {}
         self._fs = fs
         self._max_mappings = max_mappings
         self._by_start: dict[int, Segment] = {}
         self._starts: tuple[int, ...] = ()  # sorted; replaced, never changed, so that readers need no lock
-        self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, the last used at the end
+        self._mapped: OrderedDict[int, Segment] = OrderedDict()  # mapped read-only, most recently used last
         self._lock = Lock()  # guards the four above and each segment's mapping and file
 
     @property
@@ -86,19 +86,19 @@ class SegmentRun:
 
     @property
     def min_offset(self) -> int:
-        """Start of the first segment, 0 when there is none."""
+        """Start of the first segment, or 0 if there is none."""
         starts = self._starts
         return starts[0] if starts else 0
 
     @property
     def end(self) -> int:
-        """End of the last segment, 0 when there is none."""
+        """End of the last segment, or 0 if there is none."""
         last = self.last
         return last.end if last is not None else 0
 
     def find(self, offset: int) -> Segment | None:
-        """Return the segment whose range holds `offset`. None in a gap or outside.
-        The file of a damaged segment may hold less than `offset`: compare with `length`."""
+        """Return the segment whose range contains `offset`, or None in a gap or outside.
+        The file of a damaged segment may not reach to `offset`: compare with `length`."""
         return self._by_start.get(offset - offset % self.segment_bytes)
 
     def segments(self) -> list[Segment]:
@@ -115,14 +115,14 @@ class SegmentRun:
             self._check_length(segment, problems)
         self._clip(found)
         kept = [segment for segment in found if segment.length > 0]
-        for before, behind in itertools.pairwise(kept):
-            if behind.start != before.end:
-                missing = behind.start - before.end
+        for before, after in itertools.pairwise(kept):
+            if after.start != before.end:
+                missing = after.start - before.end
                 path = str(self.directory / segment_name(before.end))
-                detail = f"{missing} bytes before {behind.path}{self.reasons(before.end, behind.start)}"
+                detail = f"{missing} bytes before {after.path}{self.reasons(before.end, after.start)}"
                 problems.append(LoadProblem(path, "missing_segment", before.end, missing, detail))
         for name, why in self.unreadable.items():
-            if not kept or not kept[0].start < int(name) < kept[-1].end:  # else it is in a gap
+            if not kept or not kept[0].start < int(name) < kept[-1].end:  # otherwise it is in a gap
                 path = str(self.directory / name)
                 problems.append(LoadProblem(path, "missing_segment", int(name), self.segment_bytes, why))
         with self._lock:
@@ -132,7 +132,7 @@ class SegmentRun:
         return problems
 
     def _find_unreadable(self) -> None:
-        """Find the files that cannot be opened. A writer raises their error: it would cut the log there."""
+        """Find the files that cannot be opened. A writer raises their error, since it would cut the log there."""
         self.unreadable = {}
         with contextlib.suppress(FileNotFoundError):
             for name in self._fs.scandir(self.directory):
@@ -151,8 +151,8 @@ class SegmentRun:
         return "".join(f"; {why}" for name, why in self.unreadable.items() if start <= int(name) < stop)
 
     def refresh(self) -> bool:
-        """List the folder again, since another process may write the store. True when anything changed.
-        New segments appear, removed ones vanish, mappings that somebody holds stay valid."""
+        """List the folder again, since another process may write the store. Return True if anything changed.
+        New segments appear, removed ones disappear, and referenced mappings stay valid."""
         listed = self._settled(self._list([]))
         self._clip(listed)
         found = {segment.start: segment for segment in listed if segment.length > 0}
@@ -162,7 +162,7 @@ class SegmentRun:
                 new = found.get(start)
                 if new is not None and min(new.length, new.size) == old.length and not self._is_replaced(old):
                     found[start] = old
-                else:  # removed; another by now; or completed, which happens only to what a crash left short
+                else:  # removed, replaced, or completed, which happens only to a file that a crash left short
                     self._let_go(old)
                     changed = True
             if changed or len(found) != len(self._by_start):
@@ -178,7 +178,7 @@ class SegmentRun:
         return self._by_start.get(segment.start) is not segment
 
     def _is_replaced(self, segment: Segment) -> bool:
-        """Return True if the segment's name is another file's by now than the mapped one."""
+        """Return True if the segment's name now belongs to another file than the mapped one."""
         if segment.mapping is None or segment.in_memory:
             return False
         try:
@@ -187,8 +187,8 @@ class SegmentRun:
             return True
 
     def extend_in_memory(self) -> None:
-        """Show a short last segment as a writer's `load` would leave it: a copy with zeros behind.
-        For a plan of what a writer would do. The copy takes as much memory as the file has bytes."""
+        """Show a short last segment as a writer's `load` would leave it: a copy with zeros after it.
+        For the plan of a writer's recovery. The copy takes as much memory as the file has bytes."""
         last = self.last
         if last is None or last.length >= last.size or self.limit is not None:
             return
@@ -231,11 +231,11 @@ class SegmentRun:
         return sorted(found, key=lambda segment: segment.start) if self.places or self.added else found
 
     def _settled(self, listed: list[Segment]) -> list[Segment]:
-        """Return what was listed without the gaps that a writer made meanwhile.
-        A listing may show a name that is unlinked later, and not one that is made earlier. A gap between two files that
-        are there is a real one."""
+        """Return the listed segments without the gaps that a writer made meanwhile.
+        A listing may contain a name that is unlinked later, and miss one that is created earlier. A gap between two
+        files that still exist is real."""
         if self.places:
-            return listed  # of a store that nobody has open
+            return listed  # a store that no process has open
         found: list[Segment] = []
         for segment in listed:
             while found and found[-1].end < segment.start:
@@ -246,7 +246,7 @@ class SegmentRun:
                 with contextlib.suppress(FileNotFoundError):
                     found.append(Segment(between, self.segment_bytes, self._fs.size(path), path))
                     continue
-                # Retention unlinks the first one first: was it at work, the files before the gap are gone by now.
+                # Retention unlinks the first one first. If it ran, the files before the gap do not exist any more.
                 while found and not self._fs.exists(found[0].path):
                     del found[0]
                 break
@@ -254,7 +254,7 @@ class SegmentRun:
         return found
 
     def _clip(self, found: list[Segment]) -> None:
-        """Let the files end at `limit`."""
+        """End the files at `limit`."""
         if self.limit is not None:
             for segment in found:
                 segment.length = max(0, min(segment.length, self.limit - segment.start))
@@ -272,20 +272,20 @@ class SegmentRun:
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
     def mapping(self, segment: Segment) -> mmap.mmap:
-        """Return the mapping of `segment`, of `length` bytes, made when there is none.
-        The run keeps `max_mappings` read-only ones, the last used. A reference or view keeps others alive.
-        FileNotFoundError when the segment was dropped meanwhile."""
+        """Return the mapping of `segment`, of `length` bytes. It is created if there is none.
+        The run keeps the `max_mappings` most recently used read-only ones. A reference or view keeps others alive.
+        Raises FileNotFoundError if the segment was dropped meanwhile."""
         with self._lock:
             return self._mapping_of(segment)
 
     def _mapping_of(self, segment: Segment) -> mmap.mmap:
-        """Return what `mapping` returns. The lock is held."""
+        """Return the result of `mapping`. The lock is held."""
         mapping = segment.mapping
         if mapping is None:
             file = File(self._fs, segment.path, os.O_RDONLY)
             mapping = self._fs.map(file.fd, segment.length, writable=False)
             if self._by_start.get(segment.start) is not segment:
-                return mapping  # dropped, but the name was still there: for this caller alone
+                return mapping  # dropped, but the name still existed: only this caller may use it
             segment.mapping = mapping
             segment.inode = self._fs.stat(file.fd).st_ino
         if not (segment.writable or segment.in_memory):
@@ -297,19 +297,19 @@ class SegmentRun:
         return mapping
 
     def data_end(self, segment: Segment, start: int) -> int:
-        """Return a position in a segment, `start` or behind it, from which on there are surely zeros.
-        They may be most of the last segment, and reading them would bring all into memory."""
+        """Return a position in a segment, at or after `start`, from which on there are certainly zeros.
+        They may be most of the last segment, and reading them would load all into memory."""
         if segment.in_memory:
             return segment.length
         try:
             file = segment.file or File(self._fs, segment.path, os.O_RDONLY)
-        except (OSError, MQStoreError):  # removed meanwhile, or no descriptor left: a mapping needs neither
+        except (OSError, MQStoreError):  # removed meanwhile, or no descriptor left. A mapping needs neither
             return segment.length
         return self._fs.data_end(file.fd, start, segment.length)
 
     def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
-        """Have the system read bytes [start, stop) of a segment that is mapped for writing.
-        Such a mapping reads nothing ahead by itself (`files/segmentwriter.py`)."""
+        """Start reading bytes [start, stop) of a segment that is mapped for writing.
+        Such a mapping has no automatic read-ahead (`files/segmentwriter.py`)."""
         if segment.writable:
             file = segment.file or File(self._fs, segment.path, os.O_RDONLY)
             stop = min(stop, self.data_end(segment, start))
@@ -334,5 +334,5 @@ class SegmentRun:
         """Make `segments`, ascending, the content of the run. The lock is held."""
         by_start = {segment.start: segment for segment in segments}
         starts, last = tuple(by_start), segments[-1] if segments else None
-        # No call between these: a signal handler must not find some of them.
+        # No call between these: a signal handler must not find only some of them changed.
         self._by_start, self._starts, self.last = by_start, starts, last

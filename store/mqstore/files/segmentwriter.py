@@ -1,27 +1,27 @@
-"""The segments of the process that writes a run: making, filling, syncing, cutting and removing them.
+"""The segments of the process that writes a run: creating, filling, syncing, cutting and removing them.
 
     <directory>/<20 digits>     a segment
     <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its first disk blocks here and is
                                 then renamed into place, so that no name in <directory> is ever short (format#manifest)
 
-How bytes are kept safe:
+Rules that keep bytes safe:
 
-* A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed with their last
-  reference, as mappings are unmapped: `sync` may be using one while the segment is retired.
-* What is written through a mapping has its disk blocks beforehand (format#allocation). So a full disk is an
-  error of `create`, `prepare` or `allocate`, and never a SIGBUS. A segment gets its blocks in steps ahead of the
-  writer, which double from 1 MiB to a whole segment. So a small store stays small, and a busy writer does not wait.
-* The last segment is mapped for writing, and the one before it until the next is prepared, for its end may still be
-  written. All others are read-only, so that a stray store can't damage what was long durable.
+* A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed, and mappings are
+  unmapped, with their last reference, since `sync` may be using one while the segment is retired.
+* Bytes written through a mapping have their disk blocks beforehand (format#allocation). So a full disk is an error of
+  `create`, `prepare` or `allocate`, and never a SIGBUS. A segment gets its blocks in steps ahead of the writer, which
+  double from 1 MiB to a whole segment. So a small store stays small, and a busy writer does not wait.
+* The last segment is mapped for writing, and so is the one before it until the next is prepared, since its end may
+  still be written. All others are read-only, so that a stray memory write cannot damage bytes that are long durable.
 
 Mappings for writing get MADV_RANDOM, which means folios of one page. On file systems with large folios (xfs, ext4 of
 recent kernels) a fault that reads ahead, or a long write, fills the cache with folios of up to megabytes. One byte
 stored through a mapping makes the whole folio dirty, so a sync of one record writes all of it. For the same reason
-zeros are written page by page (`zero`), and `write` exists. The kernel tracks by block what `pwrite` changes, whatever
-the folio, and the page needn't be made writable again after each sync. So it is faster for writers that sync every
-record, and it is coherent with the mappings. A long write leaves large folios, which nobody stores to again. The kernel
-rounds down, so the page it ends in is a folio of its own. Large folios take half the time to make, so a long range that
-a fast writer will soon have filled gets them (`populate`).
+zeros are written page by page (`zero`), and `write` exists. The kernel tracks the changes of `pwrite` by block,
+whatever the folio, and the page need not be made writable again after each sync. So it is faster for writers that sync
+every record, and it is coherent with the mappings. A long write leaves large folios, but nothing stores to them again.
+The kernel rounds down, so the page in which it ends is a separate folio. Large folios take half the time to create, so
+a long range that a fast writer will soon fill gets them (`populate`).
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from mqstore.signalsafe import Lock
 __all__ = ["EXTENDED", "SegmentWriter"]
 
 EXTENDED = "; extended with zeros"
-"""Added by `load` to the detail of a short last file."""
+"""Text that `load` adds to the detail of a short last file."""
 _PAGE_BYTES = 4096
 
 _LINUX = sys.platform == "linux"
 _OPEN_AHEAD = 4
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
-_POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
-_LARGE_FOLIOS_BYTES = 8 << 20  # a writer that syncs each record is too slow to be given so many
+_POPULATE_STEP_BYTES = 32 << 20  # per system call: a few ms, so that a thread that must stop can
+_LARGE_FOLIOS_BYTES = 8 << 20  # a writer that syncs each record is too slow to need so many
 _STEP_BYTES = 1 << 20
 _SHARE = 8
-"""A step of allocation takes at most this part of the free bytes. One that fails may keep what it has taken."""
+"""A step of allocation takes at most this part of the free bytes. A failed one may keep the blocks it got."""
 
 
 class SegmentWriter(SegmentRun):
     """The segments in one folder, for the one process that changes them.
 
-    `sparse`: files get their length without disk blocks and are never mapped for writing, only `write` changes them.
+    `sparse`: files get their length without disk blocks and are never mapped for writing. Only `write` changes them.
 
     `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `allocate`, `populate`,
-    `sync` and `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there
+    `sync` and `drop_before` may run concurrently in others. Errors are those of `FileSystem`: `StoreFullError` if there
     is no room (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
 
     >>> import tempfile
@@ -97,7 +97,7 @@ class SegmentWriter(SegmentRun):
         self._sparse = sparse
         self._prepare_lock = Lock()
         self._prepared: Segment | None = None
-        self._names_changed = 0  # files created and removed in the folder, and how many of these changes are durable
+        self._names_changed = 0  # number of files created and removed in the folder, and how many of these are durable
         self._names_synced = 0
         self._folder_lock = Lock()
         self._step = _STEP_BYTES
@@ -106,8 +106,8 @@ class SegmentWriter(SegmentRun):
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def load(self) -> list[LoadProblem]:
-        """List the folder and mend its end (format#sizes). Return the problems.
-        Empty last files are removed, a short last one is extended with zeros."""
+        """List the folder and repair its end (format#sizes). Return the problems.
+        Empty last files are removed, and a short last one is extended with zeros."""
         problems = super().load()
         last = self.last
         for at, problem in reversed([*enumerate(problems)]):
@@ -135,9 +135,9 @@ class SegmentWriter(SegmentRun):
     def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
         """Prepare the segment that starts at `start` in the tmp folder, so that `create` only renames it.
 
-        For a background thread. One is kept. Preparing another gives up the first. With `populate_bytes` the pages of
-        its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and no longer
-        kept ready for writing.
+        For a background thread. One prepared segment is kept. Preparing another one discards it. With `populate_bytes`
+        the pages at its start are faulted in (`populate`). All segments but the last count as fully written, and are no
+        longer mapped for writing.
         """
         with self._prepare_lock:
             if start in self._by_start or (self._prepared is not None and self._prepared.start == start):
@@ -157,13 +157,13 @@ class SegmentWriter(SegmentRun):
                 self._retire(older)
 
     def create(self, start: int) -> Segment:
-        """Append the segment that starts at `start`, prepared or made now, and return it.
-        `start` is a multiple of the size, behind the last. The name is durable after the next `sync` or
+        """Append the segment that starts at `start`, prepared or created now, and return it.
+        `start` is a multiple of the size, at or after the end. The name is durable after the next `sync` or
         `sync_folder`."""
         if start % self.segment_bytes or not self.end <= start < OFFSET_END - self.segment_bytes:
             size = self.segment_bytes
             raise ValueError(f"no segment of {size} bytes can start at {start}; the run ends at {self.end}")
-        with self._prepare_lock:  # when it is being prepared right now, waiting is the shortest way to have it
+        with self._prepare_lock:  # if it is being prepared right now, waiting is the fastest way to get it
             if self._prepared is None or self._prepared.start != start:
                 self._discard_prepared()
                 self._prepared = self._make(start)
@@ -175,7 +175,7 @@ class SegmentWriter(SegmentRun):
                 self._fs.replace(segment.path, path)
             except BaseException:
                 self._discard_prepared()
-                with contextlib.suppress(OSError, MQStoreError):  # Ctrl-C comes when it has its name already
+                with contextlib.suppress(OSError, MQStoreError):  # Ctrl-C may come when it already has its name
                     self._fs.unlink(path, missing_ok=True)
                 raise
             self._prepared = None
@@ -190,8 +190,8 @@ class SegmentWriter(SegmentRun):
         return segment
 
     def _make(self, start: int) -> Segment:
-        """Make a file of full length in the tmp folder, synced. Nothing stays behind when it fails.
-        A name that is renamed before its length is durable could come back short after a power cut."""
+        """Create a file of full length in the tmp folder, synced. A failure leaves nothing.
+        A name that is renamed before its length is durable could be short after a power cut."""
         fs = self._fs
         path = temporary_path(self._tmp_directory, segment_name(start))
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
@@ -213,13 +213,13 @@ class SegmentWriter(SegmentRun):
         return self._fs.allocate(fd, self.segment_bytes, allocated)
 
     def _affordable(self, allocated: int) -> int:
-        """Return where the next step of a segment ends that has blocks for `allocated` bytes."""
+        """Return the end of the next allocation step of a segment with blocks for `allocated` bytes."""
         free = self._fs.free_bytes(self._tmp_directory)
         step = min(self._step, max(_PAGE_BYTES, free // _SHARE // _PAGE_BYTES * _PAGE_BYTES))
         return min(self.segment_bytes, allocated + step)
 
     def allocate(self, segment: Segment, needed: int) -> None:
-        """Give a segment blocks for its first `needed` bytes at least, and for a step ahead.
+        """Give a segment blocks for at least its first `needed` bytes, and for a step ahead.
         Raises StoreFullError. Then nothing has changed. Does nothing if the bytes have their blocks."""
         with self._step_lock:
             if needed <= segment.allocated:
@@ -231,14 +231,14 @@ class SegmentWriter(SegmentRun):
             self._step = min(2 * self._step, max(self.segment_bytes, _STEP_BYTES))
 
     def allocated_beyond(self, offset: int) -> int:
-        """Return how many bytes of disk blocks the segment has ahead whose end is the end of the log, `offset`.
-        A last segment behind it is being filled by a bulk append."""
+        """Return how many bytes of disk blocks the segment has beyond `offset`, the end of the log.
+        A last segment after it is being filled by a bulk append."""
         last = self.last
         return 0 if last is None or last.start > offset else max(0, last.start + last.allocated - offset)
 
     def _make_folder(self) -> None:
-        # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a
-        # segment it is.
+        # Synced even if it exists, since its creator may have been killed before it was durable. Once it has a segment
+        # it is durable.
         self._fs.mkdir(self.directory, self._folder_mode(), exist_ok=True)
         self._fs.sync_directory(self.directory.parent)
 
@@ -273,9 +273,9 @@ class SegmentWriter(SegmentRun):
         segment.writable = True
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put `data`, a buffer of single bytes, at `offset` within one segment, by a system call.
-        The page cache has it on return, and mappings show it. The way to write to sparse runs, and the faster one
-        before a sync (see the module). KeyError where there is no segment, ValueError when `data` crosses its end."""
+        """Write `data`, a buffer of single bytes, at `offset` within one segment, by a system call.
+        The page cache has it on return, and mappings show it. It is the way to write to sparse runs, and the faster one
+        before a sync (see the module). Raises KeyError without a segment, ValueError if `data` crosses its end."""
         segment = self.last
         if segment is None or not segment.start <= offset:
             segment = self._by_start[offset - offset % self.segment_bytes]
@@ -285,7 +285,7 @@ class SegmentWriter(SegmentRun):
         self._fs.pwrite(file.fd, data, offset - segment.start)
 
     def write_back(self, offset: int) -> None:
-        """Have the system begin to write the segment of `offset`, as `FileSystem.write_back` does."""
+        """Start writing back the segment of `offset`, as `FileSystem.write_back` does."""
         segment = self.find(offset)
         if segment is not None:
             file = self.file(segment)
@@ -305,8 +305,8 @@ class SegmentWriter(SegmentRun):
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
         """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer.
-        Pages without disk blocks are left out. Changes no byte, and other threads run meanwhile. False when this did
-        nothing: not mapped for writing, or not supported by the system. The writer then meets the faults itself."""
+        Pages without disk blocks are left out. Changes no byte, and other threads run meanwhile. Returns False if this
+        did nothing: not mapped for writing, or not supported by the system. Then the writer handles the faults."""
         with self._lock:
             mapping = segment.mapping if segment.writable else None
         if mapping is None:
@@ -314,7 +314,7 @@ class SegmentWriter(SegmentRun):
         begin = position - position % mmap.PAGESIZE
         end = min(position + length, segment.allocated)
         if end - begin >= _LARGE_FOLIOS_BYTES and hasattr(mmap, "MADV_NORMAL"):
-            # Not by `advise`, which lets other threads run: beside a busy writer it takes milliseconds to go on then.
+            # Not by `advise`, which lets other threads run: with a busy writer it takes milliseconds to continue.
             mapping.madvise(mmap.MADV_NORMAL, begin, end - begin)
         for step in range(begin, end, _POPULATE_STEP_BYTES):
             if not advise(mapping, step, min(_POPULATE_STEP_BYTES, end - step), POPULATE_WRITE):
@@ -322,10 +322,11 @@ class SegmentWriter(SegmentRun):
         return begin < end
 
     def sync(self, start: int, end: int) -> None:
-        """Make the bytes [start, end) durable, and the names of the segments that hold them.
+        """Make the bytes [start, end) durable, and the names of the segments that contain them.
 
-        One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC, msync),
-        which must walk or copy it. An error except `SyncNotBegunError` is final (format#flush): never call again.
+        One fdatasync a segment. With the kernel's own list of dirty pages it is faster than naming the range
+        (RWF_DSYNC, msync), which must walk or copy it. An error except `SyncNotBegunError` is final (format#flush):
+        never call again.
         """
         last = self.last
         if (
@@ -335,7 +336,7 @@ class SegmentWriter(SegmentRun):
             and (file := last.file) is not None
             and self._names_synced == self._names_changed
         ):
-            # The way of every put that waits: after the pause of a sync the caches are cold and each call counts.
+            # Every waiting put takes this branch. After the pause of a sync the caches are cold and each call counts.
             self._fs.fdatasync(file.fd)
         elif start < end:
             self._sync_many(start, end)
@@ -343,11 +344,11 @@ class SegmentWriter(SegmentRun):
     def _sync_many(self, start: int, end: int) -> None:
         wanted = [segment for segment in self.segments() if segment.end > start and segment.start < end]
         try:
-            # Those that a put leaves behind, and no more: a recovery syncs all there are, one by one.
+            # Open the segments that a put may leave unsynced, and no more: a recovery syncs all, one by one.
             opened = {segment.start: self._file_to_sync(segment) for segment in wanted[:_OPEN_AHEAD]}
             for segment in wanted:
                 if not _LINUX:
-                    # Elsewhere a sync of the file need not include what was stored through a mapping.
+                    # Elsewhere a sync of the file need not include stores through a mapping.
                     mapping = segment.mapping
                     if mapping is not None and segment.writable:
                         mapping.flush()
@@ -361,7 +362,7 @@ class SegmentWriter(SegmentRun):
             raise SyncNotBegunError(error.errno or 0, error.strerror or "", error.filename, error.operation) from error
 
     def _file_to_sync(self, segment: Segment) -> File | None:
-        """Return the segment's descriptor, None when it was dropped a moment ago."""
+        """Return the segment's descriptor, or None if it was dropped meanwhile."""
         try:
             return self.file(segment)
         except FileNotFoundError:
@@ -370,20 +371,20 @@ class SegmentWriter(SegmentRun):
             return None
 
     def sync_folder(self) -> None:
-        """Make it durable which segments there are. Makes no call if nothing changed."""
-        with self._folder_lock:  # who finds another at it must not return before that one is done
+        """Make the set of segments durable. Makes no call if nothing changed."""
+        with self._folder_lock:  # a second caller must not return before the first one is done
             changed = self._names_changed
             if self._names_synced != changed:
                 self._fs.sync_directory(self.directory)
-                self._names_synced = changed  # not what it is by now: a name may have come while we synced
+                self._names_synced = changed  # not the present value: a name may have been added during the sync
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
     def zero(self, from_offset: int) -> int:
         """Write zeros from `from_offset` to the end of its segment and sync. Return how many were written.
 
-        Only pages that hold something else are written, and of the first only what lies behind `from_offset`. Always
-        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros). Behind
+        Only pages with other bytes are written, and of the first page only the part from `from_offset` on. Always
+        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros). After
         the last segment there is nothing to do.
         """
         segment = self.find(from_offset)
@@ -400,7 +401,7 @@ class SegmentWriter(SegmentRun):
             wanted = min(_SCAN_BYTES - position % _SCAN_BYTES, segment.length - position)
             chunk = fs.pread(file.fd, wanted, position)
             if not chunk:
-                break  # shorter than it was: nothing there to be zeroed
+                break  # shorter than it was: there is nothing to zero
             if chunk != (_ZEROS if len(chunk) == len(_ZEROS) else bytes(len(chunk))):
                 at = 0
                 while at < len(chunk):
@@ -416,7 +417,7 @@ class SegmentWriter(SegmentRun):
 
     def own(self, offset: int) -> None:
         """Give this run a copy of the file at `offset` if it has a second name, as in a snapshot.
-        Call it before a cut, while a store is opened: nobody has a mapping yet that will be written through."""
+        Call it before a cut, while a store is opened: no mapping exists yet that will be written through."""
         segment, fs = self.find(offset), self._fs
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
@@ -434,7 +435,7 @@ class SegmentWriter(SegmentRun):
             self._let_go(segment)
 
     def finish(self, offset: int) -> None:
-        """Let the run go on at `offset`: its segment gets its full length, empty files behind it go."""
+        """Prepare the run to continue at `offset`: extend its segment to full length, remove empty files after it."""
         for segment in reversed(self._list([])):
             if segment.start >= offset and segment.length == 0:
                 self._remove(segment.path)
@@ -446,22 +447,22 @@ class SegmentWriter(SegmentRun):
             self._extend(last)
 
     def drop_from(self, offset: int) -> list[str]:
-        """Remove all segments that start at or behind `offset`, and return their names. Durable on return.
-        The last one goes first, so that a crash in between leaves no gap."""
+        """Remove all segments that start at or after `offset`, and return their names. Durable on return.
+        The last one is removed first, so that a crash in between leaves no gap."""
         doomed = [segment for segment in self.segments() if segment.start >= offset]
         return self._drop(doomed[::-1])
 
     def drop_before(self, offset: int) -> list[str]:
         """Remove all segments that end at or before `offset`, but never the last, and return their names.
-        The first one goes first. Durable on return. Views of them stay valid, and their space returns with the last
-        view."""
+        The first one is removed first. Durable on return. Views of them stay valid, and their space is freed with the
+        last view."""
         return self._drop([segment for segment in self.segments()[:-1] if segment.end <= offset])
 
     def _drop(self, doomed: list[Segment]) -> list[str]:
         removed = []
         for segment in doomed:
             try:
-                with self._lock:  # whoever finds a segment in the list and then no file would take that for damage
+                with self._lock:  # a reader that finds a segment in the list but no file would treat that as damage
                     before = self.segments()
                     self._set([other for other in before if other is not segment])
                     try:
@@ -473,7 +474,7 @@ class SegmentWriter(SegmentRun):
                     removed.append(segment_name(segment.start))
                     self._let_go(segment)
             finally:
-                # One by one: of names that go together a power cut may leave any, and a gap looks like the end.
+                # One by one: of names removed together a power cut may leave any, and a gap looks like the end.
                 self.sync_folder()
         return removed
 
@@ -483,22 +484,22 @@ class SegmentWriter(SegmentRun):
         self._names_changed += 1
 
     def close(self) -> None:
-        """Drop all mappings and descriptors and remove what was prepared. Syncs nothing."""
+        """Drop all mappings and descriptors, and remove a prepared segment. Syncs nothing."""
         with self._prepare_lock:
             self._discard_prepared()
         super().close()
 
     def _retire(self, segment: Segment) -> None:
-        """Map this segment read-only from now on, when it is next used."""
+        """Map this segment read-only at its next use."""
         with self._lock:
             segment.file = None
             mapping = segment.mapping
             if mapping is None or not segment.writable:
                 return
             if not _LINUX:
-                mapping.flush()  # its later sync could not: see `_sync_many`
+                mapping.flush()  # its later sync could not (see `_sync_many`)
             segment.mapping = None
             segment.writable = False
-        # Unmapping thousands of pages takes milliseconds, in which Python lets no other thread run; so empty it before
-        # the last reference goes. What is dirty stays so, and a view that is still held finds its pages again.
+        # Unmapping thousands of pages takes milliseconds, in which Python lets no other thread run. So empty it before
+        # the last reference goes. Dirty pages stay dirty, and a view that is still held gets its pages again.
         advise(mapping, 0, segment.length, DONT_NEED)

@@ -1,19 +1,19 @@
 """Calls that differ between systems, or that `os` and `mmap` lack, for `filesystem.py`.
 
 =================  =======================================  =====================================================
-function           Linux                                    elsewhere, or where the file system refuses
+function           Linux                                    elsewhere, or if the file system refuses
 =================  =======================================  =====================================================
 ``sync_data``      ``fdatasync``                            macOS ``F_FULLFSYNC`` (its fsync leaves data in the
                                                             drive's cache), else ``fsync``
 ``allocate``       ``posix_fallocate``                      False: the caller writes zeros
-``map_file``       takes no descriptor                      takes one for as long as it lasts, before CPython 3.13
+``map_file``       needs no descriptor                      keeps one while the mapping exists, before CPython 3.13
 ``write_back``     ``sync_file_range``                      nothing
 ``advise``         ``madvise``                              False
 ``boot_id``        ``/proc/sys/kernel/random/boot_id``      macOS ``kern.bootsessionuuid``
 =================  =======================================  =====================================================
 
-Calls by ctypes let other threads run meanwhile. Where the C library cannot be asked (a static interpreter), they do
-what the last column says.
+Calls by ctypes let other threads run meanwhile. If the C library cannot be called (a static interpreter), the last
+column applies.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 ]
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""Errors that say "this file system, or this kernel, cannot do that"."""
+"""Errors that mean "this file system, or this kernel, cannot do that"."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: fault pages in for writing."""
 DONT_NEED = 4
-"""MADV_DONTNEED: empty a mapping. Of a file, what is dirty stays so."""
+"""MADV_DONTNEED: empty a mapping. Dirty pages of a file stay dirty."""
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 _MAP_FIXED = 0x10
 
@@ -54,7 +54,7 @@ if sys.platform == "darwin":
     import fcntl
 
     def sync_data(fd: int) -> None:
-        """Make what was written to a file durable."""
+        """Make all writes to a file durable."""
         try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         except OSError as error:
@@ -69,7 +69,7 @@ def allocate(fd: int, start: int, stop: int) -> bool:
     """Reserve blocks for [start, stop) of a file. Return False, with nothing changed, if the system cannot."""
     if sys.platform == "darwin":
         return False
-    else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
+    else:  # mypy treats code after a platform test as unreachable unless it is in the other branch
         try:
             os.posix_fallocate(fd, start, stop - start)
         except OSError as error:
@@ -81,7 +81,7 @@ def allocate(fd: int, start: int, stop: int) -> bool:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """Return the system's id of this run of the machine, None if there is none."""
+    """Return the system's id of this boot of the machine, or None if there is none."""
     with contextlib.suppress(OSError, AttributeError):
         if sys.platform == "darwin":
             text, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
@@ -94,7 +94,7 @@ def boot_id() -> str | None:
 
 
 def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of the C library of Linux, None elsewhere and where there is none."""
+    """Return a function of the C library of Linux, or None elsewhere or if it does not exist."""
     if sys.platform == "linux" and sys.maxsize > 1 << 32:
         with contextlib.suppress(OSError, AttributeError):
             call = getattr(ctypes.CDLL(None, use_errno=True), name)
@@ -107,13 +107,13 @@ _int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _sync_file_range = _call_of_c("sync_file_range", _int, _int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _madvise = _call_of_c("madvise", _int, _pointer, _size, _int)
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
-# against the descriptor limit; since then it need not.
+# against the descriptor limit. Since then it need not.
 _MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _mmap = None if _MAP_OPTIONS else _call_of_c("mmap", _pointer, _pointer, _size, _int, _int, _int, ctypes.c_long)
 
 
 def map_file(fd: int, length: int, access: int) -> mmap.mmap:
-    """Map a file, where possible without a descriptor that stays open."""
+    """Map a file, if possible without a descriptor that stays open."""
     if _mmap is None:
         return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
     mapping = mmap.mmap(-1, length, access=access)
@@ -126,7 +126,7 @@ def map_file(fd: int, length: int, access: int) -> mmap.mmap:
 
 
 def write_back(fd: int) -> None:
-    """Have the system begin to write what is dirty of a file. Never fails."""
+    """Start writing back a file's dirty pages. Never fails."""
     if _sync_file_range is not None:
         _sync_file_range(fd, 0, 0, _BEGIN)
 
@@ -135,7 +135,7 @@ def advise(mapping: mmap.mmap, position: int, length: int, advice: int) -> bool:
     """Call madvise for bytes of a writable mapping. Return False if the system lacks such advice."""
     if _madvise is None:
         return False
-    anchor = ctypes.c_char.from_buffer(mapping)  # exports the buffer: the mapping stays while this lives
+    anchor = ctypes.c_char.from_buffer(mapping)  # exports the buffer, so the mapping stays while this exists
     while _madvise(ctypes.addressof(anchor) + position, length, advice) != 0:
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             return False

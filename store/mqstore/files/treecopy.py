@@ -1,6 +1,6 @@
-"""A directory made from another: the caller picks the files, and says when all must be on disk.
+"""Copy of a directory: the caller chooses the files, and says when all must be on disk.
 
-Modes and times are the original's, and the owner where that is allowed.
+Modes and times are the original's, and so is the owner if that is permitted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mqstore.files.filesystem import REAL, FileSystem
 __all__ = ["TreeCopy"]
 
 _UNSYNCED: Final = 16
-"""Number of files that the system may be writing side by side."""
+"""Number of files that the system may be writing at the same time."""
 
 
 class TreeCopy(Closing):
     """New directory `target`, filled from `source` by `file`, `content` and `link`.
 
-    Names are paths within the two. `source` is read through `source_fs`. `on_bytes(count)` is called for what is
-    written. Errors are those of `FileSystem`; a name that is there already is FileExistsError.
+    Names are paths within the two. `source` is read through `source_fs`. `on_bytes(count)` is called for written bytes.
+    Errors are those of `FileSystem`. A name that already exists is FileExistsError.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ class TreeCopy(Closing):
             self._fs.close(self._unsynced.popleft())
 
     def folder(self, name: str) -> None:
-        """Make a folder, and those above it."""
+        """Create a folder and its parents."""
         if name in self._folders:
             return
         if name:
@@ -84,7 +84,7 @@ class TreeCopy(Closing):
 
     def file(self, name: str, source: int, length: int | None = None) -> None:
         """Copy an open file, or its first `length` bytes with zeros up to its size.
-        What is written through a mapping later gets its disk blocks then."""
+        Bytes written later through a mapping get their disk blocks then."""
         found = self._source_fs.stat(source)
         length = found.st_size if length is None else length
         fd = self._create(name)
@@ -96,12 +96,12 @@ class TreeCopy(Closing):
         self._sync_some()
 
     def link(self, name: str) -> None:
-        """Give the same file a second name. Both directories must lie on one file system."""
+        """Give the same file a second name. Both directories must be on one file system."""
         self.folder(os.path.dirname(name))
         self._fs.link(self._source / name, self._target / name)
 
     def sync(self) -> None:
-        """Return once all that was brought, and the directory itself, is on disk."""
+        """Return once all copied files, and the directory itself, are on disk."""
         self._sync_some(0)
         for name in reversed(self._folders):
             with suppress(FileNotFoundError):
@@ -117,7 +117,7 @@ class TreeCopy(Closing):
         return fd
 
     def _sync_some(self, left: int = _UNSYNCED) -> None:
-        """Sync all but `left` files by the descriptors that wrote them, which hear of the system's errors."""
+        """Sync all but `left` files by the descriptors that wrote them, which receive the system's errors."""
         while len(self._unsynced) > left:
             fd = self._unsynced.popleft()
             try:

@@ -1,10 +1,10 @@
-"""Reference to a body: what a record has in place of a body that an earlier record of its log has (format#flags).
+"""Reference to the body of an earlier record, stored in place of a body (format#flags).
 
     sysFlag    BODY_ELSEWHERE: compressed, by a type that no producer has
     body       physicalOffset i64 | totalSize i32 | checksum u32      of the earlier record
 
-Only for the checksum `crc32c-record`: it covers the whole record. So no other record has place, size and checksum in
-common with it.
+Only for the checksum `crc32c-record`. It covers the whole record, so no other record has the same position, size and
+checksum.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def place_of(reference: bytes) -> int:
 
 
 def filled(record: bytes, sys_flag: int, body: bytes | memoryview) -> bytes:
-    """Return `record` with a body in place of its reference. `sys_flag` is that of the record that has the body.
+    """Return `record` with a body in place of its reference. `sys_flag` is the flag of the record that has the body.
     The checksum stays that of `record`."""
     own = int(_I32.unpack_from(record, SYS_FLAG_AT)[0])
     start = body_length_at(own) + BODY_LENGTH_BYTES

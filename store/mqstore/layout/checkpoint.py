@@ -1,4 +1,4 @@
-"""The checkpoint page: how far the store was durable when it was last written (format#checkpoint).
+"""The checkpoint page: how much of the store was durable when it was last written (format#checkpoint).
 
     offset size type  field
          0    8 i64   physicMsgTimestamp    store time (ms) of the last message of a thorough commitlog flush
@@ -7,21 +7,21 @@
         24    8 i64   masterFlushedOffset   replication; 0
         32    8 i64   confirmPhyOffset      start of the last valid record
         40   24       zero
-        64    4 i32   extension magic 0x4D515331 "MQS1"            from here on ours; a Java broker never touches it
+        64    4 i32   extension magic 0x4D515331 "MQS1"            from here on ours; a Java broker never changes it
         68    4 i32   extension version 1
-        72    8 i64   flushed       every commitlog byte below this physical offset has been synced
-        80    8 i64   dispatched    units and index entries of every record below it have been synced
+        72    8 i64   flushed       every commitlog byte below this physical offset was synced
+        80    8 i64   dispatched    units and index entries of every record below it were synced
         88    8 i64   cleanEnd      end of the log at a clean close, -1 while a writer has the store open
         96    4 i32   CRC-32C of bytes [0, 40) and [64, 96)
        100    8 u64   queues        at a clean close: `QueueTable.digest`
-       108    4 i32   CRC-32C of bytes [64, 108); another one: there is no such field
+       108    4 i32   CRC-32C of bytes [64, 108); with another value the field does not exist
        112    8 i64   logStart      where the log begins: retention moves it before it deletes segments
-       120    4 i32   CRC-32C of bytes [64, 100) and [112, 120); another one: there is no such field
+       120    4 i32   CRC-32C of bytes [64, 100) and [112, 120); with another value the field does not exist
        124    4       zero
        128            the file is a page of 4096 bytes; the rest stays zero
 
-The CRC covers the first five fields as well. Once a Java broker has changed one of them, the extension no longer
-counts: the broker may have cut the log below the watermarks.
+The CRC covers the first five fields, too. Once a Java broker has changed one of them, the extension no longer counts,
+since the broker may have cut the log below the watermarks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MARGIN_MS: Final = 3000
 _TIMES: Final = 3
 """The first fields are times, the other two are offsets."""
 _TIME_END_MS: Final = 1 << 47
-"""In the year 6429."""
+"""Year 6429."""
 _OFFSET_END: Final = 1 << 62
 
 ENCODED_BYTES: Final = 128  # written with one pwrite, inside one sector
@@ -61,8 +61,8 @@ FILE_BYTES: Final = 4096
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Fields of the checkpoint page. Times are ms since the epoch, 0 = never. Offsets are physical.
-    `flushed`, `dispatched` and `clean_end` are the extension: all given, or all None if there is none to trust. Raises
-    ValueError when only some are None."""
+    `flushed`, `dispatched` and `clean_end` are the extension: all given, or all None if there is no valid one. Raises
+    ValueError if only some are None."""
 
     physic_msg_timestamp_ms: int = 0
     logics_msg_timestamp_ms: int = 0
@@ -73,17 +73,17 @@ class Checkpoint:
     dispatched: int | None = None
     clean_end: int | None = None
     queues: int | None = None
-    """Digest of the queues and their ends at a clean close. None if not known."""
+    """Digest of the queues and their ends at a clean close. None if unknown."""
     log_start: int | None = None
-    """Physical offset at which the log begins. None if not known."""
+    """Physical offset at which the log begins. None if unknown."""
 
     def __post_init__(self) -> None:
         if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):
-            raise ValueError("flushed, dispatched and clean_end stand together: give all three or none")
+            raise ValueError("flushed, dispatched and clean_end belong together: give all three or none")
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """Return the first 128 bytes of the file. A missing extension is zeros, which no reader accepts."""
+    """Return the first 128 bytes of the file. A missing extension is zeros, which every reader rejects."""
     page = bytearray(ENCODED_BYTES)
     _FIELDS.pack_into(
         page,
@@ -115,7 +115,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 
 def decode(data: bytes) -> Checkpoint:
-    """Decode a page. Bytes missing at its end count as zero. Never fails."""
+    """Decode a page. Missing bytes at its end count as zero. Never fails."""
     page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
     fields: tuple[int, ...] = _FIELDS.unpack_from(page)
     magic, version, *watermarks = _EXTENSION.unpack_from(page, _EXTENSION_AT)
@@ -146,7 +146,7 @@ def is_plausible(data: bytes) -> bool:
 
 
 def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
-    """Return the store time (ms) up to which a Java broker's store is surely durable.
+    """Return the store time (ms) up to which a Java broker's store is certainly durable.
     It is 3 s before the older mark, at least 0. `index_safe` includes the index mark, as `messageIndexSafe` does."""
     marks = [checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms]
     if index_safe:

@@ -1,9 +1,9 @@
-"""Inflate bodies that producers compressed (format#flags). sysFlag bit 0: compressed. Bits 8-10: how.
+"""Inflation of bodies that producers compressed (format#flags). sysFlag bit 0: compressed. Bits 8-10: the type.
 
     bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
 
-The store keeps bodies as they come. The packages `lz4` and `zstandard` are imported when a body needs them. Output is
-bounded, so a small record cannot make a reader allocate the machine's memory.
+The store keeps bodies as they are sent. The packages `lz4` and `zstandard` are imported when a body needs them. The
+output is bounded, so a small record cannot exhaust a reader's memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["MAX_INFLATED_BYTES", "MissingPackageError", "inflate"]
 
 MAX_INFLATED_BYTES: Final = 256 << 20
 
-# zstandard's decompression object knows no output limit, so its input comes in slices. The densest block there is holds
-# 128 KiB in 4 bytes: a slice of 256 bytes overshoots the limit by 8 MiB at most.
+# zstandard's decompression object has no output limit, so its input is passed in slices. The densest possible block has
+# 128 KiB in 4 bytes, so a slice of 256 bytes exceeds the limit by 8 MiB at most.
 _ZSTD_SLICE_BYTES: Final = 256
 
 
@@ -29,12 +29,12 @@ class MissingPackageError(MQStoreError, ImportError):
 
 
 def inflate(sys_flag: int, body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
-    """Return the message's own bytes: `body` itself if `sys_flag` does not say that it is compressed.
+    """Return the body as the application sent it. It is `body` itself unless `sys_flag` marks it as compressed.
 
-    Consecutive frames (LZ4, Zstandard) are one body. Bytes behind the end of a zlib stream are ignored, as by Java.
-    Raises `FormatError` (field "body", position within it) for another format, a stream that is cut off, and a result
-    over `max_bytes`. The field is "sys_flag" for an unknown type. Raises `MissingPackageError` if the package for the
-    format is missing.
+    Consecutive frames (LZ4, Zstandard) are one body. Bytes after the end of a zlib stream are ignored, as by Java.
+    Raises `FormatError` (field "body", position within it) for another format, a truncated stream, and a result over
+    `max_bytes`. The field is "sys_flag" for an unknown type. Raises `MissingPackageError` if the package for the format
+    is missing.
     """
     if not sys_flag & COMPRESSED:
         return body
@@ -48,13 +48,13 @@ def inflate(sys_flag: int, body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> 
 def _inflate_zlib(body: bytes, max_bytes: int) -> bytes:
     stream = zlib.decompressobj()
     try:
-        data = stream.decompress(body, max_bytes + 1)  # one more than allowed, to tell "just fits" from "goes on"
+        data = stream.decompress(body, max_bytes + 1)  # one more than allowed shows that the output exceeds the limit
     except zlib.error as error:
-        raise FormatError(f"the body is no zlib stream: {error}", "body", 0) from error
+        raise FormatError(f"the body is not a zlib stream: {error}", "body", 0) from error
     if len(data) > max_bytes:
         raise _too_large(max_bytes)
     if not stream.eof:
-        raise FormatError("the zlib stream of the body is cut off", "body", len(body))
+        raise FormatError("the zlib stream of the body is truncated", "body", len(body))
     return data
 
 
@@ -69,7 +69,7 @@ def _inflate_lz4(body: bytes, max_bytes: int) -> bytes:
         out = stream.decompress(data, max_length=room)
         return out, stream.unused_data or b"", stream.eof
 
-    # The binding raises plain RuntimeError for whatever the C library dislikes.
+    # The binding raises plain RuntimeError for every error of the C library.
     return _inflate_frames(body, max_bytes, frame, RuntimeError, "LZ4")
 
 
@@ -100,7 +100,7 @@ def _inflate_frames(
     failure: type[Exception],
     name: str,
 ) -> bytes:
-    """Inflate consecutive frames. `frame` inflates the first one: (output, bytes behind it, did it end)."""
+    """Inflate consecutive frames. `frame` inflates the first one: (output, bytes after it, True if it ended)."""
     pieces: list[bytes] = []
     size, rest = 0, body
     while rest or not pieces:
@@ -108,12 +108,12 @@ def _inflate_frames(
         try:
             data, rest, ended = frame(rest, max_bytes + 1 - size)
         except failure as error:
-            raise FormatError(f"the body is no {name} frame: {error}", "body", at) from error
+            raise FormatError(f"the body is not a {name} frame: {error}", "body", at) from error
         size += len(data)
         if size > max_bytes:
             raise _too_large(max_bytes)
         if not ended:
-            raise FormatError(f"the {name} frame of the body is cut off", "body", len(body))
+            raise FormatError(f"the {name} frame of the body is truncated", "body", len(body))
         pieces.append(data)
     return b"".join(pieces)
 
@@ -124,7 +124,7 @@ def _too_large(max_bytes: int) -> FormatError:
 
 def _missing(package: str) -> MissingPackageError:
     return MissingPackageError(
-        f"the body is compressed with {package}, which is not installed: pip install {package}", name=package
+        f"the body is compressed with {package}, which is not installed; run: pip install {package}", name=package
     )
 
 

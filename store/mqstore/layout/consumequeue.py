@@ -1,4 +1,4 @@
-"""The consume-queue unit: what a queue knows of one message (format#unit).
+"""The consume-queue unit, a queue's entry for one message (format#unit).
 
     offset size type  field
          0    8 i64   physicalOffset   start of the record in the commitlog
@@ -6,8 +6,8 @@
         12    8 i64   tagsCode         Java hash of TAGS; in SCHEDULE_TOPIC_XXXX the time of delivery in ms
         20
 
-No header, no checksum: unit k of a queue lies at byte 20 k of its stream. Unwritten space is zero, so size 0 ends the
-data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is taken, but it is no message (format#void).
+No header, no checksum: unit k of a queue is at byte 20 k of its stream. Unwritten space is zero, so size 0 ends the
+data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is used, but it is not a message (format#void).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tag
 VOID_SIZE: Final = 0x7FFF_FFFF
 VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
 LAST_ADDRESS: Final = -(1 << 31) - 1
-"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`). RocketMQ writes such if it is
-told to. Nobody here reads the files. Any tag may stand behind one."""
+"""Tags codes up to this are addresses in files next to the queue (`consumequeue_ext`), which RocketMQ can write.
+mqstore does not read these files. The address may belong to any tag."""
 
 
 def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that hold a slot but no message (format#void)."""
+    """Return a mask of the units that have a slot but no message (format#void)."""
     mask: npt.NDArray[np.bool_] = units["size"] == VOID_SIZE
     if mask.any():
         mask &= (units["physical_offset"] == 0) & (units["tags_code"] == 0)
@@ -54,9 +54,10 @@ def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that are not equal.
+    """Return a mask of the units that are not equal.
 
-    Compared by fields: numpy's own comparison runs Python code, and makes a TypeError of what a signal handler raises.
+    Fields are compared one by one. numpy's comparison of whole units runs Python code, and turns the exception of a
+    signal handler into a TypeError.
     """
     mask: npt.NDArray[np.bool_] = (
         (units["physical_offset"] != others["physical_offset"])
@@ -67,6 +68,6 @@ def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.
 
 
 def is_message(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that point at a record (format#queue-repair): offset >= 0, size > 0, not void."""
+    """Return a mask of the units that point to a record (format#queue-repair): offset >= 0, size > 0, not void."""
     mask: npt.NDArray[np.bool_] = (units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units)
     return mask

@@ -1,4 +1,4 @@
-"""Consume-queue units and index entries of many records, made from their bytes in array passes.
+"""Consume-queue units and index entries of many records, built from their bytes in array passes.
 
     record  ->  queue (topic, queue id), slot (queue offset), unit (physical offset, size, tags code)
             ->  the same unit in each light queue that it names: `light_queues`
@@ -7,8 +7,8 @@
 A record in a batch queue, a kind of file that only RocketMQ writes, has no unit (`batch_topics`, and whole batches).
 
 Compiled code reads the properties of ordinary records, `_code` and `_index_hashes` those of others. Arrays have a fixed
-cost, too high for one message that somebody waits for. So `few` reads up to eight ordinary records with a struct each,
-and gives the same `Output`.
+cost, too high for one message with a waiting reader. So `few` reads up to eight ordinary records with a struct each,
+and returns the same `Output`.
 
 Damaged bytes give useless rows, never an error or a read outside the buffer.
 """
@@ -71,7 +71,7 @@ __all__ = [
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 LIGHT_PREFIX = "%LMQ%"
-"""Prefix of the light queues that RocketMQ's MQTT gateway makes by the hundred thousand."""
+"""Prefix of light queues, of which RocketMQ's MQTT gateway creates hundreds of thousands."""
 _NEVER_LIGHT = (SCHEDULE_TOPIC, "rmq_sys_wheel_timer")
 _RETRY_PREFIX = "%RETRY%"
 _NUMBER = re.compile("[0-9]{1,18}")
@@ -104,7 +104,7 @@ class Listed(NamedTuple):
     units: npt.NDArray[np.void]
     """Array of `UNIT_DTYPE`."""
     follow: bool
-    """Their queue offsets are consecutive."""
+    """True if their queue offsets are consecutive."""
 
 
 class Output(NamedTuple):
@@ -116,13 +116,13 @@ class Output(NamedTuple):
     entry_physical_offset: Sequence[int] | _Int64s
     entry_store_timestamp_ms: Sequence[int] | _Int64s
     last_store_timestamp_ms: int | None
-    """Store time of the last record. None if there is none."""
+    """Store time of the last record, or None without records."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Records in log order, a row each, then a row for each light queue that lists one of them.
-    `entry_*` are index entries in the order of putting. `entry_row` is the row of each entry."""
+    """Records in log order, one row each, then a row for each light queue that lists one of them.
+    `entry_*` are index entries in put order. `entry_row` is the row of each entry."""
 
     records: int
     """Number of rows that are records. The others repeat one, except for topic, queue id and queue offset."""
@@ -151,7 +151,7 @@ class Rows:
         return int(self.size[: self.records].sum(dtype=np.int64))
 
     def units(self, rows: _Int64s | slice) -> npt.NDArray[np.void]:
-        """The consume-queue units of `rows`, as an array of `UNIT_DTYPE`."""
+        """Return the consume-queue units of `rows` as an array of `UNIT_DTYPE`."""
         physical = self.physical_offset[rows]
         units = np.empty(len(physical), UNIT_DTYPE)
         units["physical_offset"] = physical
@@ -160,7 +160,7 @@ class Rows:
         return units
 
     def listed(self) -> list[Listed]:
-        """Return what each queue lists, in order of topic and queue id."""
+        """Return the records that each queue lists, in order of topic and queue id."""
         if self.queues is None:
             self.queues = [
                 Listed(topic, queue_id, chosen, slots, self.units(chosen), bool((np.diff(slots) == 1).all()))
@@ -170,7 +170,7 @@ class Rows:
         return self.queues
 
     def _by_queue(self) -> list[tuple[str, int, _Int64s]]:
-        """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
+        """Return (topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
         chosen = np.flatnonzero(self.has_unit)
         if not len(chosen):
             return []
@@ -194,7 +194,7 @@ class Rows:
         return self.entry_hash[wanted], physical[wanted], self.store_timestamp_ms[self.entry_row[wanted]]
 
     def output(self) -> Output:
-        """Return what to write for these records."""
+        """Return the units and entries to write for these records."""
         at = self.entry_row
         return Output(
             [(each.topic, each.queue_id, each.queue_offset, each.units.tobytes()) for each in self.listed()],
@@ -213,8 +213,8 @@ def rows_of(
     batch_topics: Collection[str] = (),
 ) -> Rows:
     """Return rows for the records of `headers`, which must all be `ok`.
-    `base` is the physical offset of `buf[0]`. `delay_table_ms` holds the milliseconds of each delay level, level 1
-    first (format#tags-code)."""
+    `base` is the physical offset of `buf[0]`. `delay_table_ms` has the milliseconds of each delay level, level 1 first
+    (format#tags-code)."""
     view = memoryview(buf)
     topics, topic = topics_of(view, headers)
     columns = None
@@ -255,7 +255,7 @@ def _columns_of(
     delay_table_ms: Sequence[int],
     batch_topics: Collection[str],
 ) -> tuple[_Columns, list[int]]:
-    """Return the columns, made record by record, and the rows of records that may name light queues."""
+    """Return the columns, built record by record, and the rows of records that may name light queues."""
     transaction = headers.sys_flag & TRANSACTION_MASK
     has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
     has_unit &= headers.sys_flag & INNER_BATCH == 0
@@ -281,7 +281,7 @@ def _columns_of(
 
 
 def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics: list[str]) -> _Columns | None:
-    """Return the columns, made by compiled code, or None if a record is not ordinary."""
+    """Return the columns, built by compiled code, or None if a record is not ordinary."""
     assert kernel is not None
     prefixes = np.array([_prefix(name) for name in topics], np.int32)
     empty = run.spares.empty
@@ -311,14 +311,14 @@ def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str
     """Return (topic, queue id, queue offset) of the light queues that list a record.
 
     RocketMQ writes a unit for each name in INNER_MULTI_DISPATCH, with the number in INNER_MULTI_QUEUE_OFFSET. A broker
-    keeps no other trace of what is in such a queue. Empty for records of the engine's own topics.
+    has no other list of such a queue's messages. Empty for records of the engine's own topics.
 
     >>> light_queues("orders", 3, b"INNER_MULTI_DISPATCH\x01%LMQ%a,plain\x02INNER_MULTI_QUEUE_OFFSET\x017,0\x02")
     [('%LMQ%a', 0, 7), ('plain', 3, 0)]
     """
     found = decode_properties(properties)
     names, numbers = (found.get(name, "").split(",") for name in (INNER_MULTI_DISPATCH, INNER_MULTI_QUEUE_OFFSET))
-    for parts in names, numbers:  # as Java splits: a queue that got no number, the last one, makes the lists differ
+    for parts in names, numbers:  # as Java splits: a missing number of the last queue makes the lists differ
         while parts and not parts[-1]:
             parts.pop()
     if len(names) != len(numbers) or topic in _NEVER_LIGHT or topic.startswith(_RETRY_PREFIX):
@@ -334,7 +334,7 @@ def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str
 
 
 def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]) -> Rows:
-    """Return `rows`, followed by those of the light queues that the records in rows `light` may name."""
+    """Return `rows`, followed by rows of the light queues that the records in rows `light` may name."""
     numbers = {name: i for i, name in enumerate(rows.topics)}
     of_row: list[int] = []
     queues: list[tuple[int, int, int]] = []
@@ -365,7 +365,7 @@ def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]
 
 
 def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int32s]:
-    """Return distinct topics and each record's index. Invalid UTF-8 becomes surrogates, no folder's name."""
+    """Return distinct topics and each record's index. Invalid UTF-8 becomes surrogates, which no folder name has."""
     known = headers.topics()
     if known is not None:
         return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1]
@@ -381,12 +381,12 @@ _LONGEST_DELAY_MS = 10 * 366 * 86_400_000
 def as_kept(
     topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void], *, has_addresses: bool
 ) -> npt.NDArray[np.void]:
-    """Return `wanted` with those tags codes of `found` that records cannot tell.
+    """Return `wanted` with the tags codes of `found` that cannot be derived from records.
 
-    `wanted` has the units that the same records of a queue ask for. Records cannot tell an address in a file beside the
-    queue. Nor can they tell a delivery time from another delay table: a message keeps its time (delivery#level-crash).
-    Tables have whole seconds, so a difference of whole seconds is taken for another table's. No flipped bit makes such
-    a difference.
+    `wanted` has the units derived from the same records of a queue. An address in a file next to the queue cannot be
+    derived. Nor can the delivery time of another delay table, since a message keeps its time (delivery#level-crash).
+    Tables have whole seconds, so a difference of whole seconds is attributed to another table. No flipped bit causes
+    such a difference.
     """
     codes = found["tags_code"].astype(np.int64)
     other = (codes <= LAST_ADDRESS) & has_addresses
@@ -413,7 +413,7 @@ def few(
     batch_topics: Collection[str] = (),
 ) -> Output | None:
     """Return the `Output` of at most `FEW_RECORDS` ordinary records that fill `[start, end)`, else None.
-    The result is that of `walk`, `gather` and `rows_of`. Arguments are those of `rows_of`."""
+    The result equals that of `walk`, `gather` and `rows_of`. Arguments are those of `rows_of`."""
     view = memoryview(buf)
     starts = _chain(view, start, end)
     if starts is None:
@@ -466,7 +466,7 @@ def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[in
 
 
 def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slot: int) -> bool:
-    """Return True if the `ok` record at `position` says that it is in this slot of a light queue."""
+    """Return True if the `ok` record at `position` names this slot of a light queue."""
     record = _ordinary(memoryview(buf), position)
     assert record is not None
     own = record[5].decode("utf-8", "surrogateescape")
@@ -488,13 +488,13 @@ def _chain(view: memoryview, start: int, end: int) -> list[int] | None:
 
 def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes, bytes] | None:
     """Return (size, queue id, queue offset, sysFlag, store time, topic, properties) of a record.
-    None unless the record at `at` is what `Headers.ok` means. The caller has checked magic, smallest size and
-    buffer."""
+    Returns None unless the record at `at` is `ok` (`Headers`). The caller has checked magic, smallest size and buffer.
+    """
     size, magic = _START(view, at)
     queue_id, _, queue_offset, _, sys_flag = _QUEUE(view, at + QUEUE_ID_AT)
     body = at + body_length_at(sys_flag) + BODY_LENGTH_BYTES
     length_size = 1 if magic == MAGIC_V1 else 2
-    spare = at + size - body - length_size - 2  # what body, topic and properties share
+    spare = at + size - body - length_size - 2  # bytes left for body, topic and properties
     if spare <= 0:
         return None
     (body_size,) = _I4(view, body - BODY_LENGTH_BYTES)
@@ -505,7 +505,7 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
     topic_size = view[topic - 1] if length_size == 1 else view[topic - 2] << 8 | view[topic - 1]
     spare -= topic_size
     properties = topic + topic_size + 2
-    # A length with the sign bit set is negative, and topics and properties of such lengths are none.
+    # A length with the sign bit set is negative, so such a topic or such properties are invalid.
     if not 0 < topic_size < (0x80 if length_size == 1 else 0x8000) or not 0 <= spare < 0x8000:
         return None
     if view[properties - 2] << 8 | view[properties - 1] != spare:
@@ -522,7 +522,7 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
 
 
 def _named(properties: bytes) -> dict[bytes, bytes]:
-    """Values by name, the last of each name that has one, as readers parse them (format#properties)."""
+    """Return values by name. The last value of a name counts, as in readers (format#properties)."""
     found: dict[bytes, bytes] = {}
     for piece in properties.split(PAIR_END):
         name, _, value = piece.partition(NAME_END)
@@ -544,7 +544,7 @@ def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Seq
 
 
 def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
-    """Hashes of one record's index entries (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
+    """Return hashes of one record's index entries (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
     wanted = [word for word in (found.get(b"UNIQ_KEY", b""), *found.get(b"KEYS", b"").split(b" ")) if word]
     hashes = [abs(java_hash(key.decode("utf-8", "replace"), _prefix(topic))) for key in wanted]
     return [0 if value > 0x7FFF_FFFF else value for value in hashes]
@@ -552,5 +552,5 @@ def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _prefix(topic: str) -> int:
-    """Hash of what stands before each key of a topic."""
+    """Return the hash of the text before each key of a topic."""
     return java_hash(f"{topic}#")

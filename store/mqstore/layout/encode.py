@@ -1,7 +1,7 @@
-"""Many records at once: the bytes of a contiguous batch, built with numpy (format#record).
+"""Encoding of many contiguous records at once with numpy (format#record).
 
-One record costs a `struct` pack and a join (`record.header_struct`); a record in a batch of a thousand costs a
-thousandth of a few array operations. Both give the same bytes, which the tests hold against each other.
+One record costs a `struct` pack and a join (`record.header_struct`). A record in a batch of a thousand costs a
+thousandth of a few array operations. Both give the same bytes, which tests compare.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mqstore.native import kernel
 __all__ = ["encode_copies", "encode_records", "header_dtype", "lengths_of"]
 
 _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times", "body_size")
-"""Header fields that a copy has from its source: where and when a message was born, and what it is."""
+"""Header fields that a copy takes from its source: flags, birth, attempts and body size."""
 
 
 @cache
 def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.void]:
-    """Fields 1 to 15 of a record (`HEADER_FIELDS`), everything before its body: packed, big-endian."""
+    """Return the dtype of fields 1 to 15 of a record (`HEADER_FIELDS`), before its body: packed, big-endian."""
     hosts = {"born_host": f"S{born_host_bytes}", "store_host": f"S{store_host_bytes}"}
     return np.dtype([(name, hosts.get(name, f">{code}")) for name, code in HEADER_FIELDS])
 
 
 def lengths_of(bodies: list[Any]) -> tuple[int, int] | None:
-    """Return (greatest length, sum of lengths) in bytes, None if not all `bodies` are plain bytes.
+    """Return (greatest length, sum of lengths) in bytes, or None if not all `bodies` are plain bytes.
 
     >>> lengths_of([b"ab", b"cde"]), lengths_of([]), lengths_of([b"ab", bytearray()])
     ((3, 5), (0, 0), None)
@@ -61,11 +61,11 @@ def encode_records(
     flags: list[int] | int,
     checksum: Checksum,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The bytes of `bodies` as consecutive records, and the size of each.
+    """Return the bytes of `bodies` as consecutive records, and the size of each.
 
-    `tails` are the bytes behind each body (topic length, topic, properties length, properties), one for all or one
-    each. Offsets count up from `queue_offset` and `physical_offset`; `timestamp_ms` is born and store timestamp. The
-    caller has checked limits.
+    `tails` are the bytes after each body (topic length, topic, properties length, properties), one for all or one each.
+    Offsets count up from `queue_offset` and `physical_offset`. `timestamp_ms` is the born and store timestamp. The
+    caller has checked the limits.
     """
     sys_flag = host_bits(born_host, store_host)
     if kernel is not None and checksum == "crc32c-record":
@@ -103,7 +103,7 @@ def _assembled(
     store_host: bytes,
     checksum: Checksum,
 ) -> npt.NDArray[np.uint8]:
-    """Join headers, bodies and tails to records. Sets the fields that say where and when they are stored."""
+    """Join headers, bodies and tails to records. Sets the fields of position, store time and store host."""
     count = len(headers)
     starts = np.cumsum(sizes) - sizes
     headers["size"] = sizes
@@ -144,11 +144,11 @@ def encode_copies(
     checksum: Checksum,
     attempts: int = 0,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The bytes of copies of stored records, each for a queue of its own choice, and the size of each.
+    """Return the bytes of copies of stored records, each for its own queue, and the size of each.
 
-    `heads` are what stands before the body in each source, with two IPv4 hosts; `bodies` are as stored. What says where
-    a record lies is new, `attempts` is added to `reconsume_times`, the rest of the header is taken over, all records at
-    once. Else as `encode_records`.
+    `heads` are the bytes before the body in each source, with two IPv4 hosts. `bodies` are as stored. The fields of
+    position and store are new, `attempts` is added to `reconsume_times`, and the rest of the header is copied, for all
+    records at once. Other parameters are those of `encode_records`.
     """
     count = len(heads)
     source = np.frombuffer(b"".join(heads), header_dtype(IPV4_BYTES, IPV4_BYTES))

@@ -15,8 +15,8 @@
            12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
            16  4 i32 prevEntry        the next older entry of the chain, 0 = end
 
-Entry e lies at 40 + 4 slots + 20 e. Nothing in a file tells how many slots it has: the manifest does, or a guess from
-the length.
+Entry e is at 40 + 4 slots + 20 e. A file does not contain its number of slots: the manifest has it, or it is guessed
+from the length.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ class IndexHeader(NamedTuple):
 
     @classmethod
     def decode(cls, buf: ReadableBuffer) -> IndexHeader:
-        """Read the first 40 bytes of `buf`. An indexCount of 0 reads as 1. FormatError if `buf` is shorter."""
+        """Read the first 40 bytes of `buf`. An indexCount of 0 reads as 1. Raises FormatError if `buf` is shorter."""
         with memoryview(buf) as view:
             if view.nbytes < HEADER_BYTES:
                 raise FormatError(f"an index file has at least {HEADER_BYTES} bytes, not {view.nbytes}", "header", 0)
-            # Copied first: `unpack` takes byte after byte, and another process may be writing them.
+            # Copied first: `unpack` reads byte after byte, and another process may be writing them.
             header = cls(*_HEADER.unpack(bytes(view[:HEADER_BYTES])))
         return header if header.next_entry else header._replace(next_entry=1)
 
 
 class IndexProblem(NamedTuple):
-    """A fault in an index file: `position` in bytes from its start, and the `field` that was examined."""
+    """Fault in an index file: `position` in bytes from its start, and the examined `field`."""
 
     position: int
     field: str
@@ -113,7 +113,7 @@ class IndexProblem(NamedTuple):
 
 
 def file_bytes(slots: int, entries: int) -> int:
-    """The length of a file of that shape. It has room for `entries - 1`, since entry 0 is never used.
+    """Return the length of a file of that shape. It has room for `entries - 1`, since entry 0 is never used.
 
     >>> file_bytes(100_000, 400_000)
     8400040
@@ -122,9 +122,9 @@ def file_bytes(slots: int, entries: int) -> int:
 
 
 def slots_entries_from_length(length: int) -> tuple[int, int] | None:
-    """Return the (slots, entries) of a file of `length` bytes, None if no shape fits.
+    """Return the (slots, entries) of a file of `length` bytes, or None if no shape fits.
 
-    A guess for stores without a manifest (format#sizes): it assumes four entries a slot. Other shapes may have the same
+    A guess for stores without a manifest (format#sizes). It assumes four entries a slot. Other shapes may have the same
     length.
 
     >>> slots_entries_from_length(420_000_040)
@@ -136,10 +136,10 @@ def slots_entries_from_length(length: int) -> tuple[int, int] | None:
 
 def _check_length(view: memoryview, slots: int, entries: int) -> None:
     if slots < 1 or entries < 1:
-        raise ValueError(f"an index file has slots and entries, not {slots} and {entries}")
+        raise ValueError(f"slots and entries must be at least 1, got {slots} and {entries}")
     if view.nbytes < file_bytes(slots, entries):
         raise FormatError(
-            f"{view.nbytes} bytes are no index file of {slots} slots and {entries} entries", "length", view.nbytes
+            f"{view.nbytes} bytes are too few for {slots} slots and {entries} entries", "length", view.nbytes
         )
 
 
@@ -151,20 +151,20 @@ def put_entries(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> int:
-    """Put entries in order until the file is full, and return how many went in (format#index-put).
+    """Put entries in order until the file is full. Return their number (format#index-put).
 
     `buf` is the whole file, writable. The three sequences have the same length. The caller leaves out entries that the
-    file has already (physical offsets below endPhyOffset). The bytes are those of single puts, except that entry 1 gets
+    file already has (physical offsets below endPhyOffset). The bytes are those of single puts, except that entry 1 gets
     timeDiff 0 instead of one relative to another file.
 
     Entries are stored before the header that counts them, and the header before the slots, with a fence between. So a
-    reader that takes slot, header and entry in this order never meets a number that is not there yet. Header and slots
-    are assigned whole: `pack_into` clears its target first, and a reader in another process could find no entry at all.
-    If a signal handler raises in between, header and slots are put back, so that the caller can put the same entries
-    again. If it raises behind compiled code, which cannot be interrupted, all entries are in and the header says so.
+    reader that loads slot, header and entry in this order never gets the number of a missing entry. Header and slots
+    are assigned whole. `pack_into` clears its target first, and a reader in another process could find no entry at all.
+    If a signal handler raises in between, header and slots are restored, so that the caller can put the same entries
+    again. If it raises after compiled code, which cannot be interrupted, the header counts all entries.
 
     Raises ValueError for a negative hash or unequal lengths. Raises FormatError for a short buffer or an indexCount
-    that no file of this shape has. Nothing was written then.
+    that is impossible in this shape. Then nothing was written.
     """
     with memoryview(buf) as view:
         _check_length(view, slots, entries)
@@ -191,7 +191,7 @@ def _put_each(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> None:
-    """Put at least one entry, and no more than fit, in the manner of `put_entries`."""
+    """Put at least one entry, and no more than fit, as `put_entries` does."""
     rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
     if any(not 0 <= key_hash <= _MAX_I32 for key_hash, _, _ in rows):
         raise ValueError("a key hash must be within 0..2147483647")
@@ -210,7 +210,7 @@ def _put_each(
         if previous is None:
             (previous,) = _SLOT.unpack_from(buf, slot)
             stored[slot] = previous
-            if not 0 < previous <= number:  # empty, or what no chain can have led to
+            if not 0 < previous <= number:  # empty, or damaged: no entry has this number yet
                 previous = 0
                 opened += 1
         newest[slot] = number
@@ -239,30 +239,30 @@ def _put_each(
 
 
 def _link(view: memoryview, numbers: Mapping[int, int]) -> None:
-    """Let slots, named by their position, lead to the entries of these numbers."""
+    """Point slots, given by their position, to the entries of these numbers."""
     for slot, number in numbers.items():
         view[slot : slot + SLOT_BYTES] = _SLOT.pack(number)
 
 
 def _wrapped(value: int) -> int:
-    """Wrap a counter that damage set next to the limit, as Java does."""
+    """Wrap a counter that damage has set near the limit, as Java does."""
     return (value + 0x8000_0000) % 0x1_0000_0000 - 0x8000_0000
 
 
 def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
     """Return physical offsets of entries with this hash and a time in `[begin_ms, end_ms]`, newest first.
 
-    At most `limit` entries. An entry knows its time to the second, so up to 999 ms before `begin_ms` are included.
-    Compare topic, key and store time with the record. The caller chooses files by begin and end of their headers.
+    Returns at most `limit`. Entries have whole seconds, so up to 999 ms before `begin_ms` are included. Compare topic,
+    key and store time with the record. The caller chooses files by begin and end of their headers.
 
-    A chain ends at 0, at a number that was not given out, at an entry older than `begin_ms`, and where it does not lead
-    to an older entry. So it ends in any file, however damaged. FormatError if `buf` is shorter than header and slots.
+    A chain ends at 0, at an unused number, at an entry older than `begin_ms`, and where it does not point to an older
+    entry. So it ends in any file, however damaged. Raises FormatError if `buf` is shorter than header and slots.
     """
     with memoryview(buf) as view:
         table = HEADER_BYTES + SLOT_BYTES * slots
         if slots < 1 or view.nbytes < table:
-            raise FormatError(f"{view.nbytes} bytes are no index file of {slots} slots", "length", view.nbytes)
-        # Slot before header: see put_entries.
+            raise FormatError(f"{view.nbytes} bytes are too few for {slots} slots", "length", view.nbytes)
+        # The slot is loaded before the header, the reverse of the order in `put_entries`.
         slot = HEADER_BYTES + SLOT_BYTES * (key_hash % slots)
         (number,) = _SLOT.unpack(bytes(view[slot : slot + SLOT_BYTES]))
         fence()
@@ -277,10 +277,10 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
             if seconds < 0:
                 break
             if number == 1:
-                seconds = 0  # RocketMQ counts that one from the end of the file before (format#index-put)
+                seconds = 0  # RocketMQ counts the first one from the end of the previous file (format#index-put)
             time = header.begin_timestamp_ms + _SECOND_MS * seconds
             if time < earliest:
-                break  # what follows is older still
+                break  # the rest of the chain is even older
             if stored_hash == key_hash and time <= end_ms:
                 found.append(physical_offset)
             if previous >= number:
@@ -290,12 +290,12 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
 
 
 def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProblem]:
-    """Return the faults of a whole index file, an empty list for one that Java's engine or ours wrote.
+    """Return the faults of a whole index file, an empty list for a file that Java's engine or ours wrote.
 
-    Checked are the length, and the header against the entries that it counts. Each slot and entry must lead to an older
+    Checks the length, and the header against the entries that it counts. Each slot and entry must point to an older
     entry of the same slot. The first fault of each kind is reported, with their number.
 
-    Not checked are the records that entries point at, and the header's two times, since clocks step back.
+    Does not check the records that entries point to, or the header's two times, since clocks step back.
     """
     with memoryview(buf) as view:
         length = view.nbytes
@@ -313,7 +313,7 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
-        # Nothing can be said of entries when it is not known which there are.
+        # Without a valid count it is unknown which entries exist.
         detail = f"{header.next_entry} in a file of {entries} entries"
         return [*problems, IndexProblem(_NEXT_ENTRY_AT, "indexCount", detail)]
 
@@ -338,7 +338,7 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     report(wrong, first_entry + ENTRY_OFFSET_AT, ENTRY_BYTES, "physicalOffset", physical_offset)
     seconds = used["seconds"].astype(np.int64)
     report(seconds < 0, first_entry + _ENTRY_SECONDS_AT, ENTRY_BYTES, "timeDiff", seconds)
-    # previous < number makes loops impossible; equal slots all along a chain make every entry reachable by its key.
+    # previous < number makes loops impossible. Equal slots all along a chain make every entry reachable by its key.
     slot = key_hash % slots
     astray = (previous < 0) | (previous >= number)
     linked = np.flatnonzero(~astray & (previous > 0))

@@ -1,9 +1,9 @@
-"""Java's `String.hashCode`, the hash behind tags codes and index slots, of one string or of many.
+"""Java's `String.hashCode`, the hash of tags codes and index slots, for one string or many.
 
     h = 0;  h = h * 31 + unit   for each UTF-16 code unit, in wrapping 32-bit arithmetic, read as signed
 
 A character outside the BMP counts as its two surrogates. The hash of `a + b` is the hash of `b` started from the hash
-of `a`. So a prefix that many strings share ("topic#") is hashed once and handed in as `initial`.
+of `a`. So a prefix that many strings share ("topic#") is hashed once and passed as `initial`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["index_hash", "java_hash", "java_hash_many", "tag_hash"]
 _MASK = 0xFFFF_FFFF
 _SIGN = 0x8000_0000
 
-# Bytes worked on at a time, padding included: the work arrays of so many stay in the second-level cache.
+# Bytes processed at a time, padding included: work arrays of this size stay in the second-level cache.
 _BLOCK_BYTES = 16_384
 
 
 def java_hash(text: str, initial: int = 0) -> int:
-    """`text.hashCode()` as Java computes it, a signed 32-bit integer (format#tags-code).
+    """Return `text.hashCode()` as Java computes it, a signed 32-bit integer (format#tags-code).
 
-    `initial` is the hash of what stands before `text`. Lone surrogates count as the code unit they are.
+    `initial` is the hash of the text before `text`. A lone surrogate counts as its code unit.
 
     >>> java_hash("TagA"), java_hash("polygenelubricants")
     (2598919, -2147483648)
@@ -46,14 +46,14 @@ def java_hash(text: str, initial: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def tag_hash(tags: str) -> int:
-    """Return `java_hash` of a TAGS string, cached: tags are few and repeat (format#tags-code)."""
+    """Return `java_hash` of a TAGS string, cached, since tags are few and repeat (format#tags-code)."""
     return java_hash(tags)
 
 
 def index_hash(key: str) -> int:
-    """The non-negative hash of an index key `topic#key` (format#key-hash).
+    """Return the non-negative hash of an index key `topic#key` (format#key-hash).
 
-    Java takes `Math.abs`, which leaves -2147483648 negative, and then puts 0 in its place.
+    Java uses `Math.abs`, which leaves -2147483648 negative, and then replaces it by 0.
 
     >>> index_hash("polygenelubricants"), index_hash("pay-ok")
     (0, 995269343)
@@ -65,11 +65,11 @@ def index_hash(key: str) -> int:
 def java_hash_many(
     data: npt.NDArray[np.uint8], starts: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.int32]:
-    """The hashes of many UTF-8 strings, int32, in the order given.
+    """Return the hashes of many UTF-8 strings, int32, in the given order.
 
-    String i is the `sizes[i]` bytes from `starts[i]` of `data`; they may overlap, in any order. Each counts as the
-    string that Java would make of it: UTF-8 decoded with replacement. Those that are not plain ASCII are decoded and
-    hashed one by one. Raises ValueError for one that does not lie inside the array.
+    String i is the `sizes[i]` bytes from `starts[i]` of `data`. They may overlap and be in any order. Each is hashed as
+    Java would decode it: UTF-8 with replacement. Strings that are not plain ASCII are decoded and hashed one by one.
+    Raises ValueError for a string outside the array.
     """
     row_starts = np.asarray(starts, dtype=np.int64)
     row_sizes = np.asarray(sizes, dtype=np.int64)
@@ -78,9 +78,9 @@ def java_hash_many(
         raise ValueError(f"{count} starts but {len(row_sizes)} sizes")
     if count == 0:
         return np.zeros(0, dtype=np.int32)
-    # `starts > length - sizes` rather than `starts + sizes > length`: sums of hostile values may wrap round.
+    # `starts > length - sizes` instead of `starts + sizes > length`: sums of hostile values may wrap round.
     if row_starts.min() < 0 or row_sizes.min() < 0 or bool((row_starts > len(data) - row_sizes).any()):
-        raise ValueError("a row does not lie inside the array of bytes")
+        raise ValueError("a row is not inside the array of bytes")
 
     hashes = np.empty(count, dtype=np.uint32)
     foreign = np.empty(count, dtype=np.bool_)  # rows that are not plain ASCII
@@ -101,14 +101,14 @@ def java_hash_many(
 def _hash_block(
     data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-    """Hashes of rows sorted by falling size, as if all were ASCII, and which of them are not.
+    """Return hashes of rows sorted by descending size, as if all were ASCII, and a mask of rows that are not ASCII.
 
-    The rows stand right-aligned in a matrix, so that column j of all of them has the same power of 31 as its weight.
+    The rows are right-aligned in a matrix, so that column j of all rows has the same power of 31 as its weight.
     """
     width = int(sizes[0])
     powers = _powers(1 << width.bit_length())
     positions = (starts + (sizes - width))[:, np.newaxis] + np.arange(width)
-    units = data.take(positions, mode="clip")  # clipped: the padding of the first rows may lie before the array
+    units = data.take(positions, mode="clip")  # clipped: the padding of the first rows may be before the array
     if sizes[-1] < width:
         units[positions < starts[:, np.newaxis]] = 0
     hashes = units.astype(np.uint32) @ powers[len(powers) - width :]
@@ -117,7 +117,7 @@ def _hash_block(
 
 @lru_cache(maxsize=32)
 def _powers(count: int) -> npt.NDArray[np.uint32]:
-    """31 ** (count - 1), ..., 31, 1 modulo 2 ** 32."""
+    """Return 31 ** (count - 1), ..., 31, 1 modulo 2 ** 32."""
     powers = np.full(count, 31, dtype=np.uint32)
     powers[0] = 1
     result: npt.NDArray[np.uint32] = np.cumprod(powers, dtype=np.uint32)[::-1].copy()

@@ -1,7 +1,7 @@
-"""Decoding of JSON. No other module decodes it, since the text may come from a store that anybody has written.
+"""Decoding of JSON. No other module decodes it, since the text may come from a store written by anyone.
 
 Python's decoder calls itself for each level of nesting, and a value takes up to 600 times its bytes in memory. So depth
-and size are bounded before anything is decoded (`Limits`).
+and size are checked before anything is decoded (`Limits`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Limits(NamedTuple):
     values: int
     """Maximum number of commas and opening brackets, wherever they are."""
     strict: bool
-    """True if NaN and infinite numbers are refused, which cannot be written again."""
+    """True to refuse NaN and infinite numbers, which cannot be written again."""
 
 
 STORE = Limits(depth=64, size=32 << 20, values=1_000_000, strict=True)
-"""Bounds of what the engine or a Java broker writes: files, records and notes."""
+"""Bounds for text written by the engine or a Java broker: files, records and notes."""
 BODY = Limits(depth=500, size=1 << 31, values=1 << 31, strict=False)
-"""Bounds of what applications write: bodies of messages, and lines to import."""
+"""Bounds for text written by applications: bodies of messages, and lines to import."""
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def decode(text: str | bytes, limits: Limits = STORE, *, pairs: Callable[[list[Any]], Any] | None = None) -> Any:
-    """Return the value of a JSON text. Bytes are UTF-8, or what their first four say.
+    """Return the value of a JSON text. Bytes are UTF-8, or the encoding shown by their first four.
 
-    `pairs` makes a value of an object's members, and may raise ValueError. Raises FormatError for everything that is
-    not JSON, or beyond `limits`. Its `position` counts characters.
+    `pairs` builds a value from an object's members, and may raise ValueError. Raises FormatError for text that is not
+    JSON, or is beyond `limits`. Its `position` counts characters.
 
     >>> decode(b'{"so":7,"d":[0,1]}')
     {'so': 7, 'd': [0, 1]}
@@ -86,7 +86,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _finite(digits: str) -> float:
     if math.isinf(number := float(digits)):  # 1e999
-        raise ValueError(f"a number beyond all bounds ({len(digits)} characters)")
+        raise ValueError(f"a number is too large ({len(digits)} characters)")
     return number
 
 

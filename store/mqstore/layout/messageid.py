@@ -2,7 +2,7 @@
 
     storeHost (address 4 or 16 bytes, port i32) | physicalOffset i64        as upper-case hex: 32 or 56 characters
 
-The *unique key* (property UNIQ_KEY) may look the same and is something else: it is opaque to the store.
+The *unique key* (property UNIQ_KEY) may look the same but is something else. It is opaque to the store.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _OFFSET = struct.Struct(">q")
 
 
 class MessageId(NamedTuple):
-    """A decoded message id: `host` as `ip:port` or `[v6]:port`, and the physical offset in its log."""
+    """Decoded message id: `host` as `ip:port` or `[v6]:port`, and the physical offset in its log."""
 
     host: str
     physical_offset: int
 
 
 def encode_message_id(store_host: bytes, physical_offset: int) -> str:
-    """The id of the record at `physical_offset` in the store of `store_host` (8 or 20 encoded bytes).
+    """Return the id of the record at `physical_offset` in the store of `store_host` (8 or 20 encoded bytes).
 
-    Raises `FormatError` when the host has another length or the offset does not fit an i64.
+    Raises `FormatError` if the host has another length or the offset does not fit an i64.
 
     >>> encode_message_id(bytes.fromhex("c0a8010a00002a9f"), 1024)
     'C0A8010A00002A9F0000000000000400'
@@ -62,7 +62,7 @@ def decode_message_id(text: str) -> MessageId:
         data = bytes.fromhex(text)
     except ValueError as error:
         raise FormatError(f"message id {text!r} is not hex", "message_id", 0) from error
-    if 2 * len(data) != len(text):  # bytes.fromhex passes over blanks
+    if 2 * len(data) != len(text):  # bytes.fromhex ignores blanks
         raise FormatError(f"message id {text!r} is not hex", "message_id", 0)
     host, offset = data[: -_OFFSET.size], data[-_OFFSET.size :]
     return MessageId(decode_host(host), _OFFSET.unpack(offset)[0])

@@ -1,7 +1,7 @@
 """The `name 01 value 02` pairs in the properties of many records, found in a few array passes.
 
-The properties of all records are laid end to end, each closed by an 02, so that every pair of every record ends at an
-02. Pairs are told from junk as `decode_properties` does (format#properties), but without a Python object per record.
+The properties of all records are concatenated, each closed by an 02, so that every pair of every record ends at an 02.
+Pairs are separated from junk as in `decode_properties` (format#properties), but without a Python object per record.
 
 Damaged bytes give useless pairs, never a read outside the data.
 """
@@ -30,7 +30,7 @@ def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
     starts[:1] = 0
     starts[1:] = ends[:-1] + 1
     separator = np.flatnonzero(data == 1)
-    if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # else they alternate
+    if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # they do not alternate
         separators = np.append(separator, len(data))
         separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
     # The parse rule of format#properties: at least three characters, a name, a separator, a value.
@@ -41,11 +41,11 @@ def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
 
 
 class Pairs:
-    """Pairs of many blobs, in their order. All attributes are arrays with an element a pair.
+    """Pairs of many blobs, in their order. All attributes are arrays with one element for each pair.
 
-    `blob`: which blob it is in. `start` and `name_size` are those of the name in `data`, `value` and `value_size` those
-    of the value. `distinct` is True if no blob has a name twice, and all are ASCII. It is also False if nobody has
-    looked.
+    `blob` is the index of its blob. `start` and `name_size` locate the name in `data`, `value` and `value_size` the
+    value. `distinct` is True if no blob has a name twice, and all are ASCII. It is also False if this was not checked.
+
 
     >>> pairs = Pairs.of([b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2", b"", b"TAGS\\x01b\\x02TAGS\\x01c\\x02"])
     >>> pairs.blob.tolist(), pairs.value_size.tolist(), pairs.named(b"TAGS").tolist()
@@ -55,7 +55,7 @@ class Pairs:
     def __init__(self, data: npt.NDArray[np.uint8], blob_ends: _Int64s) -> None:
         """Find the pairs in `data`.
         `blob_ends` are the ascending positions in `data` of the 02 that closes each blob. The last one closes `data`. A
-        blob may have an 02 of its own before that."""
+        blob may contain further 02s."""
         self.data = data
         self._blob_ends = blob_ends
         if kernel is not None:
@@ -73,7 +73,7 @@ class Pairs:
 
     @classmethod
     def of(cls, blobs: Sequence[bytes]) -> Pairs:
-        """The pairs of `blobs`, each the properties of a record as stored."""
+        """Return the pairs of `blobs`, each the properties of a record as stored."""
         data = np.frombuffer(b"\x02".join(blobs) + b"\x02", np.uint8)
         sizes = np.fromiter(map(len, blobs), np.int64, len(blobs))
         return cls(data, np.cumsum(sizes + 1) - 1)
@@ -83,7 +83,7 @@ class Pairs:
 
     @cached_property
     def blob(self) -> _Int64s:
-        # How many pairs end by the end of each blob: fewer look-ups than the blob of each pair.
+        # Count the pairs that end by the end of each blob. That needs fewer look-ups than the blob of each pair.
         pairs = np.searchsorted(self._ends, self._blob_ends, "right")
         pairs[1:] -= pairs[:-1].copy()
         found: _Int64s = np.repeat(np.arange(len(pairs)), pairs)
@@ -91,17 +91,17 @@ class Pairs:
 
     @cached_property
     def _words(self) -> npt.NDArray[np.uint32]:
-        """The four bytes at any position, as a big-endian number."""
+        """Return an array with the four bytes at each position as a big-endian number."""
         return everywhere(self.data, ">u4")
 
     @cached_property
     def _heads(self) -> npt.NDArray[np.uint32]:
-        # A pair has at least three bytes and the 02 behind it, so four bytes from its start lie inside.
+        # A pair has at least three bytes and the 02 after it, so four bytes from its start are inside.
         heads: npt.NDArray[np.uint32] = self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
         return heads
 
     def named(self, name: bytes) -> npt.NDArray[np.intp]:
-        """The pairs of that name, one a blob at most: of several the last one wins. Names of 4 or 8 bytes."""
+        """Return the pairs with a name of 4 or 8 bytes, at most one for each blob. Of several, the last one wins."""
         pairs = np.flatnonzero((self.name_size == len(name)) & (self._heads == int.from_bytes(name[:4], "big")))
         if len(name) == 8 and len(pairs):
             pairs = pairs[self._words[self.start[pairs] + 4] == int.from_bytes(name[4:], "big")]

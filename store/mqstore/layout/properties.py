@@ -2,7 +2,7 @@
 
     name 0x01 value 0x02   name 0x01 value 0x02   ...          UTF-8, no escaping, at most 32767 bytes together
 
-    CRC tail, the last 20 bytes of such a record:
+    CRC tail, the last 20 bytes of a record that has one:
     5F 5F 43 52 43 33 32 23 "__CRC32#" | 01 | ten ASCII digits, LEAST significant first | 02
 
 The names are RocketMQ's (`MessageConst`).
@@ -60,14 +60,14 @@ _OTHERS: Final = (
     "MSG_TYPE INSTANCE_ID BUYER_ID EXTEND_UNIQ_INFO __BORNHOST BORN_TIMESTAMP CORRELATION_ID REPLY_TO_CLIENT TTL "
     "ARRIVE_TIME PUSH_REPLY_TIME TRANSFER_FLAG CORRECTION_FLAG MQ2_FLAG REDIRECT PROPERTY_FORWARD_QUEUE_ID"
 )
-"""Reserved names of RocketMQ that nothing here reads."""
+"""Reserved names of RocketMQ that mqstore does not read."""
 
 RESERVED: Final = frozenset(_OTHERS.split()).union(
     value for name, value in [*globals().items()] if name.isupper() and name[0] != "_" and isinstance(value, str)
 )
 """All names above."""
 
-# Properties of this prefix ride with a request and must not be stored.
+# Properties with this prefix belong to a request and must not be stored.
 TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
 
 
@@ -87,7 +87,7 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
     """Return the stored bytes: pairs in the order of the mapping, without those whose value is None.
 
     Raises `InvalidMessageError` (field "properties") for an empty name or value, and for 0x01 or 0x02 in either, since
-    there is no escaping. It also raises it for text that UTF-8 cannot hold, and beyond 32767 bytes.
+    there is no escaping. Also raises it for text that UTF-8 cannot encode, and beyond 32767 bytes.
 
     >>> encode_properties({"TAGS": "a", "WAIT": None})
     b'TAGS\\x01a\\x02'
@@ -99,7 +99,7 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
         if not name or not value:
             raise InvalidMessageError(f"property {name!r} has an empty {'value' if name else 'name'}", "properties")
         if "\x01" in name or "\x02" in name or "\x01" in value or "\x02" in value:
-            raise InvalidMessageError(f"property {name[:80]!r} holds a separator (0x01 or 0x02)", "properties")
+            raise InvalidMessageError(f"property {name[:80]!r} contains a separator (0x01 or 0x02)", "properties")
         pieces.append(f"{name}\x01{value}\x02")
     try:
         data = "".join(pieces).encode("utf-8")
@@ -115,8 +115,8 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
 def decode_properties(data: bytes) -> dict[str, str]:
     """Decode properties as leniently as RocketMQ does (format#properties). Never fails.
 
-    A piece without a name, without a value or without 0x01 is passed over. The first 0x01 of a piece separates. The
-    last of several equal names wins. Bytes that are not UTF-8 become U+FFFD.
+    A piece without a name, without a value or without 0x01 is ignored. The first 0x01 of a piece separates. The last of
+    several equal names wins. Bytes that are not UTF-8 become U+FFFD.
 
     >>> decode_properties(b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2")
     {'TAGS': 'a', 'KEYS': 'k1 k2'}
@@ -137,9 +137,9 @@ CRC_TAIL_BYTES: Final = len(_TAIL_START) + _TAIL_DIGITS + len(PAIR_END)
 
 
 def decode_crc_tail(properties: bytes) -> int | None:
-    """The value in the CRC tail that closes `properties`, None when there is no tail.
+    """Return the value in the CRC tail that closes `properties`, or None without a tail.
 
-    Raises `FormatError` (position within `properties`) when a tail begins there but its digits or its end are damaged.
+    Raises `FormatError` (position within `properties`) if a tail begins there but its digits or its end are damaged.
     """
     start = len(properties) - CRC_TAIL_BYTES
     if not properties.startswith(_TAIL_START, max(start, 0)) or start < 0:

@@ -1,4 +1,4 @@
-"""The commitlog record: decode, check (format#record). Module `encode` makes many at once, and `scan` reads many.
+"""The commitlog record: decoding and checking (format#record). `encode` builds many at once, `scan` reads many.
 
     #  field                      size  offset (IPv4/IPv4)
     1  totalSize                  i32     0   length of the whole record
@@ -7,7 +7,7 @@
     4  queueId                    i32    12
     5  flag                       i32    16   the user's, opaque
     6  queueOffset                i64    20
-    7  physicalOffset             i64    28   where byte 0 of this record lies in the log
+    7  physicalOffset             i64    28   position of byte 0 of this record in the log
     8  sysFlag                    i32    36
     9  bornTimestamp              i64    40   ms
     10 bornHost                   B      48   8 bytes, or 20 with sysFlag bit 4
@@ -19,12 +19,12 @@
     16 topicLength                i8 (V1) or i16 (V2), then the topic, t bytes of UTF-8
     17 propertiesLength           i16         then the properties, p bytes (`properties`)
 
-    BLANK, the rest of a segment that no record fits:
+    BLANK, the unused end of a segment:
     totalSize i32 = bytes to the segment's end | magic i32 CBD43194 | anything
 
 Checksum `crc32-body` (profile rocketmq): crc32(body) with the sign bit cleared, 0 for an empty body.
 Checksum `crc32c-record` (profile mqstore): crc32c over all totalSize bytes, with bytes 8..11 taken as zero.
-The manifest says which of the two a store uses. Neither that nor the segment stands in a record.
+The manifest has the store's checksum. A record contains neither its checksum's kind nor its segment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 Checksum = Literal["crc32c-record", "crc32-body"]
 
-# Magic codes as the signed integers that they are on disk.
+# Magic codes as signed integers, as they are on disk.
 MAGIC_V1: Final = 0xDAA320A7 - 0x1_0000_0000
 MAGIC_V2: Final = 0xDAA320AB - 0x1_0000_0000
 MAGIC_BLANK: Final = 0xCBD43194 - 0x1_0000_0000
@@ -75,7 +75,7 @@ BORN_HOST_AT: Final = BORN_TIMESTAMP_AT + 8
 BODY_LENGTH_BYTES: Final = 4
 PROPERTIES_LENGTH_BYTES: Final = 2
 
-# Positions of a record whose two hosts are IPv4; `*_at(sys_flag)` below gives them for any record.
+# Positions in a record whose two hosts are IPv4. `*_at(sys_flag)` below returns them for any record.
 STORE_TIMESTAMP_AT_V4: Final = BORN_HOST_AT + IPV4_BYTES
 STORE_HOST_AT_V4: Final = STORE_TIMESTAMP_AT_V4 + 8
 RECONSUME_TIMES_AT_V4: Final = STORE_HOST_AT_V4 + IPV4_BYTES
@@ -85,7 +85,7 @@ BODY_AT_V4: Final = BODY_LENGTH_AT_V4 + BODY_LENGTH_BYTES
 
 IPV6_EXTRA: Final = IPV6_BYTES - IPV4_BYTES
 
-# sysFlag bits (format#flags). Bits not named here are kept as they come.
+# sysFlag bits (format#flags). Other bits are kept unchanged.
 COMPRESSED: Final = 0x001
 TRANSACTION_MASK: Final = 0x00C
 TRANSACTION_PREPARED: Final = 0x004
@@ -104,7 +104,7 @@ MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
 MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + PROPERTIES_LENGTH_BYTES  # no body, no topic, no properties, V1
 BLANK_BYTES: Final = 8
 
-_SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels; the one topic whose records are judged by their topic
+_SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels. The only topic whose records have a rule of their topic
 
 _BLANK: Final = struct.Struct(">ii")
 _START: Final = struct.Struct(">iii")
@@ -126,13 +126,13 @@ def _head(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
     return struct.Struct(">" + "".join(hosts.get(name, code) for name, code in HEADER_FIELDS))
 
 
-# All of them in one go, for the four combinations of host sizes: index = sysFlag >> 4 & 3.
+# One struct for all fields, for the four combinations of host sizes: index = sysFlag >> 4 & 3.
 _HEADS: Final = tuple(_head(born, store) for store in (IPV4_BYTES, IPV6_BYTES) for born in (IPV4_BYTES, IPV6_BYTES))
 
 
 def header_struct(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
     """Return the struct of fields 1 to 15, all before the body, for hosts of these lengths (8 or 20).
-    For callers that pack many records of one shape. It checks no arguments."""
+    For callers that pack many records of one shape. It does not check its arguments."""
     return _HEADS[(born_host_bytes == IPV6_BYTES) + 2 * (store_host_bytes == IPV6_BYTES)]
 
 
@@ -147,8 +147,8 @@ def body_length_at(sys_flag: int) -> int:
 
 
 class Record(NamedTuple):
-    """Fields of a record as stored: the body maybe compressed, hosts and properties encoded.
-    Names that are not UTF-8 can only be told by `topic_bytes` (format#names)."""
+    """Fields of a record as stored: the body may be compressed, hosts and properties are encoded.
+    Only `topic_bytes` distinguishes names that are not UTF-8 (format#names)."""
 
     total_size: int
     magic: int
@@ -180,7 +180,7 @@ class Record(NamedTuple):
 
     @property
     def message_id(self) -> str:
-        """The offset message id: address of this copy (format#ids)."""
+        """Offset message id, the address of this copy (format#ids)."""
         return encode_message_id(self.store_host, self.physical_offset)
 
 
@@ -194,7 +194,7 @@ def encode_blank(size: int) -> bytes:
     '00000064cbd43194'
     """
     if size < BLANK_BYTES:
-        raise ValueError(f"a BLANK needs {BLANK_BYTES} bytes, only {size} are left: the record before it was too long")
+        raise ValueError(f"a BLANK needs {BLANK_BYTES} bytes, but {size} are left, so the last record was too long")
     return _BLANK.pack(size, MAGIC_BLANK)
 
 
@@ -207,7 +207,7 @@ _HOST_BITS: Final = {
 
 
 def host_bits(born_host: bytes, store_host: bytes) -> int:
-    """Return the sysFlag bits for two encoded hosts. InvalidMessageError if a length is wrong."""
+    """Return the sysFlag bits for two encoded hosts. Raises InvalidMessageError if a length is wrong."""
     bits = _HOST_BITS.get((len(born_host), len(store_host)))
     if bits is None:
         field, host = ("born_host", born_host)
@@ -236,20 +236,20 @@ def _measure(view: memoryview, position: int, end: int) -> _Shape:
     """Follow the lengths in the record at `position`, up to `end`. FormatError names the first wrong one."""
     available = end - position
     if available < MIN_RECORD_BYTES:
-        raise FormatError(f"{available} bytes are left, no record is that short", "total_size", position)
+        raise FormatError(f"{available} bytes are left, too few for a record", "total_size", position)
     total_size, magic = _BLANK.unpack_from(view, position)
     if magic not in (MAGIC_V1, MAGIC_V2):
-        raise FormatError(f"magic {magic & 0xFFFFFFFF:08X} is that of no record", "magic", position + MAGIC_AT)
+        raise FormatError(f"magic {magic & 0xFFFFFFFF:08X} is not a record's", "magic", position + MAGIC_AT)
     if not MIN_RECORD_BYTES <= total_size <= available:
         raise FormatError(
-            f"a record of {total_size} bytes, possible are {MIN_RECORD_BYTES}..{available}", "total_size", position
+            f"a record of {total_size} bytes, but {MIN_RECORD_BYTES}..{available} are possible", "total_size", position
         )
     end = position + total_size
     (sys_flag,) = _I32.unpack_from(view, position + SYS_FLAG_AT)
     head_struct = _HEADS[sys_flag >> 4 & 3]
     body_at = position + head_struct.size
     if body_at > end:
-        raise FormatError("the hosts that sysFlag promises do not fit", "sys_flag", position + SYS_FLAG_AT)
+        raise FormatError("the hosts that sysFlag requires do not fit", "sys_flag", position + SYS_FLAG_AT)
     head = head_struct.unpack_from(view, position)
     body_size = head[-1]
     topic_length = _I8 if magic == MAGIC_V1 else _I16
@@ -273,10 +273,10 @@ def _measure(view: memoryview, position: int, end: int) -> _Shape:
 
 
 def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None = None) -> Record:
-    """The record that starts at `buf[position]` and ends before `limit` (default: the end of `buf`).
+    """Return the record that starts at `buf[position]` and ends before `limit` (default: the end of `buf`).
 
-    All values are copied out. Checks the lengths inside against totalSize, and nothing else: neither checksum nor
-    physical offset (`check_record` does). Raises `FormatError` with the field and its position in `buf`.
+    All values are copied. Only compares the inner lengths with totalSize, and neither checksum nor physical offset
+    (`check_record` does). Raises `FormatError` with the field and its position in `buf`.
     """
     with memoryview(buf) as view:
         end = view.nbytes if limit is None else min(limit, view.nbytes)
@@ -295,11 +295,11 @@ def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None =
 
 
 class Check(NamedTuple):
-    """Kind and size of what lies at a position of the log (format#verifies).
+    """Kind and size of the bytes at a position of the log (format#verifies).
 
-    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size` is the
-    number of bytes to the next position for "ok" and "blank". For "bad" it is the record's claim if it can be believed
-    (magic and lengths fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
+    `status`: "ok" for a record that verifies, "blank" for a BLANK that fills its segment, "bad" for anything else.
+    `size` is the number of bytes to the next position for "ok" and "blank". For "bad" it is the record's claim if it is
+    credible (magic and lengths fit), else 0. `detail` and `field` describe the fault. Otherwise both are empty.
     """
 
     status: Literal["ok", "blank", "bad"]
@@ -309,12 +309,12 @@ class Check(NamedTuple):
 
 
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
-    """Check for a record, or the BLANK that ends the segment, at `buf[position]`. Raises nothing.
+    """Check for a record, or the BLANK that ends the segment, at `buf[position]`. Never raises.
 
-    `limit` is the index in `buf` of the segment's end. If `buf` ends earlier, only what it holds is looked at.
-    `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
-    offset: a stale one from a recycled file must not come back. No length may be negative, and the topic may not be
-    empty. The checksum is the profile's. A `__CRC32#` tail must fit if there is one, and a BLANK must end with its
+    `limit` is the index in `buf` of the segment's end. If `buf` ends earlier, only its bytes are checked.
+    `physical_offset` is the position of `position` in the log. Unlike in RocketMQ, a record must claim exactly that
+    offset, since a stale record of a recycled file must not reappear. No length may be negative, and the topic must not
+    be empty. The checksum is the profile's. A `__CRC32#` tail must fit if there is one, and a BLANK must end with its
     segment.
     """
     if kernel is not None and checksum == "crc32c-record":
@@ -343,9 +343,7 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
             return Check("bad", total_size, detail, field)
 
         if shape.head[6] != physical_offset:
-            return bad(
-                f"the record says it lies at {shape.head[6]}, but it lies at {physical_offset}", "physical_offset"
-            )
+            return bad(f"the record claims position {shape.head[6]}, but is at {physical_offset}", "physical_offset")
         if shape.topic_size == 0:
             return bad("the topic is empty", "topic")
         stored = shape.head[2]
@@ -374,17 +372,17 @@ _NUMBER: Final = re.compile(r"[+-]?[0-9]+")
 
 
 def unreadable_number(topic: bytes, properties: bytes) -> str:
-    """Return why RocketMQ cannot dispatch a record of these properties, "" if it can (format#verifies).
-    DELAY must be a number in the schedule topic, INNER_NUM and INNER_BASE must be numbers wherever they stand."""
+    """Return why RocketMQ cannot dispatch a record with these properties, or "" if it can (format#verifies).
+    DELAY must be a number in the schedule topic. INNER_NUM and INNER_BASE must be numbers in every topic."""
     if topic != _SCHEDULE_TOPIC and b"INNER_" not in properties:
-        return ""  # all ordinary records: no need to take the properties apart
+        return ""  # all ordinary records: their properties need not be parsed
     values = decode_properties(properties)
     wanted = [(INNER_NUM, 16), (INNER_BASE, 64)]
     if topic == _SCHEDULE_TOPIC:
         wanted.append((DELAY, 32))
     for name, bits in wanted:
         text = values.get(name)
-        # Longer texts are not numbers of 64 bits either, and int() of a huge one is slow or refused.
+        # Longer texts are not 64-bit numbers either, and int() of a huge one is slow or refused.
         if text is not None and (
             len(text) > 40 or not _NUMBER.fullmatch(text) or not -(1 << bits - 1) <= int(text) < 1 << bits - 1
         ):
@@ -404,7 +402,7 @@ def _record_checksum(view: memoryview, position: int, size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _checksum_start(total_size: int, magic: int) -> int:
-    """Return crc32c behind the checksum field, taken as zero. It depends on the first two fields alone."""
+    """Return crc32c after the checksum field, read as zero. It depends on the first two fields alone."""
     return crc32c.crc32c(_START.pack(total_size, magic, 0))
 
 

@@ -1,22 +1,22 @@
-"""Many records at once: walk, read and verify a stretch of commitlog with numpy (format#record).
+"""Walk, read and verify many records of a commitlog at once with numpy (format#record).
 
-The speed centre of recovery, dispatch, verification and columnar reads: it makes no Python object per record where it
-can avoid it. Positions are relative to the buffer. The byte table and all constants are those of `record`.
+Recovery, dispatch, verification and columnar reads get their speed here: there is no Python object per record where it
+can be avoided. Positions are relative to the buffer. `record` has the byte table and all constants.
 
-    read_run     consecutive records that verify: the next four, in one pass where there are compiled parts
+    read_run     consecutive records that verify: the next four, in one pass with compiled parts
     walk         starts of consecutive records, by following totalSize
-    gather       their fields as arrays, each made when first asked for
-    topic_is     which of them have a topic
-    verify       which checksums hold (format#crc-tail, format#checksum)
-    find_next    the next record that verifies, wherever it starts: resynchronisation behind damage (format#opening)
-    check_place  the check of a place where no run continues: a BLANK, or damage
-    content_end  where the zeros begin in which a file ends
+    gather       their fields as arrays, each built on first use
+    topic_is     mask of the records of a topic
+    verify       mask of the records whose checksums are right (format#crc-tail, format#checksum)
+    find_next    the next record that verifies, wherever it starts: resynchronisation after damage (format#opening)
+    check_place  the check of a place where a run ends: a BLANK, or damage
+    content_end  start of the zeros at the end of a file
 
-Everything here is fed damaged bytes on purpose. Nothing reads outside the buffer, no length is trusted before it was
-compared with the room there is, and every loop moves forward by at least the smallest record.
+All functions must accept damaged bytes. Nothing reads outside the buffer, every length is compared with the available
+room before it is used, and every loop advances by at least the smallest record.
 
-Strided arrays over the buffer are used freely: `everywhere` has the value at any position, and indexing by positions
-gathers what is wanted.
+Strided arrays over the buffer are common: `everywhere` has the value at any position, and indexing by positions gathers
+the needed values.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
 _HEAD: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
-"""Header of records with two IPv4 hosts, whose fields lie at fixed positions."""
+"""Header of records with two IPv4 hosts, whose fields are at fixed positions."""
 _HEAD_BYTES: Final = _HEAD.itemsize
 _PLACES: Final = dict(_HEAD.fields or {})
 
-# Both magics begin with the same three bytes, so one of two 16-bit values stands at an even address wherever one lies.
+# Both magics begin with the same three bytes, so one of two 16-bit values is at an even address, wherever a magic is.
 _MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
 _TAIL_NAME: Final = int.from_bytes(CRC32.encode(), "big")
 _EVEN_PAIR: Final = int.from_bytes(_MAGIC_BYTES[:2], sys.byteorder)
 _ODD_PAIR: Final = int.from_bytes(_MAGIC_BYTES[1:3], sys.byteorder)
 
-_BLOCK_BYTES = 1 << 19  # looked at at once; stays in the cache between the passes over it
-_PATIENCE = 16  # times the range that `find_next` reads before it distrusts large candidates
+_BLOCK_BYTES = 1 << 19  # examined at once; stays in the cache between the passes over it
+_PATIENCE = 16  # `find_next` reads this many times its range before it distrusts large candidates
 _PAGE_BYTES = 4096
 
 # Rows of the two tables that `kernel.sweep` fills: 64 and 32 bits.
@@ -81,7 +81,7 @@ _POSITION, _QUEUE_OFFSET, _STORE_TIMESTAMP, _PROPERTIES, _PROPERTIES_SIZE, _TOPI
 _INT_ROWS: Final = 5
 _SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
 ROW_SPACE: Final = 72
-"""Items left free behind each row, since rows that begin powers of two apart share a line of the cache."""
+"""Unused items after each row, since rows that begin powers of two apart share a line of the cache."""
 
 
 def _bytes_of(buf: ReadableBuffer) -> memoryview:
@@ -92,16 +92,16 @@ def _bytes_of(buf: ReadableBuffer) -> memoryview:
 def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = None) -> tuple[_Int64s, int]:
     """Follow the chain of records that starts at `start` and stays within `end`.
 
-    Returns `(positions, stop)`: int64 starts of the records, and the position behind the last of them. A record counts
+    Returns `(positions, stop)`: int64 starts of the records, and the position after the last of them. A record counts
     if its magic is V1 or V2, and its totalSize is at least the smallest possible and does not cross `end`. Nothing else
-    is looked at. So `stop` is where a BLANK, zeros, damage or `end` lies, or the next record when `max_records` cut the
-    walk short.
+    is checked. So at `stop` there is a BLANK, zeros, damage or `end`, or the next record if `max_records` ended the
+    walk.
 
-    ValueError if the range does not lie within the buffer.
+    Raises ValueError if the range is not within the buffer.
     """
     view = _bytes_of(buf)
     if not 0 <= start <= end <= len(view):
-        raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+        raise ValueError(f"the range {start}..{end} is not within a buffer of {len(view)} bytes")
     budget = sys.maxsize if max_records is None else max_records
     if kernel is not None:
         found, stop = kernel.walk(view, start, end, budget)
@@ -135,12 +135,12 @@ def read_run(
 ) -> tuple[Headers, int, int]:
     """Return the headers of consecutive records from `start` on that verify and begin before `stop`.
 
-    At most `limit` records. `base` is the physical offset of byte 0 of `buf`: a record must lie where it says it lies.
-    All of format#verifies is checked except for numbers in properties, and for checksums if `checksums` is False.
+    Returns at most `limit`. `base` is the physical offset of byte 0 of `buf`. A record's own offset must be right. All
+    of format#verifies is checked except for numbers in properties, and for checksums if `checksums` is False.
 
-    Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, one that does not
-    verify, or `stop`, comes next. `met` is how far the pages of the buffer, a mapping, have been brought in: pass it to
-    the next call. `spares` is for callers that read range after range.
+    Returns (headers, end, met). The last record ends at `end`. If there are fewer than `limit`, the next one does not
+    verify, or `stop` comes next. `met` is the end of the mapping's pages that were loaded: pass it to the next call.
+    `spares` is for callers that read range after range.
     """
     view = _bytes_of(buf)
     if kernel is None:
@@ -164,7 +164,7 @@ def read_run(
     if good < count:
         end, count = int(longs[_POSITION, good]), good
         topics = int(ints[_TOPIC, :good].max(initial=-1)) + 1
-    if count < limit // 4:  # who keeps a few does not keep the room for many
+    if count < limit // 4:  # so that a few headers do not keep the memory of many
         longs, ints = longs[:, :count].copy(), ints[:, :count].copy()
     return Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), end, met
 
@@ -172,7 +172,7 @@ def read_run(
 def _read_run(
     view: memoryview, start: int, stop: int, base: int, checksum: Checksum, limit: int, *, checksums: bool
 ) -> tuple[Headers, int]:
-    """Read a run step by step, as `read_run` does without compiled code."""
+    """Read a run step by step: `read_run` without compiled code."""
     positions, end = walk(view, start, len(view), limit)
     if len(positions) and positions[-1] >= stop:
         inside = int(np.searchsorted(positions, stop))
@@ -198,7 +198,7 @@ def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int
     low, high = start + _record.MAGIC_AT, stop + _record.MAGIC_AT + len(_MAGIC_BYTES)
     data: npt.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
     pairs = data[low : high - (high - low) % 2].view(np.uint16)
-    if not pairs.flags.aligned:  # comparing aligned values is several times faster; a magic at `low` shows one behind
+    if not pairs.flags.aligned:  # comparing aligned values is much faster. A magic at `low` also shows one byte later
         low += 1
         pairs = data[low : high - (high - low) % 2].view(np.uint16)
     odd = pairs == _ODD_PAIR
@@ -217,7 +217,7 @@ def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
 
 
 def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
-    """Read the big-endian integers at `positions`, in native order. IndexError if one is outside."""
+    """Return the big-endian integers at `positions`, in native order. Raises IndexError if one is outside."""
     return everywhere(view, dtype)[positions].astype(np.dtype(dtype).newbyteorder("="))
 
 
@@ -240,27 +240,27 @@ class Run(NamedTuple):
     ints: _Int32s
     topics: int
     spares: Spares
-    """Memory for arrays that are made of the tables."""
+    """Memory for arrays built from the tables."""
 
 
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
 def _field(name: str, kind: type[_Number], *, moves: bool = False) -> cached_property[npt.NDArray[_Number]]:
-    """A column of `Headers`. `moves`: it lies behind a host."""
+    """Return a column of `Headers`. With `moves` it is after a host."""
     return cached_property(lambda headers: headers.column(name, kind, moves=moves))
 
 
 class Headers:
-    """The fields of many records as numpy arrays, each made when first asked for and then kept.
+    """Fields of many records as numpy arrays, each built on first use and then kept.
 
     `positions` are the record starts (int64, bytes from the start of the buffer). Columns are native-endian, int32 or
     int64 as in the record. Positions and sizes of body, topic and properties are in bytes, as int64. Do not write to
     them.
 
-    `ok` says whether the magic is V1 or V2, the record lies within the buffer, its topic is not empty and its inner
-    lengths add up to its size. In other rows the columns behind bornTimestamp mean nothing, and those of body, topic
-    and properties are zero, so that slicing by them is harmless.
+    `ok` is True if the magic is V1 or V2, the record is within the buffer, its topic is not empty and its inner lengths
+    add up to its size. In other rows the columns after bornTimestamp have no meaning, and those of body, topic and
+    properties are zero, so that slicing by them is harmless.
 
     The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
     """
@@ -282,12 +282,12 @@ class Headers:
 
     @cached_property
     def _heads(self) -> npt.NDArray[np.void]:
-        # One copy of 88 bytes a record, so that every column after it reads dense memory and not the segment again.
+        # One copy of 88 bytes a record, so that every later column reads dense memory instead of the segment.
         if not len(self.positions):
             return np.empty(0, _HEAD)
         if kernel is not None:
             heads = np.empty(len(self.positions), _HEAD)
-            # As bytes: what reads them in C takes no structured items.
+            # As bytes, since the C function accepts no structured items.
             kernel.gather(self._view, self.positions, _HEAD_BYTES, heads.view(np.uint8))
             return heads
         return everywhere(self._view, f"V{_HEAD_BYTES}")[self.positions].view(_HEAD)
@@ -300,7 +300,7 @@ class Headers:
     size = _field("size", np.int32)
     magic = _field("magic", np.int32)
     checksum = _field("checksum", np.int32)
-    """Field 3 as stored, of whatever profile."""
+    """Field 3 as stored, in either profile."""
     queue_id = _field("queue_id", np.int32)
     flag = _field("flag", np.int32)
     queue_offset = _field("queue_offset", np.int64)
@@ -308,15 +308,15 @@ class Headers:
     sys_flag = _field("sys_flag", np.int32)
     born_timestamp_ms = _field("born_timestamp_ms", np.int64)
 
-    # Behind bornHost everything moves by 12 bytes for each IPv6 address. Such rows are rare, so columns are read as if
-    # there were none and then put right where there are.
+    # After bornHost each IPv6 address moves everything by 12 bytes. Such rows are rare, so columns are first read as if
+    # there were none, and then corrected.
     store_timestamp_ms = _field("store_timestamp_ms", np.int64, moves=True)
     reconsume_times = _field("reconsume_times", np.int32, moves=True)
     prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:
-        """Rows with an IPv6 host that are long enough to have one."""
+        """Return rows with an IPv6 host that are long enough to have one."""
         rows = np.flatnonzero(self.sys_flag & (_record.BORN_HOST_V6 | _record.STORE_HOST_V6))
         if not len(rows):
             return rows
@@ -326,30 +326,30 @@ class Headers:
 
     @cached_property
     def _extra(self) -> _Int64s:
-        """Bytes by which the fields behind storeHost are moved: 0, 12 or 24."""
+        """Return the bytes by which the fields after storeHost are moved: 0, 12 or 24."""
         flags = self.sys_flag
         born, store = (flags & _record.BORN_HOST_V6) != 0, (flags & _record.STORE_HOST_V6) != 0
         extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
         return extra
 
     def column(self, name: str, kind: type[_Number], *, moves: bool) -> npt.NDArray[_Number]:
-        """A field of all records, read now. `moves`: it lies behind a host."""
+        """Return a field of all records. With `moves` it is after a host."""
         column = self._heads[name].astype(kind)
         if moves and len(rows := self._moved):
             stored, at = _PLACES[name][:2]
-            # storeTimestamp lies between the two hosts, the others lie behind both.
+            # storeTimestamp is between the two hosts, the others are after both.
             extra = self._extra if name != "store_timestamp_ms" else self.born_host_size.astype(np.int64) - IPV4_BYTES
             column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], stored)
         return column
 
     @cached_property
     def born_host_size(self) -> _Int32s:
-        """8 or 20: address and port, from position 48."""
+        """Size of address and port from position 48: 8 or 20."""
         return np.where(self.sys_flag & _record.BORN_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
 
     @cached_property
     def store_host_size(self) -> _Int32s:
-        """8 or 20: address and port, from position 56 + born_host_size."""
+        """Size of address and port from position 56 + born_host_size: 8 or 20."""
         return np.where(self.sys_flag & _record.STORE_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
 
     def _take_run(self, run: Run, count: int) -> None:
@@ -360,7 +360,7 @@ class Headers:
         self.ok = np.ones(count, np.bool_)
 
     def topics(self) -> tuple[list[bytes], _Int32s] | None:
-        """Return distinct topics in order of appearance, and each record's index. None if not known."""
+        """Return distinct topics in order of appearance, and each record's index, or None if unknown."""
         run = self.run
         if run is None:
             return None
@@ -369,12 +369,12 @@ class Headers:
         return names, run.ints[_TOPIC, : len(self)]
 
     def take_parts(self, table: npt.NDArray[np.int64]) -> None:
-        """Take the columns of `_parts` that a caller has found. All records are ok."""
+        """Set the columns of `_parts` that a caller has computed. All records are ok."""
         self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
     @cached_property
     def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
-        """`ok`, then position and size of body, topic and properties. Lengths are compared before use."""
+        """Return `ok`, then position and size of body, topic and properties. Lengths are compared before use."""
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
             kernel.measure(self._view, self.positions, good, table)
@@ -382,7 +382,7 @@ class Headers:
         positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
         body_size = self.column("body_size", np.int64, moves=True)
         second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
-        spare = size - MIN_RECORD_BYTES - extra - second  # what body, topic and properties share
+        spare = size - MIN_RECORD_BYTES - extra - second  # bytes left for body, topic and properties
         ok = (magic == MAGIC_V1) | (second != 0)
         ok &= (spare > 0) & (positions + size <= len(self._view)) & (body_size >= 0) & (body_size < spare)
 
@@ -424,7 +424,7 @@ class Headers:
 
     @property
     def topic_size(self) -> _Int64s:
-        """Bytes of the UTF-8 topic."""
+        """Length of the UTF-8 topic in bytes."""
         return self._parts[4]
 
     @cached_property
@@ -438,13 +438,13 @@ class Headers:
 
 def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
     """Return the fields of the records that start at `positions`, in bytes from the start of `buf`.
-    ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok` False
-    in that row."""
+    Raises ValueError if a position is negative or leaves no room for the smallest record. Any other damage makes `ok`
+    False in that row."""
     return Headers(buf, positions)
 
 
 def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> npt.NDArray[np.uint8]:
-    """Return the bytes of values that are scattered over `buf`, side by side in a new array. They may overlap."""
+    """Return the bytes of values scattered over `buf`, concatenated in a new array. They may overlap."""
     if kernel is not None:
         data = np.empty(int(sizes.sum()), np.uint8)
         kernel.join(buf, starts, sizes, data)
@@ -453,12 +453,12 @@ def collect(buf: ReadableBuffer, starts: _Int64s, sizes: _Int64s) -> npt.NDArray
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
-    """Return which records of `headers`, gathered from `buf`, hold what their checksums say.
+    """Return a mask of the records of `headers`, gathered from `buf`, whose checksums are right.
 
     `crc32c-record` covers the whole record with the checksum field read as zero. `crc32-body` covers the stored body,
-    and is not compared if that is empty. A `__CRC32#` tail is compared too where there is one. Rows whose lengths do
-    not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset says (compare the
-    column), and whether its numbers can be read (format#verifies).
+    and an empty body is not checked. A `__CRC32#` tail is compared, too, if there is one. Rows whose lengths do not add
+    up (`Headers.ok`) are False. Does not check that a record is at its physicalOffset (compare the column), or that its
+    numbers can be read (format#verifies).
     """
     view = _bytes_of(buf)
     result = headers.ok.copy()
@@ -481,7 +481,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
 
 
 def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
-    """Return which records, gathered from `buf`, end with `__CRC32#`, a checksum of the whole record."""
+    """Return a mask of the records, gathered from `buf`, that end with `__CRC32#`, a checksum of the whole record."""
     found: _Bools = headers.properties_size >= CRC_TAIL_BYTES
     rows = np.flatnonzero(found)
     ends = headers.positions[rows] + headers.size[rows]
@@ -490,7 +490,7 @@ def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
 
 
 def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
-    """Return which records, gathered from `buf`, have this topic, given as UTF-8."""
+    """Return a mask of the records, gathered from `buf`, that have this topic, given as UTF-8."""
     view = _bytes_of(buf)
     same: _Bools = headers.topic_size == len(topic)
     rows = np.flatnonzero(same)
@@ -502,9 +502,9 @@ def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
 
 
 def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) -> bool:
-    """Return True if the `__CRC32#` that seems to close the record in `[start, end)` fits or is no tail."""
+    """Return True if the `__CRC32#` that seems to close the record in `[start, end)` fits or is not a tail."""
     try:
-        # One byte more than the tail shows whether the name begins a property or lies inside a value.
+        # One byte more than the tail shows whether the name begins a property or is inside a value.
         claimed = decode_crc_tail(bytes(view[end - min(CRC_TAIL_BYTES + 1, properties_size) : end]))
     except FormatError:
         return False
@@ -513,17 +513,17 @@ def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) ->
 
 def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
     """Compare the CRC-32C of whole records.
-    The state behind the checksum field depends on size and magic alone, so it is computed once per pair."""
+    The state after the checksum field depends on size and magic alone, so it is computed once per pair."""
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
     states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
-    begun = map(states.__getitem__, which.tolist())
-    computed = map(crc32c.crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), begun)
+    after_head = map(states.__getitem__, which.tolist())
+    computed = map(crc32c.crc32c, slices(view, starts + _record.QUEUE_ID_AT, sizes - _record.QUEUE_ID_AT), after_head)
     holds: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
     return holds
 
 
 def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> int:
-    """Return the position behind the last non-zero byte in `[start, end)`, `start` if there is none.
+    """Return the position after the last non-zero byte in `[start, end)`, or `start` if there is none.
 
     >>> content_end(b"ab\\0c\\0\\0"), content_end(b"ab\\0c\\0\\0", 4), content_end(b"ab\\0c", 0, 3)
     (4, 4, 2)
@@ -546,22 +546,22 @@ def find_next(
 ) -> int | None:
     """Return the first position in `[start, end)` where a record verifies and ends by `end`, else None.
 
-    `base` is the physical offset of byte 0 of `buf`. A record counts only where its own physicalOffset says it lies, so
-    copies of records inside a body do not. With `before` it must begin below that position, and may reach beyond.
-    ValueError if the range is not within `buf`.
+    `base` is the physical offset of byte 0 of `buf`. A record must be at its own physicalOffset, so copies of records
+    inside a body do not count. With `before` it must begin below that position, and may reach beyond. Raises ValueError
+    if the range is not within `buf`.
 
-    A hostile file can be full of candidates that each claim all that follows. So candidates of more than a page stop
-    counting once the range has been read many times for nothing.
+    A hostile file can be full of candidates that each claim all later bytes. So candidates of more than a page are
+    ignored once the range has been read many times in vain.
     """
     view = _bytes_of(buf)
     if not 0 <= start <= end <= len(view):
-        raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+        raise ValueError(f"the range {start}..{end} is not within a buffer of {len(view)} bytes")
     stop = end if before is None else min(before, end)
     data = np.frombuffer(view, np.uint8)
     budget = _PATIENCE * (end - start) + _BLOCK_BYTES
     for low in range(start, stop, _BLOCK_BYTES):
-        # Mostly there are zeros behind, told ten times as fast as candidates are looked for. A record that begins in a
-        # block may have its magic behind it, and before that zeros.
+        # Usually there are only zeros, which are detected ten times as fast as candidates. A record that begins in a
+        # block may have its magic after the block, and zeros before the magic.
         if not data[low : min(low + _BLOCK_BYTES + _record.MAGIC_AT + len(_MAGIC_BYTES), end)].any():
             continue
         found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
@@ -579,19 +579,19 @@ def find_next(
 def check_place(
     buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum, used: int | None = None
 ) -> Check:
-    """Check what lies at `buf[position]` as `check_record` does, but do not believe a BLANK in front of records.
-    Nothing is written behind a BLANK in its segment, which begins at `buf[0]`. So if a record verifies there, before
+    """Check the bytes at `buf[position]` as `check_record` does, but do not accept a BLANK before records.
+    Nothing is written after a BLANK in its segment, which begins at `buf[0]`. So if a record verifies there, before
     `used` (None: `limit`), the BLANK is damage, unless that record is stale (format#blank)."""
     check = check_record(buf, position, limit, physical_offset, checksum)
     if check.status != "blank":
         return check
     view, base = _bytes_of(buf), physical_offset - position
     first = position + BLANK_BYTES
-    behind = find_next(view, first, max(first, min(limit, len(view)) if used is None else used), base, checksum)
-    if behind is None:
+    later = find_next(view, first, max(first, min(limit, len(view)) if used is None else used), base, checksum)
+    if later is None:
         return check
     front = walk(view, 0, position)[0][-1:]
-    is_later = bool((np.diff(gather(view, [*front, behind]).store_timestamp_ms) >= 0).all())
+    is_later = bool((np.diff(gather(view, [*front, later]).store_timestamp_ms) >= 0).all())
     if is_later or _column(view, np.array([position + _record.PHYSICAL_OFFSET_AT]), ">i8")[0] == physical_offset:
-        return Check("bad", 0, f"an end-of-segment marker, but a whole record lies at {base + behind}", "magic")
+        return Check("bad", 0, f"an end-of-segment marker, but there is a whole record at {base + later}", "magic")
     return check

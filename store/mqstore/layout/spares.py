@@ -1,7 +1,7 @@
-"""Arrays for each range of a long log, made from memory that is there already.
+"""Reuse of arrays for range after range of a long log.
 
-The pages of a fresh array cost more than what is written to them. So an array is handed out again when neither it nor a
-view of it is referred to any more.
+The pages of a new array cost more than writing to them. So an array is reused when nothing refers to it, or to a view
+into it, any more.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def _references(cell: _Cell) -> int:
 
 
 _ALONE = _references([np.empty(1)])
-"""References to an array that is only in its cell. Counted, because Python versions differ."""
+"""Number of references to an array that is only in its cell. Measured, because Python versions differ."""
 
 
 class Spares:
-    """Spare memory. `empty` works as `numpy.empty`: write before you read.
+    """Pool of arrays. `empty` works as `numpy.empty`: write before you read.
 
     >>> spares = Spares()
     >>> first = spares.empty((2, 1000), np.int64)
@@ -45,10 +45,10 @@ class Spares:
         self._cells: list[_Cell] = []
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an array of this shape and kind, of any content."""
+        """Return an array of this shape and type, with any content."""
         for _ in range(len(self._cells)):
             try:
-                cell = self._cells.pop(0)  # so that no other thread looks at it meanwhile
+                cell = self._cells.pop(0)  # so that no other thread examines it meanwhile
             except IndexError:
                 break
             spare = cell[0].shape == shape and cell[0].dtype == dtype and _references(cell) == _ALONE

@@ -1,5 +1,5 @@
-"""Call made ahead of its turn, in a separate thread.
-Meant for reading, which waits for the disk or runs compiled code. Meanwhile the caller handles what was read before."""
+"""Prefetch: a call that runs in a separate thread before its result is needed.
+It suits reads, which wait for the disk or run compiled code. Meanwhile the caller handles the previous result."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _alone = False
 
 
 def stay_alone() -> None:
-    """Make each later call of this process in its turn, without a thread.
-    For a process that is one of as many as there are processors: a second thread would take the time of another
-    process."""
+    """Run each later call of this process when its result is needed, without a thread.
+    For a process that is one of as many as there are processors. A second thread would take time from the others."""
     global _alone
     _alone = True
 
 
 class Ahead(Generic[_T]):
-    """Runner of calls, used in a `with` by one thread at a time. After it nothing runs any more.
+    """Runner of calls, used in a `with` by one thread at a time. No call runs after the `with`.
 
     >>> with Ahead[int]("mqstore-example") as ahead:
     ...     ahead.begin(lambda: 6 * 7)
@@ -34,22 +33,22 @@ class Ahead(Generic[_T]):
     """
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the thread, which is started by the first call."""
+        """`name` is the name of the thread, which the first call starts."""
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
-        """Process of the thread. A fork does not copy the thread."""
+        """Process that started the thread. A fork does not copy the thread."""
         self._call: Callable[[], _T] | None = None
         self._future: Future[_T] | None = None
         """Result of the call, while it runs in the thread."""
 
     @property
     def begun(self) -> bool:
-        """True if there is a call whose result was not taken."""
+        """True if there is a call whose result was not fetched."""
         return self._call is not None
 
     def begin(self, call: Callable[[], _T]) -> None:
-        """Start a call. The result of the one before must have been taken."""
+        """Start a call. The previous result must have been fetched."""
         assert self._call is None
         self._call, self._future = call, None
         if _alone:
@@ -58,13 +57,13 @@ class Ahead(Generic[_T]):
             self._threads, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
         try:
             self._future = self._threads.submit(call)
-        except RuntimeError:  # no more threads: the interpreter is ending, or the system has no room for one
-            # Otherwise the call might still run in a later thread, long after it was made here.
+        except RuntimeError:  # no more threads: the interpreter is shutting down, or the system has no room for one
+            # Without this, the call might still run in a later thread, long after `result` has run it here.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
     def result(self) -> _T:
-        """Return the result of the call, or raise its error. Without a thread the call is made now."""
+        """Return the result of the call, or raise its error. Without a thread, make the call now."""
         assert self._call is not None
         call, future = self._call, self._future
         self._call = None
@@ -73,7 +72,7 @@ class Ahead(Generic[_T]):
         try:
             return future.result()
         finally:
-            if future.done():  # else Ctrl-C came, and `__exit__` waits for it
+            if future.done():  # after Ctrl-C it may not be, and `__exit__` waits for it
                 self._future = None
 
     def __enter__(self) -> Ahead[_T]:
@@ -87,7 +86,8 @@ class Ahead(Generic[_T]):
                 with suppress(RuntimeError):  # the garbage collector may run this in the thread itself
                     self._threads.shutdown()
             except BaseException:
-                # After Ctrl-C the call's objects will be closed, and Python may count its thread as ended. So wait.
+                # After Ctrl-C the caller closes the objects that the call uses, so wait. Python may count the thread as
+                # ended.
                 while self._future is not None and not self._future.done():
                     with suppress(KeyboardInterrupt):
                         wait([self._future])

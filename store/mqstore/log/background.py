@@ -1,7 +1,7 @@
-"""Background work of a store that is open for writing: the flusher thread, and saving of the checkpoint.
+"""Background work of a store open for writing: the flusher thread, and saving of the checkpoint.
 
-The thread does interval syncs, the checkpoint, pages and segments prepared ahead, and tasks that others add (retention,
-the inbox). A test with a simulated clock calls `run_once` itself.
+The thread does interval syncs, saves the checkpoint, prepares pages and segments, and runs added tasks (retention, the
+inbox). A test with a simulated clock calls `run_once` itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CLOCK_MS = 60_000
 _QUEUE_SYNC_MS = 10_000
 _FEW_FILES = 64
 AHEAD_MS = 300_000
-"""A store time that is later than now by less is of a clock that was set a little, and counts as it is."""
+"""A store time that is later than now by less than this is accepted: a clock was set back a little."""
 
 
 class BackgroundWork:
-    """Tasks of the flusher thread. A task that fails is noted in `errors`, and is tried again."""
+    """Tasks of the flusher thread. A failed task is recorded in `errors` and retried."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class BackgroundWork:
         self._tasks.append((name, interval_ms, task))
 
     def step(self) -> float | None:
-        """Do the work of the flusher thread (`mqstore.threads`) that is due. Return None once the store is closed."""
+        """Do the due work of the flusher thread (`mqstore.threads`). Return None once the store is closed."""
         if self._wakeups.stopping:
             return None
         due = self.run_once(self._clock.monotonic_ms())
         return max(0.001, (due - self._clock.monotonic_ms()) / 1000)
 
     def run_once(self, now_ms: int) -> int:
-        """Do the work that is due at `now_ms` (monotonic). Return when to call again."""
+        """Do the work due at `now_ms` (monotonic). Return the time of the next call."""
         if self._wakeups.log.end >= self._wakeups.room_mark:
             self._due_ms["room"] = 0
         for name, interval_ms, task in self._tasks:
@@ -88,7 +88,7 @@ class BackgroundWork:
         self._wakeups.flusher.ring()
 
     def flush_soon(self) -> None:
-        """Wake the flusher to sync at once. Used by puts that do not wait, if only synced messages are shown."""
+        """Wake the flusher to sync at once. For puts that do not wait, if only synced messages are shown."""
         self._is_flush_wanted = True  # first, since the flusher clears it before it reads the end of the log
         self.call("flush")
 
@@ -110,7 +110,7 @@ class BackgroundWork:
             self._due_ms["thorough"] = now + thorough_ms
 
     def check_clock(self) -> None:
-        """Warn once if the last message is of the future. Its store time stays wrong if the clock is set right."""
+        """Warn once if the last message is from the future. Its store time stays wrong if the clock is corrected."""
         ahead_ms = self._dispatcher.last_store_timestamp_ms - self._clock.now_ms()
         if ahead_ms < AHEAD_MS:
             self._errors.clear("clock")
@@ -119,7 +119,7 @@ class BackgroundWork:
             self._errors.warn("clock", f"the last message was stored {ahead} ahead of the clock; is the clock right?")
 
     def save_checkpoint(self) -> None:
-        """Save the checkpoint. Units are synced first, unless that would be expensive so soon after the last."""
+        """Save the checkpoint. Units are synced first, unless the last sync is recent and there are many files."""
         now = self._clock.monotonic_ms()
         parts, dispatcher = self._parts, self._dispatcher
         current = parts.checkpoint
@@ -145,9 +145,9 @@ class Checkpointer:
 
     def __init__(self, parts: StoreParts, dispatcher: Dispatcher, errors: TaskErrors) -> None:
         self.log_start: int | None = None
-        """Start of the log in the checkpoint. None in profile `rocketmq`: a Java broker does not update it."""
+        """Start of the log in the checkpoint. None in profile `rocketmq`, since a Java broker does not update it."""
         self.is_doubtful = False
-        """True if a sync of units has failed. They do not count as durable until the store is opened again."""
+        """True if a sync of units has failed. They do not count as durable until the store is reopened."""
         self._parts = parts
         self._dispatcher = dispatcher
         self._errors = errors
@@ -157,8 +157,8 @@ class Checkpointer:
     def sync_units(self) -> bool:
         """Make units and index entries durable. Return True if they are.
 
-        A failed sync is not tried again, except for lack of a descriptor. The system may have dropped unwritten bytes,
-        and a second sync would not know. The next opening rebuilds them from the log."""
+        A failed sync is not retried, except for lack of a descriptor. The system may have dropped unwritten bytes, and
+        a second sync would succeed without them. The next opening rebuilds them from the log."""
         with self._units_lock:  # a second caller must not return before the first one is done
             if self.is_doubtful:
                 return False
@@ -174,7 +174,7 @@ class Checkpointer:
 
     def note_log_start(self, start: int) -> None:
         """Save the start of the log, before segments below it are deleted.
-        After a crash in between there are too many segments, which is no loss."""
+        A crash in between leaves too many segments, which is no loss."""
         with self._lock:
             if self.log_start is not None and self.log_start < start:
                 self._parts.save_checkpoint(replace(self._parts.checkpoint, log_start=start))
@@ -192,8 +192,8 @@ class Checkpointer:
     ) -> None:
         """Save the checkpoint. `index_ms` is the end of the newest full index file that was synced.
 
-        Times only move once their records are on disk. The last dispatched message is the newest whose store time is
-        known to lie below both watermarks."""
+        Times move only after their records are on disk. The last dispatched message is the newest one whose store time
+        is known to be below both watermarks."""
         dispatcher = self._dispatcher
         with self._lock:
             current = self._parts.checkpoint

@@ -1,6 +1,6 @@
-"""Check that the records of units verify and belong to them (format#readers, format#verifies).
+"""Checks that the records of units verify and belong to these units (format#readers, format#verifies).
 
-units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
+units of one segment -> its mapping -> compiled check, or numpy, or one by one -> flags of the good ones
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mqstore.native import kernel
 __all__ = ["Checked", "RecordChecker", "Units", "check_units"]
 
 _SMALL_BATCH = 16
-"""For up to this many units, one struct at a time is no slower than arrays."""
+"""Up to this many units, checking one at a time is no slower than checking arrays."""
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
 
@@ -46,13 +46,13 @@ class Checked(NamedTuple):
     """Header fields, if all records are good and the check has read them."""
     body_ends: npt.NDArray[np.int64] | None = None
     """End of each body in the buffer, or -1 for a body that is compressed or has a host that is not IPv4.
-    Only the compiled check finds them."""
+    Only the compiled check computes them."""
     bodies: npt.NDArray[np.uint8] | None = None
-    """All bodies one behind the other, if they were asked for, and no end is -1."""
+    """All bodies, concatenated, if requested and if no end is -1."""
 
 
 class Units(NamedTuple):
-    """Units of a queue, and where their records begin in a buffer. An array of each."""
+    """Units of a queue and the starts of their records in a buffer, one array each."""
 
     starts: npt.NDArray[np.int64]
     physical: npt.NDArray[np.int64]
@@ -63,10 +63,10 @@ class Units(NamedTuple):
 class RecordChecker:
     def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
         """With `passes_over_bad` a record that does not verify is damage.
-        A reader beside another process checks it again, since it may be just being written."""
+        A reader of another process's store checks it again, since it may be half-written."""
         self.passes_over_bad = passes_over_bad
         self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
-        """Compiled checks, if there are any for these records."""
+        """Compiled checks, if they exist for these records."""
         self._run = parts.log_files
         self._news = news
         self._checksum = parts.checksum
@@ -74,8 +74,8 @@ class RecordChecker:
 
     def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
         """Return the segment of records in [physical, stop) and its mapping, or None.
-        A file may end early for a reader, as at the start of a bulk append, and the rest may have come since. So the
-        segments are listed again before such a record is checked."""
+        A file may end early for a reader, as at the start of a bulk append, and may have grown since. So the segments
+        are listed again before such a record is checked."""
         segment = self._run.find(physical)
         if segment is None or segment.start + segment.length < min(stop, segment.end):
             self._news.list_again()
@@ -84,7 +84,7 @@ class RecordChecker:
             return None
         try:
             return segment, self._run.mapping(segment)
-        except FileNotFoundError:  # another process's retention took it
+        except FileNotFoundError:  # another process's retention removed it
             self._news.list_again()
             return None
 
@@ -95,7 +95,7 @@ class RecordChecker:
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
     ) -> tuple[mmap.mmap | None, Checked]:
-        """Check the records of units of one segment. Return its mapping, or None without the file, and the result."""
+        """Check the records of units of one segment. Return its mapping (None if the file is gone) and the result."""
         there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
         if there is None:
             return None, Checked(np.zeros(len(physical), np.bool_))
@@ -117,10 +117,10 @@ def check_units(
     copied: bool = False,
     headers: bool = False,
 ) -> Checked:
-    """Check which records verify as what the units of `queue` say (format#readers, format#verifies).
+    """Check which records verify and match the units of `queue` (format#readers, format#verifies).
 
-    One compiled pass checks records that are all sound and ordinary, and keeps bodies (`copied`) and `headers` if they
-    are wanted. All others are checked by arrays. With `checksum` None, checksums over whole records are not compared.
+    One compiled pass checks records if all are sound and ordinary. It keeps bodies (`copied`) and `headers` if
+    requested. All others are checked by arrays. With `checksum` None, checksums of whole records are not compared.
     """
     if checksum in (None, "crc32c-record"):
         found = _ordinary(queue, buffer, units, copied=copied, headers=headers, checksums=checksum is not None)
@@ -165,14 +165,14 @@ def _ordinary(
     headers: bool,
     checksums: bool,
 ) -> Checked | None:
-    """Check records by one compiled pass. Return None unless all are sound and ordinary, or without compiled parts.
+    """Check records by one compiled pass. Return None without compiled parts, or unless all are sound and ordinary.
     Headers of the same pass are cheaper than gathering them again."""
     if kernel is None:
         return None
     starts, physical, sizes, _ = units
     view = memoryview(buffer)
     good, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-    # The sizes may be anything. Those of good records add up to no more than the view, unless they overlap.
+    # The sizes may be damaged. Sizes of good records add up to no more than the view, unless records overlap.
     bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
     table = np.empty((6, len(starts)), np.int64) if headers else None
     length = kernel.check_units(view, *units, queue.queue_id, queue.topic_bytes, good, ends, bodies, table, checksums)

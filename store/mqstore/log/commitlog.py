@@ -2,11 +2,11 @@
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
-Records are only added by `append` and its variants (format#append): by Python under one lock, or one ordinary record by
-compiled code in one step, which needs no lock. Large batches are written by a system call, not through the mapping. The
+Only `append` and its variants add records (format#append): Python code under one lock, or compiled code that adds one
+ordinary record in one step without the lock. Large batches are written by a system call, not through the mapping. That
 call waits for memory if the disk is far behind.
 
-While Python appends, compiled code does not (`_appending`), and a put of a signal handler is refused by the lock.
+While Python code appends, compiled code does not (`_appending`), and the lock refuses a put of a signal handler.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ ALLOWANCE = 65_536
 _CRC = Struct(">I")
 _MS_NS = 1_000_000
 _END_S = 0.5
-"""Time to wait for an append before the last segment is ended."""
+"""Time to wait for an append before the last segment is closed."""
 _ZEROS = bytes(1 << 18)
 _AHEAD_BYTES = 8192
-"""Bytes behind the end of the log that have disk blocks. An opening looks there: on a full tmpfs, a look at a hole of a
-mapped file is SIGBUS."""
+"""Bytes after the end of the log that have disk blocks. Opening a store reads there. On a full tmpfs, reading a hole of
+a mapped file raises SIGBUS."""
 _CALL_BYTES = 131_072
 """Batches of this many bytes and more are written by a system call.
-The kernel then takes whole pages as they are. It zeroes each page before a store through the mapping. For fewer bytes
-the cost of a call between threads is greater."""
+The kernel then accepts whole pages as they are. Before a store through the mapping it zeroes each page. For fewer bytes
+the call costs more, since it switches threads."""
 
 Result = TypeVar("Result")
 _Encoded = tuple[bytearray | memoryview, Mapping[Numbered, int], Result]
-"""Bytes to store at a position, the next offset of each queue after them, and what to return to the caller."""
+"""Bytes to store at a position, the next offset of each queue after them, and the result for the caller."""
 
 
 class OutOfReachError(Exception):
-    """The log has grown too far for this record. Nothing was written."""
+    """The log has grown beyond the last position allowed for this record. Nothing was written."""
 
 
 class Fields(NamedTuple):
@@ -107,13 +107,13 @@ class CommitLog(Tip):
         self.run = run
         self.end = 0
         self.called_end = -1
-        """`end` after the last large write by a call. A writer that continues so needs no pages prepared."""
+        """`end` after the last large write by a call. A writer that continues there needs no prepared pages."""
         self._soiled = 0
-        """End of the bytes of a put that failed, if it is beyond `end`."""
+        """End of the bytes of a failed put, if it is beyond `end`."""
         self.alarm = 0
         self.group = None
         self.failed: MQStoreError | None = None
-        """Error of every later put: a sync failed, or the store was closed."""
+        """Error that every later put raises: a sync failed, or the store was closed."""
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
         self._checksum = checksum
         self._whole_record = checksum == "crc32c-record"
@@ -143,7 +143,7 @@ class CommitLog(Tip):
         return starts[0] if starts else self.end
 
     def reset(self, end: int) -> None:
-        """Set the end of the log, and enter the segment that holds it if there is one."""
+        """Set the end of the log, and use the segment that contains it, if there is one."""
         with self.lock:
             self.end = end
             self._soiled = 0
@@ -157,12 +157,12 @@ class CommitLog(Tip):
         mapping = self.run.mapping(segment)
         file = None if self.group is None else self.run.file(segment)
         fd = -1 if file is None else file.raw_fd
-        # What bulk appends or an earlier process have written has its blocks.
+        # Bytes that bulk appends or an earlier process have written already have their blocks.
         segment.allocated = max(segment.allocated, self.end - segment.start)
         whole = segment.allocated >= segment.size
         end = segment.end - BLANK_BYTES if whole else segment.start + segment.allocated - _AHEAD_BYTES
-        # No call from here on, nor the last reference to a file. So nothing comes in between: no exception of a signal
-        # handler, and no other thread that sets `failed` or `free_until`.
+        # No call from here on, and no release of a file's last reference. So nothing can interrupt these lines: neither
+        # a signal handler's exception, nor another thread that sets `failed` or `free_until`.
         _before, self._file = self._file, file
         self._mapping = mapping
         self._fd = fd
@@ -179,11 +179,11 @@ class CommitLog(Tip):
         unique_key: str | None = None,
         latest: int | None = None,
     ) -> SendReceipt:
-        """Append one record to `queue`. `tail` are the bytes behind the body.
+        """Append one record to `queue`. `tail` has the bytes after the body.
 
         The caller has checked the lengths. A prepared or rollback record (sys_flag bits 2-3) gets no queue offset.
-        Raises StoreFullError if there is no room for the next segment, and OutOfReachError if the record would lie
-        behind physical offset `latest`. Nothing is written then.
+        Raises StoreFullError if there is no room for the next segment, and OutOfReachError if the record would start
+        after physical offset `latest`. Then nothing was written.
         """
         if kernel is not None and fields == ORDINARY and latest is None:
             receipt: SendReceipt | None = self._put(queue, body, tail, unique_key)
@@ -198,7 +198,7 @@ class CommitLog(Tip):
 
         def encode(position: int) -> _Encoded[SendReceipt]:
             if latest is not None and position > latest:
-                raise OutOfReachError(f"the log ends at {position}, behind {latest}")
+                raise OutOfReachError(f"the log ends at {position}, after {latest}")
             now_ms = self._time_ns() // _MS_NS
             offset = queue.next_offset if numbered else 0
             head = header.pack(
@@ -224,13 +224,13 @@ class CommitLog(Tip):
             receipt = SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
             return data, {queue: offset + 1} if numbered else {}, receipt
 
-        # A put that syncs alone is written by a call: such a page causes no fault after each sync.
+        # A put that syncs alone is written by a call: writing through the mapping faults on a page after each sync.
         return self._append(size, encode, by_call=self.group is not None and not self.group.busy)
 
     def append_many(
         self, queue: Numbered, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
-        """Append records that lie together and become visible together, all or none (format#batch).
+        """Append records that are contiguous and become visible together, all or none (format#batch).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
         together they fit a segment.
@@ -270,7 +270,7 @@ class CommitLog(Tip):
         attempts: int,
     ) -> None:
         """Append copies of stored records (`encode_copies`), each to its own queue.
-        They lie together and become visible together, all or none. The caller has checked that together they fit a
+        They are contiguous and become visible together, all or none. The caller has checked that together they fit a
         segment."""
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
 
@@ -298,7 +298,7 @@ class CommitLog(Tip):
         self._append(total, encode, by_call=total >= _CALL_BYTES or kernel is None)
 
     def _append(self, size: int, encode: Callable[[int], _Encoded[Result]], *, by_call: bool) -> Result:
-        """Store the `size` bytes that `encode` makes for a position, and return its result."""
+        """Store the `size` bytes that `encode` returns for a position, and return its result."""
         with self.lock:
             try:
                 self._appending = True
@@ -315,25 +315,25 @@ class CommitLog(Tip):
 
     def _roll(self, size: int, *, early: bool = False) -> int:
         """Make room for `size` bytes, in the next segment if `early`. Return the position to write at.
-        The segment is created before the BLANK that leads to it, so a full disk leaves everything as it was."""
+        The segment is created before the BLANK that points to it, so a full disk changes nothing."""
         self._check_failed()
         if size > self.max_record_bytes:
             raise InvalidMessageError(
                 f"a record of {size} bytes does not fit a segment of {self.run.segment_bytes}; "
-                f"the largest is {self.max_record_bytes}",
+                f"the largest record has {self.max_record_bytes}",
                 "body",
             )
         self._settle()
         position, run = self.end, self.run
         segment = run.find(self._base if self._mapping is not None else position) or run.create(position)
-        if self._mapping is None:  # before a next segment is there: then this one may be mapped for reading only
+        if self._mapping is None:  # before the next segment exists: afterwards this one may be mapped read-only
             self._enter(segment)
         if not early and position + size + BLANK_BYTES <= segment.end:
             run.allocate(segment, min(position + size + _AHEAD_BYTES - segment.start, segment.size))
             self._enter(segment)
             return position
         start = segment.end
-        # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
+        # It may exist already, if an earlier roll failed after creating it: no descriptor for its mapping, or Ctrl-C.
         following = run.find(start) or run.create(start)
         run.allocate(following, min(size + _AHEAD_BYTES, following.size))
         if position < start:  # else the segment is full to its end, by recovery or by such a roll
@@ -353,8 +353,8 @@ class CommitLog(Tip):
         self._limit = -1  # the next put enters its segment again
 
     def end_segment(self) -> None:
-        """End the last segment at the present end of the log, so that retention can delete it.
-        Does nothing while a bulk append holds the log: that may take minutes."""
+        """Close the last segment at the present end of the log, so that retention can delete it.
+        Does nothing while a bulk append holds the log, which may take minutes."""
         if not self.lock.is_held_here and self.lock.acquire(timeout=_END_S):
             try:
                 self._appending = True
@@ -364,8 +364,8 @@ class CommitLog(Tip):
                 self.lock.release()
 
     def hold(self) -> int:
-        """Keep every put waiting until `release`. Return the end of the log. The caller holds `lock` meanwhile, and
-        only the caller may write beyond that end."""
+        """Block every put until `release`. Return the end of the log. The caller keeps `lock` until then, and only the
+        caller may write beyond that end."""
         self._check_failed()
         self._settle()
         self._appending = True
@@ -390,9 +390,9 @@ class CommitLog(Tip):
     ) -> None:
         """Write `data` at `position`, advance queue offsets and move `end`: all or nothing. The lock is held.
 
-        Bytes of a batch are stored from front to back: if the process is killed, whole records remain at its front, and
-        none lies behind a hole, which recovery would take for damage. So without compiled code a batch is written by a
-        call, since an assigned slice of the mapping may be stored in any order."""
+        A batch is stored from front to back. If the process is killed, whole records remain at the front, and none
+        follows a hole, which recovery would report as damage. Python may copy a slice into the mapping in any order, so
+        without compiled code a batch is written by a call."""
         before = {queue: queue.next_offset for queue in numbers}
         try:
             self._soiled = position + len(data)
@@ -410,24 +410,24 @@ class CommitLog(Tip):
                 self.called_end = end
             self.end = end
         finally:
-            if self._soiled > self.end:  # also after Ctrl-C, between storing the bytes and making them count
-                self._limit = -1  # the next put wipes, if this cannot
+            if self._soiled > self.end:  # also after Ctrl-C between writing the bytes and moving `end`
+                self._limit = -1  # the next put wipes them if this call cannot
                 for queue, next_offset in before.items():
                     queue.next_offset = next_offset
                 with suppress(MQStoreError):
                     self._wipe()
 
     def _wipe(self) -> None:
-        """Write zeros over the bytes of a put that failed. Nothing is appended before this is done.
-        Whole records there would count after a crash although their put has raised. No later record may be written in
-        front of some of them."""
+        """Write zeros over the bytes of a failed put. Nothing is appended before that.
+        After a crash, recovery would accept whole records there, although their put raised an error. A later record
+        must not be written in front of them."""
         while self._soiled > self.end:
             start = max(self.end, self._soiled - len(_ZEROS))
             self.run.write(start, _ZEROS[: self._soiled - start])
             self._soiled = start
 
     def settle(self) -> tuple[int, int] | None:
-        """Wipe bytes behind `end` that do not count. Return their range, which is not synced, or None."""
+        """Wipe bytes after `end` that are not part of the log. Return their range, which is not synced, or None."""
         with self.lock:
             return self._settle()
 
@@ -441,12 +441,12 @@ class CommitLog(Tip):
         return wiped
 
     def has_room(self, size: int) -> bool:
-        """Return True if a record of `size` bytes needs no disk blocks and no room, and nobody holds the log."""
+        """Return True if `size` bytes fit without new disk blocks and without asking for room, and the log is free."""
         return self.end + size <= self._limit
 
     def _check_failed(self) -> None:
         if self.failed is not None:
-            # A new error for each caller. If one error were raised repeatedly, it would gather all their frames.
+            # A new error for each caller: a single error, raised repeatedly, would collect the frames of all of them.
             raise copy.copy(self.failed)
 
     def poison(self, error: MQStoreError) -> None:
@@ -455,7 +455,7 @@ class CommitLog(Tip):
         self._limit = self._fd = -1
 
     def close(self, error: MQStoreError) -> None:
-        """Refuse every later put, and let go of the files."""
+        """Refuse every later put, and release the files."""
         self.poison(error)
         with self.lock:
             self._mapping = self._file = None

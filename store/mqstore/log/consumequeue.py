@@ -1,10 +1,10 @@
-"""Consume queues: for each (topic, queue id) a run of 20-byte units with the places of its messages.
+"""Consume queues: for each (topic, queue id) a run of 20-byte units with the positions of its messages.
 
     consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (format#unit)
 
-A queue is a function of the commitlog: lost units are rebuilt from there. Its files are sparse, and written with
-`pwrite` through a bounded set of descriptors (format#unit-append). Files appear at full length by a rename. They are
-not synced before it, so after a power cut a new one may be short. The next opening for writing extends it.
+A queue is a function of the commitlog: lost units are rebuilt from it. Its files are sparse, and written with `pwrite`
+through a bounded set of descriptors (format#unit-append). A new file gets its full length and then its name, without a
+sync in between. So after a power cut it may be short. The next opening for writing extends it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MAX_QUEUE_ID = 0x7FFF_FFFF
 class ConsumeQueue(Numbered):
     """Consume queue. Offsets count units, and `min_offset <= max_offset <= next_offset`.
 
-    `max_offset` is the end of the dispatched messages, `next_offset` the offset of the next message to come. Only the
-    holder of the dispatch lock writes units. Only the holder of the append lock moves `next_offset`.
+    `max_offset` is the end of the dispatched messages, `next_offset` the offset of the next message. Only the holder of
+    the dispatch lock writes units. Only the holder of the append lock moves `next_offset`.
     """
 
     __slots__ = (
@@ -67,14 +67,14 @@ class ConsumeQueue(Numbered):
         self._table = table
         self.topic = topic
         self.topic_bytes = topic.encode("utf-8", "surrogateescape")
-        """The topic as it is in records."""
+        """Topic as encoded in records."""
         self.queue_id = queue_id
         self.directory = os.path.join(table.root, topic, str(queue_id))
         self.min_offset = 0
         self.max_offset = 0
         self.next_offset = 0
         self.cuts = 0
-        """Number of times a reader saw the end move back. `cut_to` is the end after the last time."""
+        """Number of times that a reader saw the end move back. `cut_to` is the end after the last time."""
         self.cut_to = 0
         self.ref = QueueRef(topic, queue_id)
         self.units_per_file = table.units_per_segment
@@ -89,7 +89,7 @@ class ConsumeQueue(Numbered):
         return f"{self.topic}/{self.queue_id}/{self._starts[0]}/{len(self._starts)}/{self.max_offset}"
 
     def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Return `wanted`, the units that records ask for, with data that only the `found` units have."""
+        """Return `wanted`, the units derived from records, with data that only the `found` units have."""
         return as_kept(self.topic, found, wanted, has_addresses=self._table.has_addresses)
 
     def __repr__(self) -> str:
@@ -98,20 +98,20 @@ class ConsumeQueue(Numbered):
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _path(self, segment: int) -> str:
-        last = self._last_path  # one pair, replaced as a whole: readers and the dispatcher use it at the same time
+        last = self._last_path  # one pair, replaced as a whole: readers and the dispatcher use it concurrently
         if segment != last[0]:
             path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
             self._last_path = last = (segment, path)
         return last[1]
 
     def missing_units(self, first: int, last: int) -> Finding:
-        """Return the finding for offsets `first` to `last`, which lie in one file and have no unit."""
+        """Return the finding for offsets `first` to `last`, which are in one file and have no unit."""
         which = f"offset {first}" if first == last else f"offsets {first}..{last}"
-        detail = f"{self.topic}, queue {self.queue_id}, {which}: no unit, though later ones are there"
+        detail = f"{self.topic}, queue {self.queue_id}, {which}: no unit, though later units exist"
         return self.finding("missing_units", first, last, detail)
 
     def finding(self, kind: Kind, first: int, last: int, detail: str) -> Finding:
-        """Return a finding for the units of offsets `first` to `last`, which lie in one file."""
+        """Return a finding for the units of offsets `first` to `last`, which are in one file."""
         segment, index = divmod(first, self._table.units_per_segment)
         file = f"consumequeue/{self.topic}/{self.queue_id}/{segment * self._table.segment_bytes:020d}"
         return Finding(kind, file, index * UNIT_BYTES, (last + 1 - first) * UNIT_BYTES, detail)
@@ -121,8 +121,8 @@ class ConsumeQueue(Numbered):
         return [f"{n * self._table.segment_bytes:020d}" for n in self._starts]
 
     def load(self, *, exact: bool) -> None:
-        """Find the files and the end of the queue, which is behind the last unit in use.
-        With `exact` every unit of the last files is read instead of a bisection, since a crash may have left holes."""
+        """Find the files and the end of the queue, which follows the last used unit.
+        With `exact`, read every unit of the last files instead of bisecting, since a crash may have left holes."""
         table = self._table
         starts = []
         with suppress(FileNotFoundError):
@@ -154,8 +154,8 @@ class ConsumeQueue(Numbered):
             sizes = self.units(segment * per, per)["size"]
             used = np.flatnonzero(sizes > 0)
             return int(used[-1]) + 1 if len(used) else 0
-        # Bisected by blocks. The first block comes first, since it has the end of most queues. In a block the last unit
-        # counts, so that a hole before it is seen by readers, and not taken for the end.
+        # Bisected by blocks. The first block is read first, since most queues end there. The last used unit of a block
+        # counts, so that readers see a hole before it, and do not take the hole for the end.
         low = at = 0
         high = per
         while low < high:
@@ -170,9 +170,9 @@ class ConsumeQueue(Numbered):
         return low
 
     def stop_at_hole(self, dispatched: int) -> None:
-        """End the queue at its first unit not in use, for readers of a crashed store (format#readers).
+        """End the queue at its first unused unit, for readers of a crashed store (format#readers).
         Units of records at or beyond `dispatched` may have reached the disk in any order. A reader that passed a hole
-        would miss the units that recovery puts there."""
+        would miss the units that recovery writes there."""
         low = self.max_offset
         for low, units in self.held_before(self.max_offset, 4096):
             older = np.flatnonzero((units["physical_offset"] < dispatched) & (units["size"] > 0) & ~is_void(units))
@@ -186,11 +186,11 @@ class ConsumeQueue(Numbered):
                 return
 
     def refresh(self) -> None:
-        """Find units that another process has published since, or removed (format#readers)."""
+        """Find units that another process has published or removed since (format#readers)."""
         with self._table.news_lock:  # otherwise two threads would each add the units that both have found
             known = self.max_offset
             if known > self.first_offset() and self.units(known - 1, 1)["size"][0] <= 0:
-                self.load(exact=False)  # it was cut, or retention took its file, as it may once there is a next one
+                self.load(exact=False)  # it was cut, or retention removed its file, as it may once a later one exists
                 if self.max_offset < known:
                     self.min_offset = min(self.min_offset, self.max_offset)
                     self.cut_to = self.max_offset
@@ -220,7 +220,7 @@ class ConsumeQueue(Numbered):
     # -- units ------------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return the bytes of units [offset, offset + count). Units that no file holds are zeros, like holes."""
+        """Return the bytes of units [offset, offset + count). Units outside the files are zeros, like holes."""
         table = self._table
         per = table.units_per_segment
         segment, index = divmod(offset, per)
@@ -248,20 +248,20 @@ class ConsumeQueue(Numbered):
         return np.frombuffer(self.read(offset, count), UNIT_DTYPE)
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """Yield (offset, units) pieces of [start, stop), in order, each of bounded size."""
+        """Yield (offset, units) chunks of [start, stop), in order, each of bounded size."""
         while start < stop:
             count = min(stop - start, _CHUNK_UNITS)
             yield start, self.units(start, count)
             start += count
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """Yield what `chunks` does, but only units that files hold. Gaps between files may be huge."""
+        """Yield chunks as `chunks` does, but only of units in files. Gaps between files may be huge."""
         per = self._table.units_per_segment
         for segment in self._starts:
             yield from self.chunks(max(start, segment * per), min(stop, (segment + 1) * per))
 
     def held_before(self, stop: int, most: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """Yield what `held` does, from slot `stop` back to the first one, at most `most` units at a time."""
+        """Yield chunks as `held` does, from slot `stop` back to the first, of at most `most` units."""
         per = self._table.units_per_segment
         for segment in reversed(self._starts):
             high = min(stop, (segment + 1) * per)
@@ -280,13 +280,13 @@ class ConsumeQueue(Numbered):
         return -1, 0, -1
 
     def write(self, offset: int, units: bytes | memoryview) -> None:
-        """Write `units` at `offset`. Slots that this skips become void. May be repeated.
+        """Write `units` at `offset`. Skipped slots become void. May be repeated.
 
-        Does not publish: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError.
+        Does not publish them: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError.
         """
         if offset > self.max_offset:
             # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a
-            # lower offset that is not here is lost (format#void).
+            # lower offset that has no unit yet is lost (format#void).
             first = self.max_offset if self._starts else offset - offset % self.units_per_file
             while first < offset:
                 count = min(offset - first, _CHUNK_UNITS)
@@ -294,7 +294,7 @@ class ConsumeQueue(Numbered):
                 first += count
         else:
             segment, index = divmod(offset, self._table.units_per_segment)
-            if index and segment not in self._starts:  # a lost file, whose first records were gone before
+            if index and segment not in self._starts:  # a lost file, whose first records were removed before
                 self._pwrite(offset - index, VOID_UNIT * index)
         self._pwrite(offset, units)
 
@@ -316,7 +316,7 @@ class ConsumeQueue(Numbered):
             done += length
 
     def write_back(self, start: int, end: int) -> None:
-        """Let the system begin to write the full files of units [start, end), which are synced later."""
+        """Start writing back the full files of units [start, end), which are synced later."""
         per = self._table.units_per_segment
         for segment in range(start // per, end // per):
             self._table.descriptors.write_back(self._path(segment))
@@ -338,8 +338,8 @@ class ConsumeQueue(Numbered):
         return self._starts[-1] * self._table.units_per_segment
 
     def zero_from(self, offset: int) -> int:
-        """Write zeros over every unit from `offset` on. Return how many were in use.
-        Cutting a queue never shortens a file."""
+        """Write zeros over every unit from `offset` on. Return the number of used ones.
+        The files keep their length."""
         removed = 0
         if not self._starts:
             return 0
@@ -357,20 +357,20 @@ class ConsumeQueue(Numbered):
 
     @property
     def is_there(self) -> bool:
-        """True if it ever had a message that was not deleted with its topic."""
+        """True if the queue has ever had a message that was not deleted with its topic."""
         return self.next_offset > (0 if self._starts else self.max_offset)
 
     def forget_files(self) -> None:
-        """Forget files that are gone. The end of the queue stays. Files of the same names may come."""
+        """Forget files that were removed. The end of the queue stays. New files may get the same names."""
         for segment in self._starts:
             self._table.descriptors.forget(self._path(segment))
         self._starts = []
 
     def correct_min(self, min_physical: int) -> None:
-        """Set `min_offset` to the first unit that is not void and lies at or above `min_physical`.
-        It is `max_offset` if no file has such a unit (format#queue-start)."""
+        """Set `min_offset` to the first unit that is not void and points to or beyond `min_physical`.
+        Set it to `max_offset` if there is none in the files (format#queue-start)."""
         per = self._table.units_per_segment
-        end = self.max_offset  # the dispatcher may raise it meanwhile, but later units lie at or above `end`
+        end = self.max_offset  # later units, which the dispatcher may add meanwhile, are not below it
         for segment in list(self._starts):
             first = segment * per
             count = min(per, end - first)
@@ -383,7 +383,7 @@ class ConsumeQueue(Numbered):
                 return
             newest = self.units(first + count - 1, 1)
             if newest["physical_offset"][0] < min_physical and not is_void(newest)[0] and first + count < end:
-                continue  # its newest message is gone, so are all before it
+                continue  # its newest message is gone, and so are all before it
             units = self.units(first, count)
             live = np.flatnonzero((units["physical_offset"] >= min_physical) & (units["size"] > 0) & ~is_void(units))
             if len(live):
@@ -392,7 +392,7 @@ class ConsumeQueue(Numbered):
         self.min_offset = end
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete the leading files whose newest unit lies below `min_physical`. Return how many.
+        """Delete the leading files whose newest unit points below `min_physical`. Return their number.
         The last file is never deleted."""
         per = self._table.units_per_segment
         dropped = 0
@@ -432,7 +432,7 @@ class QueueTable:
     ) -> None:
         self.root = str(root)
         self.own = own
-        """True if this process is the writer, which refuses links and the like in place of files and folders."""
+        """True if this process is the writer. A writer refuses links and the like in place of files and folders."""
         self.segment_bytes = segment_bytes
         self.units_per_segment = segment_bytes // UNIT_BYTES
         self.delay_table_ms = delay_table_ms
@@ -446,20 +446,20 @@ class QueueTable:
         self.deleted: dict[str, int] = {}
         """Physical offset of each topic's deletion (`log.deleted`). Replaced as a whole."""
         self.batch_topics: frozenset[str] = frozenset()
-        """Topics with RocketMQ's batch queues, in a separate folder, which mqstore does not write.
-        RocketMQ does not start with a topic that has queues of both kinds."""
+        """Topics with RocketMQ's batch queues, which are in a separate folder. mqstore does not write them.
+        RocketMQ does not start if a topic has queues of both kinds."""
         self.has_addresses = False
-        """True if tags codes may be addresses (`LAST_ADDRESS`), since there are files for them to point into."""
+        """True if tags codes may be addresses (`LAST_ADDRESS`) in extension files, which exist."""
         self.in_rocksdb = False
         """True if RocketMQ keeps the queues in RocksDB, in the same folder as mqstore's.
-        A writer creates mqstore's files beside it, which RocketMQ ignores."""
+        A writer creates mqstore's files next to it, which RocketMQ ignores."""
         self._tmp = str(tmp)
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
         self._lock = Lock()
         self.news_lock = Lock()
-        """Lock of readers for moving the end of a queue."""
+        """Lock of readers that move the end of a queue."""
         self._dirty: set[str] = set()
         self._dirty_directories: set[str] = set()
         self.made_directories: set[str] = set()
@@ -502,7 +502,7 @@ class QueueTable:
                         yield topic, int(name)
 
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
-        """Find and return queues that another process has made since, of the topic `only` or of all if None."""
+        """Find queues that another process has created, of the topic `only`, or of all if None. Return the new ones."""
         keys = self.on_disk(self._folders(self.root) if only is None else [only])
         found = [self.create(*key) for key in keys if key not in self._queues]
         for queue in found:
@@ -513,7 +513,7 @@ class QueueTable:
         return self._queues.get((topic, queue_id))
 
     def create(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """Return the queue, which is created in memory if it is new. Its first unit creates its folder."""
+        """Return the queue. A new one is created in memory. Its first unit creates its folder."""
         key = (topic, queue_id)
         queue = self._queues.get(key)
         if queue is None:
@@ -535,7 +535,7 @@ class QueueTable:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def create_file(self, directory: str, path: str) -> None:
-        """Create a sparse file of full length at `path`. It is prepared in tmp/, so its name is never short."""
+        """Create a sparse file of full length at `path`. It is prepared in tmp/, so that its name never has less."""
         fs = self.fs
         if directory not in self.made_directories:
             for folder in (self.root, os.path.dirname(directory), directory):
@@ -557,14 +557,14 @@ class QueueTable:
             self.note_dirty(path)
 
     def note_names(self, directory: str) -> None:
-        """Let the next `sync` make the names of a queue's files and folders durable, even those of others."""
+        """Let the next `sync` make the names of a queue's files and folders durable, also those made by others."""
         topic = os.path.dirname(directory)
         with self._lock:
             self._dirty_directories.update((os.path.dirname(self.root), self.root, topic, directory))
 
     def remove_file(self, path: str) -> None:
         self.fs.unlink(path, missing_ok=True)
-        self.descriptors.forget(path)  # afterwards, or a reader might open it again and keep its space
+        self.descriptors.forget(path)  # after the unlink, or a reader might open it again and keep its space
         with self._lock:
             self._dirty.discard(path)
 
@@ -579,7 +579,7 @@ class QueueTable:
     def sync(self) -> None:
         """Make every unit written so far durable: files first, then the folders that name them.
 
-        An error is raised, and then all files stay dirty. The dispatcher may write more files meanwhile.
+        If it raises, all files stay dirty. The dispatcher may write more files meanwhile.
         """
         with self._lock:
             files, self._dirty = self._dirty, set()
@@ -588,10 +588,10 @@ class QueueTable:
             for path in sorted(files):
                 try:
                     self.descriptors.fdatasync(path)
-                except FileNotFoundError:  # retention took it
+                except FileNotFoundError:  # retention removed it
                     continue
             for directory in sorted(directories):
-                with suppress(FileNotFoundError):  # it took all files of a deleted topic
+                with suppress(FileNotFoundError):  # retention removed all files of a deleted topic
                     self.fs.sync_directory(directory)
         except BaseException:
             with self._lock:

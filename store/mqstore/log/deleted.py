@@ -1,12 +1,12 @@
-"""Deleted topics: the place in the log before which a topic's records do not count any more (delivery#topics).
+"""Deleted topics: the position in the log below which a topic's records no longer count (delivery#topics).
 
     config/deletedTopics.json   {"topics": {"orders": 8192}, "ends": {"orders": {"0": 5}}}
 
-The records stay in the log until retention takes them. Their queues' files are deleted at once, and nothing builds them
-again (`TopicGenerations`). The next message of such a queue continues at its `ends`, so that no queue offset is used
-twice. Retention removes the entry of a topic once the log begins behind its place.
+The records stay in the log until retention removes them. Their queues' files are deleted at once, and nothing rebuilds
+them (`TopicGenerations`). The next message of such a queue continues at its `ends`, so no queue offset is used twice.
+Retention removes a topic's entry once the log begins after its position.
 
-The file is saved before the files of queues are deleted. The next opening for writing does what a crash prevented.
+The file is saved before the queue files are deleted, so the next opening for writing completes an interrupted deletion.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def check_deleted(value: Mapping[str, Any]) -> None:
 
 
 def load_deleted(parts: StoreParts, *, writer: bool) -> dict[str, dict[str, int]]:
-    """Load the place of each topic's deletion, and return the queue ends then. Without a good file there are none."""
+    """Load the position of each topic's deletion. Return the queue ends then. Without a valid file there are none."""
     path = parts.root / DELETED_FILE
     try:
         value, problems = load_json(path, writer=writer, fs=parts.fs, root=parts.root, check=check_deleted)
     except CorruptStoreError as error:
-        value, problems = None, [f"{error}; messages of deleted topics may come back"]
+        value, problems = None, [f"{error}. Messages of deleted topics may be visible again"]
     for problem in problems:
         _log.warning("%s", problem)
     value = value or {"topics": {}, "ends": {}}
@@ -54,7 +54,7 @@ def load_deleted(parts: StoreParts, *, writer: bool) -> dict[str, dict[str, int]
 
 
 def save_deleted(parts: StoreParts, topics: Mapping[str, int]) -> None:
-    """Save the place of each deletion, durably. Raises what `save_json` raises, and then nothing has changed."""
+    """Save the position of each deletion, durably. If it raises an error of `save_json`, nothing has changed."""
     path, queues = parts.root / DELETED_FILE, parts.queue_table
     ends = {topic: {str(queue.queue_id): queue.max_offset for queue in queues.of(topic)} for topic in topics}
     parts.fs.mkdir(path.parent, exist_ok=True)
@@ -65,7 +65,7 @@ def save_deleted(parts: StoreParts, topics: Mapping[str, int]) -> None:
 
 
 def remove_queues(queues: QueueTable, topics: Iterable[str]) -> None:
-    """Delete the files of queues whose messages all lie before the deletion of their topic. Their ends stay.
+    """Delete the files of queues whose messages are all older than the deletion of their topic. Their ends stay.
     Nothing may be dispatched meanwhile."""
     for topic in topics:
         for queue in queues.of(topic):
@@ -79,13 +79,13 @@ def _remove(queue: ConsumeQueue, queues: QueueTable) -> None:
     queue.forget_files()
     queue.min_offset = queue.max_offset
     for folder in (queue.directory, os.path.dirname(queue.directory)):
-        with suppress(StoreIOError):  # another queue of the topic is there
+        with suppress(StoreIOError):  # the topic has another queue
             queues.fs.rmdir(folder)
             queues.made_directories.discard(folder)
 
 
 def continue_numbers(queues: QueueTable, ends: Mapping[str, Mapping[str, int]]) -> None:
-    """Let queues without files end where they ended when their topics were deleted."""
+    """Continue queues without files at the ends they had when their topics were deleted."""
     for topic, numbers in ends.items():
         for queue_id, end in numbers.items():
             queue = queues.create(topic, int(queue_id))

@@ -2,7 +2,7 @@
 
     index/<yyyyMMddHHmmssSSS, local time>       fixed size, mapped; sorted by name, newest last
 
-Entries come from the dispatcher in log order and go into the newest file. Entries without room on the disk wait in
+Entries come from the dispatcher in log order and are put into the newest file. Entries without disk space wait in
 memory, so that a slow or full disk never delays consume queues. The index only suggests records (format#index-query).
 """
 
@@ -43,22 +43,22 @@ __all__ = ["Index", "IndexFile"]
 
 _MAX_MAPPED = 16
 _MAX_UNSYNCED = 2
-"""Number of files that are open for writing. A full one keeps its descriptor until it is synced."""
+"""Maximum number of files open for writing. A full one keeps its descriptor until it is synced."""
 _MAX_PENDING = 1 << 20
 """Maximum number of entries that wait in memory on a full disk. Beyond it the oldest are dropped."""
 
 _STEP_BYTES = 1 << 16
-"""Step in which entries get their disk blocks. The slots have theirs from the beginning: on tmpfs, reading a hole of a
-mapped file takes a block, too."""
+"""Step in which entries get their disk blocks. Slots get theirs at creation, because on tmpfs even reading a hole of a
+mapped file allocates a block."""
 
 _Entries = tuple[
     npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
 ]
-"""Entries as (key hashes, physical offsets, store times): arrays if many, lists if few."""
+"""Entries as (key hashes, physical offsets, store times): arrays for many, lists for few."""
 
 
 class _Mapped:
-    """Files that are mapped for reading. Of too many, the first mapped one is unmapped."""
+    """Files mapped for reading. Beyond the maximum, the one mapped first is unmapped."""
 
     def __init__(self) -> None:
         self._files: deque[IndexFile] = deque()
@@ -78,7 +78,7 @@ class _Mapped:
 
 class IndexFile:
     """Index file, mapped while it is written or read.
-    The file that is written to stays mapped. Another one is mapped when it is read, and only few at a time. There may
+    The file that is being written stays mapped. Others are mapped when they are read, and only few at a time. There may
     be thousands, and a mapping may cost a descriptor."""
 
     def __init__(
@@ -91,7 +91,7 @@ class IndexFile:
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
         self._order: tuple[int, bool] | None = None  # number of entries, and True if they ascend
-        self._allocated = 0  # bytes that surely have disk blocks
+        self._allocated = 0  # bytes known to have disk blocks
         self.path = path
         self.writable = writable
         self.dirty = False
@@ -119,7 +119,7 @@ class IndexFile:
 
     @property
     def mapping(self) -> mmap.mmap:
-        """Mapping of the whole file. Raises FileNotFoundError if another process's retention took it."""
+        """Mapping of the whole file. Raises FileNotFoundError if another process's retention removed it."""
         mapping = self._mapping
         if mapping is None:
             with self._fs.opened(self.path, os.O_RDONLY) as fd:
@@ -139,8 +139,8 @@ class IndexFile:
         if header is None:
             header = IndexHeader.decode(self.mapping)
             while not self.writable and header != (again := IndexHeader.decode(self.mapping)):
-                header = again  # another process's writer was in the middle of it
-            fence()  # the entries that it counts are read after it
+                header = again  # another process was in the middle of writing it
+            fence()  # load the header before the entries that it counts
             if header.next_entry >= self._entries and not self.writable:
                 self._final_header = header  # a full file does not change any more
         return header
@@ -151,14 +151,14 @@ class IndexFile:
         self.close()
 
     def places(self) -> npt.NDArray[np.int64]:
-        """Return the physical offset of each entry, in the order they were put."""
+        """Return the physical offset of each entry, in put order."""
         return self._table()["physical_offset"].astype(np.int64)
 
     def between(
         self, used: int, low: int, high: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`.
-        They are in the order they were put, and among the first `used`. Numbers begin with 0."""
+        They are in put order, and among the first `used`. Numbers begin with 0."""
         table = self._table()[:used]
         places = table["physical_offset"]
         if self._ascends(places):
@@ -178,7 +178,7 @@ class IndexFile:
 
     def lies_outside(self, low: int, high: int) -> bool:
         """Return True if the ends of the file show that it has no entry of a record in `[low, high]`.
-        Returns False if header and entries do not agree about the ends, since some entry in between may be one."""
+        Returns False if header and entries disagree about the ends, since any entry between them may match."""
         if self.header.next_entry <= 1:
             return True
         span = self.span()
@@ -186,7 +186,7 @@ class IndexFile:
 
     def span(self) -> tuple[int, int] | None:
         """Return the physical offsets of the first and the last entry.
-        Returns None if there is no entry, or header and entries do not agree."""
+        Returns None if there is no entry, or if header and entries disagree."""
         header, table = self.header, self._table()
         if not len(table):
             return None
@@ -245,7 +245,7 @@ class Index:
         self.files: list[IndexFile] = []
         self._pending: list[_Entries] = []
         self._begun: tuple[IndexFile, int] | None = None
-        """File and entry number at which the first waiting entries begin, while they are being put."""
+        """File and number of the first waiting entry, while the waiting entries are being put."""
         self._end = 0
         """Entries of records below this physical offset have been put."""
         self.dropped_entries = 0
@@ -257,14 +257,14 @@ class Index:
         return IndexFile(path, self.file_bytes, self.entries_per_file, self._fs, self._mapped, writable=writable)
 
     def load(self) -> list[Finding]:
-        """List the index files. A file of another length is reported and left alone."""
+        """List the index files. Report a file of another length, and leave it alone."""
         findings = []
         known = {file.name for file in self.files}
         for name, length in self._fs.scandir_files(self._root) if os.path.isdir(self._root) else []:
             if len(name) != 17 or not (name.isascii() and name.isdigit()) or name in known:
                 continue
             if length != self.file_bytes:
-                detail = f"{length} bytes where an index file of {self.slots} slots has {self.file_bytes}"
+                detail = f"the file has {length} bytes, an index file of {self.slots} slots has {self.file_bytes}"
                 findings.append(Finding("bad_index", f"index/{name}", 0, length, detail))
                 continue
             path = os.path.join(self._root, name)
@@ -273,14 +273,14 @@ class Index:
         return findings
 
     def refresh(self) -> None:
-        """Find files that another process has made since, and forget those it has removed."""
+        """Find files that another process has created since, and forget files it has removed."""
         present = set(self._fs.scandir(self._root)) if os.path.isdir(self._root) else set()
         self.files = [file for file in self.files if file.name in present]
         if present - {file.name for file in self.files}:
             self.load()
 
     def headers(self) -> Iterator[tuple[IndexFile, IndexHeader]]:
-        """Yield the files and their headers, but for files that another process's retention has taken."""
+        """Yield the files and their headers. Skip files that another process's retention has removed."""
         for file in self.files:
             try:
                 header = file.header
@@ -289,15 +289,15 @@ class Index:
             yield file, header
 
     def check(self, *, live: bool = False) -> list[Finding]:
-        """Return findings about the bytes of the files. `verify` checks if all keys of the log have entries.
-        With `live` another process may be filling the newest file, which is not checked then."""
+        """Return findings about the bytes of the files. `verify` checks whether all keys of the log have entries.
+        With `live` another process may be filling the newest file, which is then not checked."""
         return [finding for file in self.files for finding in self.check_file(file, live=live)]
 
     def check_file(self, file: IndexFile, *, live: bool = False) -> list[Finding]:
-        """Return what `check` does for one file. A file that another process's retention took has none."""
+        """Return the findings of `check` for one file. A file that another process's retention removed has none."""
         try:
             if live and not self._writable and file.header.next_entry < self.entries_per_file:
-                return []  # slots, entries and header are never all of one moment
+                return []  # slots, entries and header are never read at the same time
             mapping = file.mapping
         except FileNotFoundError:
             return []
@@ -314,7 +314,7 @@ class Index:
         return -1
 
     def _current(self) -> tuple[IndexFile, int]:
-        """Return the file to put into, a new one if the newest is full, and the number of its next entry."""
+        """Return the file to put into, and the number of its next entry. A full file is followed by a new one."""
         if self.files:
             file = self.files[-1]
             number = file.header.next_entry
@@ -331,7 +331,7 @@ class Index:
     def _create(self) -> IndexFile:
         fs = self._fs
         if not self.files:
-            # Synced even if it exists, since its maker may have been killed before it was durable.
+            # Synced even if it exists, since its creator may have been killed before the sync.
             fs.mkdir(self._root, exist_ok=True)
             fs.sync_directory(os.path.dirname(self._root))
         stamp = int(datetime.fromtimestamp(self._clock.now_ms() / 1000).strftime("%Y%m%d%H%M%S%f")[:17])
@@ -340,7 +340,7 @@ class Index:
         path = os.path.join(self._root, f"{stamp:017d}")
         with new_file(fs, self._tmp, "index", path, self._file_mode) as fd:
             fs.allocate(fd, self.file_bytes, HEADER_BYTES + SLOT_BYTES * self.slots)
-            fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
+            fs.fdatasync(fd)  # before the rename: a power cut must not leave a shorter file with this name
         fs.sync_directory(self._root)
         return self._open(path, writable=True)
 
@@ -356,7 +356,7 @@ class Index:
     ) -> None:
         """Add the entries of all records below the physical offset `end`, in log order.
 
-        Entries of records below the `end` of an earlier call are left out, since an interrupted pass is done again.
+        Entries of records below the `end` of an earlier call are skipped, since an interrupted pass is repeated.
         Raises StoreFullError or StoreIOError if a new file is needed and cannot be created. The entries then wait for
         the next call.
         """
@@ -365,7 +365,7 @@ class Index:
             hashes, physical_offsets = hashes[begin:], physical_offsets[begin:]
             store_timestamps_ms = store_timestamps_ms[begin:]
         if len(hashes):
-            # No call between these two: a signal handler cannot raise in the middle.
+            # No call between these two lines: a signal handler cannot raise there.
             self._pending += ((hashes, physical_offsets, store_timestamps_ms),)
             self._end = end
         while len(self._pending) > 1 and self.pending > _MAX_PENDING:
@@ -385,7 +385,7 @@ class Index:
                     file.dirty = True
                     file.allocate(count)
                     done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
-                else:  # a signal handler has raised in the lines above, so the entries may be in the file
+                else:  # a signal handler raised in the lines above, so the entries may be in the file
                     file, number = self._begun
                     done = file.header.next_entry - number
                 # No call from here on: a signal handler cannot raise.
@@ -397,14 +397,14 @@ class Index:
 
     @property
     def pending(self) -> int:
-        """Number of entries that wait for room on the disk."""
+        """Number of entries that wait for disk space."""
         return sum(len(hashes) for hashes, _, _ in list(self._pending)) if self._pending else 0
 
     def query(self, topic: str, key: str, begin_ms: int, end_ms: int, limit: int) -> list[int]:
         """Return the physical offsets of records that may have `key`, newest first (format#index-query).
 
         Returns at most `limit`. Times are rounded outward by a second, since entries count seconds. Records with other
-        keys of the same hash may be among them.
+        keys of the same hash may be included.
         """
         found: list[int] = []
         hash_ = index_hash(f"{topic}#{key}")
@@ -413,9 +413,9 @@ class Index:
         for file in reversed(files):
             try:
                 header, mapping = file.header, file.mapping
-            except FileNotFoundError:  # another process's retention took it
+            except FileNotFoundError:  # another process's retention removed it
                 continue
-            times = (header.begin_timestamp_ms, header.end_timestamp_ms)  # the clock may have been set back meanwhile
+            times = (header.begin_timestamp_ms, header.end_timestamp_ms)  # unordered if the clock was set back
             if header.next_entry <= 1 or min(times) > end_ms or max(times) < begin_ms - 999:
                 continue
             found += query_entries(mapping, self.slots, hash_, begin_ms, end_ms, limit - len(found))
@@ -440,7 +440,7 @@ class Index:
                     file.retire()
 
     def sync_all(self) -> None:
-        """Make every file durable with its name, also files of a killed process."""
+        """Make every file and its name durable, also files of a killed process."""
         for file in list(self.files):
             with self._fs.opened(file.path, os.O_RDONLY) as fd:
                 self._fs.fdatasync(fd)
@@ -449,8 +449,8 @@ class Index:
             self._fs.sync_directory(os.path.dirname(self._root))
 
     def is_ahead(self, file: IndexFile) -> bool:
-        """Return True if a slot leads to an entry that the header does not count.
-        Then a power cut took the page of the header, and with it the chain of that slot."""
+        """Return True if a slot points to an entry that the header does not count.
+        Then a power cut lost the header's page, and with it the chain of that slot."""
         table = np.frombuffer(file.mapping, SLOT_DTYPE, self.slots, HEADER_BYTES)
         return bool((table >= max(1, file.header.next_entry)).any())
 
@@ -463,7 +463,7 @@ class Index:
         return 0
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete the leading files whose newest record lies below `min_physical`. Return how many.
+        """Delete the leading files whose newest record is below `min_physical`. Return their number.
         The last file is never deleted."""
         dropped = 0
         while len(self.files) > 1 and self.files[0].header.end_physical_offset < min_physical:

@@ -1,4 +1,4 @@
-"""Numbers of slots and entries of an index file, found from its content (format#sizes, format#index).
+"""Numbers of slots and entries of an index file, inferred from its content (format#sizes, format#index).
 
     0         40                                40 + 4 slots
     | header  | slots x i32                     | entry 0, entry 1, ... entry n - 1, unused       |
@@ -6,8 +6,8 @@
                 ^ slot[hash of entry n - 1 % slots] == n - 1
 
 The shape is saved in the manifest alone. A Java broker's store has none, and a file of length L can have L / 20 shapes.
-But the first entry must have the header's begin offset, and the last one its end offset. The last one is also the head
-of its chain. Each shape has these three at other places, so a file with a few entries fits only one shape.
+But the first entry must have the header's begin offset, and the last entry its end offset. The last entry is also the
+head of its chain. Each shape puts these three at different positions, so a file with a few entries fits only one shape.
 
 `check_index` checks the rest of the file.
 """
@@ -41,7 +41,7 @@ _CHUNK = 1 << 18
 
 
 def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
-    """Return (slots, entries) of the index file `data`, or None if not exactly one shape fits.
+    """Return (slots, entries) of the index file `data`, or None unless exactly one shape fits.
     A file without entries fits none."""
     length = len(data)
     words = length - HEADER_BYTES
@@ -52,7 +52,7 @@ def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
     if count <= 1:
         return None
     words //= SLOT_BYTES
-    # words = slots + 5 * entries, and there is room for all entries that are in use.
+    # words = slots + 5 * entries, and there is room for all used entries.
     most = (words - 1) // _ENTRY_PER_SLOT
     usual = slots_entries_from_length(length)
     if usual is not None and count <= usual[1] and len(_fitting(data, header, np.array([usual[0]], np.int64))):
@@ -62,7 +62,7 @@ def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
         entries = np.arange(low, min(low + _CHUNK, most + 1), dtype=np.int64)
         found += _fitting(data, header, words - _ENTRY_PER_SLOT * entries)
         if len(found) > 64:
-            return None  # zeros and the like: no evidence
+            return None  # zeros and the like prove nothing
     shapes = [(slots, (words - slots) // _ENTRY_PER_SLOT) for slots in found]
     if len(shapes) > 1:
         shapes = [shape for shape in shapes if not check_index(data.data, *shape)]
@@ -70,7 +70,7 @@ def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
 
 
 def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArray[np.int64]) -> list[int]:
-    """Return the slot counts that put the first entry, the last entry and its slot in the right places."""
+    """Return the slot counts for which the first entry, the last entry and its slot are consistent."""
     first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
     last = first + ENTRY_BYTES * (header.next_entry - 2)
     fits = (_i64(data, first + ENTRY_OFFSET_AT) == header.begin_physical_offset) & (

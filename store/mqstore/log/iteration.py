@@ -1,4 +1,4 @@
-"""Iteration over messages of a queue or a topic, with or without waiting for more (format#reads)."""
+"""Iteration over the messages of a queue or topic, with or without waiting for more (format#reads)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def iterate(
     follow: bool,
     tags: str | None,
 ) -> Iterator[Message]:
-    """Yield messages as `MessageStore.iter` does."""
+    """Yield messages. `MessageStore.iter` describes the parameters."""
     if queue_id is not None:
         queue = store.queue_named(topic, queue_id)
         position, named = _start_of(store, queue, start), isinstance(start, int)
@@ -45,7 +45,7 @@ def iterate(
         yield from _iter_queue(store, queue, position, stop, follow, tags, named=named)
         return
     if isinstance(start, int) or stop is not None:
-        raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+        raise InvalidMessageError("start and stop are offsets of one queue: give queue_id=, too", "start")
     positions = {ref: _start_of(store, store.queue_named(*ref), start) for ref in store.queues(topic)}
     yield from follow_queues(store, topic, positions, tags) if follow else _merged(store, positions, tags)
 
@@ -53,8 +53,8 @@ def iterate(
 def follow_queues(
     store: StoreReader, topic: str, positions: dict[QueueRef, int], tags: str | None, queue_id: int | None = None
 ) -> Iterator[Message]:
-    """Yield messages of a topic, or of one of its queues, from `positions` on, for ever. They are merged by store time.
-    Queues without a position begin at their first message."""
+    """Yield messages of a topic, or of one of its queues, from `positions` on, endlessly, merged by store time.
+    Queues without a position start at their first message."""
 
     def queues() -> list[QueueRef]:
         return [ref for ref in store.queues(topic) if queue_id in (None, ref.queue_id)]
@@ -68,14 +68,14 @@ def follow_queues(
                 cuts[ref] = queue.cuts
                 if positions[ref] > queue.cut_to:
                     positions[ref] = _back_to_cut(store, queue, positions[ref])
-        begun = dict(positions)
+        before = dict(positions)
         yield from _merged(store, positions, tags)
-        if positions == begun:
+        if positions == before:
             _wait_for_news(store, queues, positions)
 
 
 def _merged(store: StoreReader, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-    """Yield the messages that the queues hold now, from their positions on, and move these."""
+    """Yield the messages that the queues have now, from `positions` on, and move the positions."""
     rounds = [_round(store, ref, positions, tags) for ref in positions]
     return merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
 
@@ -86,7 +86,7 @@ def _round(store: StoreReader, ref: QueueRef, positions: dict[QueueRef, int], ta
 
 
 def _wait_for_news(store: StoreReader, queues: Callable[[], list[QueueRef]], positions: dict[QueueRef, int]) -> None:
-    """Return when one of `queues` has grown beyond its position, or a new one has come."""
+    """Return when one of `queues` has grown beyond its position, or a new queue exists."""
     pause = _FOLLOW_MIN_S
     polls = 0
     while True:
@@ -96,7 +96,7 @@ def _wait_for_news(store: StoreReader, queues: Callable[[], list[QueueRef]], pos
         polls += 1
         if any(store.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
             return
-        # For another process a new queue is a new folder, which is not looked for on every turn.
+        # For another process a new queue is a new folder. Looking for folders is expensive, so not every time.
         if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in queues()):
             return
 
@@ -107,7 +107,7 @@ def _start_of(store: StoreReader, queue: ConsumeQueue, start: str | datetime | i
     if isinstance(start, datetime):
         return store.offset_at(queue.topic, queue.queue_id, start)
     if start not in ("earliest", "latest"):
-        raise InvalidMessageError(f"start is 'earliest', 'latest', a datetime or an offset, not {start!r}", "start")
+        raise InvalidMessageError(f"start must be 'earliest', 'latest', a datetime or offset, not {start!r}", "start")
     return queue.min_offset if start == "earliest" else queue.max_offset
 
 
@@ -121,8 +121,8 @@ def _iter_queue(
     *,
     named: bool = False,
 ) -> Generator[Message, None, int]:
-    """Yield messages of `queue`, and return the offset behind the last one examined.
-    With `named` a user asked for offset `start`, and gets an error if it does not exist."""
+    """Yield messages of `queue`. Return the offset after the last one examined.
+    With `named`, the caller asked for offset `start`, and gets an error if it does not exist."""
     position = start
     size = 32
     cuts = queue.cuts
@@ -136,7 +136,7 @@ def _iter_queue(
                 continue
         if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
             _log.warning(
-                "%s: retention has dropped offsets %d to %d of %s/%d before they were read; reading goes on at %d",
+                "%s: retention deleted offsets %d to %d of %s/%d before they were read; reading continues at %d",
                 *(store.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
             )
             position = result.min_offset
@@ -168,9 +168,9 @@ def _iter_queue(
 
 
 def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
-    """Return the position where following continues after the end of `queue` moved back (format#readers)."""
+    """Return the position at which following continues after the end of `queue` has moved back (format#readers)."""
     _log.warning(
-        "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
+        "%s: the log was cut: %s/%d now ends at %d, before offset %d that was read; following continues at its end",
         *(store.path, queue.topic, queue.queue_id, queue.cut_to, position),
     )
     return queue.cut_to

@@ -1,4 +1,4 @@
-"""Manifest of a store, read or derived from the directory's files (format#manifest, format#sizes).
+"""Manifest of a store, read from its file or derived from the other files (format#manifest, format#sizes).
 
 Only `save` and `write_guard` change files. They run under the writer lock.
 """
@@ -49,15 +49,15 @@ MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
 SCHEMA = 1
 _TIMERLOG_MIN = 68
-"""A unit and the blank behind it (delivery#timer-files)."""
+"""A unit and the blank after it (delivery#timer-files)."""
 _SURPLUS_MAX = 4096
 _SIZE_MAX = 0x7FFF_FFFF
 _LOOK_BYTES = 1 << 20
 _RECORDS = 8192
 
-# `abort` is there if the creator of a store was killed before the manifest was written.
+# `abort` exists if the creator of a store was killed before it wrote the manifest.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
-# Names that must not be links, and the folders in which that holds for all names.
+# Names that must not be links, and the folders in which no name may be a link.
 _OWN_FOLDERS = frozenset(
     {"commitlog", "config", "consumequeue", "cut", "inbox", "index", "local_offsets", "timerlog", "tmp", "_staging"}
 )
@@ -73,7 +73,7 @@ _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
 }
 _Sizes = tuple[int, int, int, int, int]
 T = TypeVar("T")
-# A file that decodes but has other types than these is as bad as one that does not decode.
+# A file that decodes but has other types is as bad as a file that does not decode.
 _TYPES: dict[str, type] = {
     "format": str,
     "schema": int,
@@ -94,12 +94,12 @@ _LATER = {
     "timerlog_segment_bytes": (_SIZES["mqstore"][4], _TIMERLOG_MIN, _SIZE_MAX),
     "max_message_size": (DEFAULT_MESSAGE_BYTES, 0, _SIZE_MAX),
 }
-"""Numbers that a file may lack, because an earlier program wrote it: their default, least and greatest values."""
+"""Numbers that a file of an earlier version may lack: their default, minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Properties of a store that it keeps from its creation on. Sizes are in bytes."""
+    """Properties that a store keeps from its creation on. Sizes are in bytes."""
 
     profile: Profile
     checksum: Checksum
@@ -114,16 +114,16 @@ class Manifest:
     delay_levels: str
     max_message_size: int
     exists: bool
-    """True if the directory is a store already. False if the store is about to be created."""
+    """True if the directory is already a store, False if it is about to become one."""
     has_file: bool
     """True if the store has, or will have, `mqstore.json`. A Java broker's directory never has it."""
     unknown: dict[str, Any] = field(default_factory=dict)
     """Keys that a newer program wrote, kept when the file is written."""
     problems: tuple[str, ...] = ()
     derived: str = ""
-    """If the file is lost or damaged: why, how to mend it, and what the store's other files show in its place."""
+    """If the file is lost or damaged: why, how to repair it, and the values derived from the store's other files."""
     is_changed: bool = False
-    """True if an option of this opening replaces what the file has."""
+    """True if an option of this opening replaces a value of the file."""
 
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
@@ -132,7 +132,7 @@ def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
 
 
 def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
-    """Return the manifest of a store that has none, or that does not exist yet."""
+    """Return the manifest of a store that has no manifest file, or does not exist yet."""
     segment, queue_segment, slots, entries, timerlog = sizes
     return Manifest(
         profile=profile,
@@ -160,10 +160,10 @@ def _sizes_of_new(profile: Profile, config: StoreConfig) -> _Sizes:
 
 
 def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileSystem) -> _Sizes:
-    """Return the sizes of a store without a manifest: from its files, options, or the profile's defaults."""
+    """Return the sizes of a store without a manifest: from its files, from options, or the profile's defaults."""
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
-    # Names show the size even if files were cut short, lengths even if some are missing, and a foreign file neither. So
-    # the most frequent size counts, and of two the greater. With a wrong one all segments would be cut.
+    # Names show the size even if files were shortened, and lengths show it even if some files are missing. A foreign
+    # file shows neither. So the most frequent size counts, or the greater of two. A wrong one cuts all segments.
     found = _listed(fs.scandir_files, root / "commitlog")
     lengths = {int(name): length for name, length in found if segment_start(name) is not None}
     sizes = Counter(b - a for a, b in itertools.pairwise(lengths))
@@ -185,7 +185,7 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
             cq_bytes = common
     index_names = [n for n in _listed(fs.scandir, root / "index") if n.isdigit()]
     if index_names and config.index_slots is None:
-        # The content of a file decides. If all are empty or damaged, the ratio of the broker's defaults does.
+        # The content of a file decides. If all files are empty or damaged, the ratio of the broker's defaults decides.
         shapes = (shape_of_file(root / "index" / name, fs) for name in index_names[:8])
         guess = next((shape for shape in shapes if shape is not None), None)
         guess = guess or slots_entries_from_length(os.stat(root / "index" / index_names[0]).st_size)
@@ -198,14 +198,14 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
 
 
 def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None, fs: FileSystem = REAL) -> Manifest:
-    """Return the manifest of a directory that has none, by its files (format#sizes)."""
+    """Derive the manifest of a directory that has none from its files (format#sizes)."""
     config = config or StoreConfig()
     sizes = _sizes_of_files(root, profile, config, fs)
     return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
 
 
 def stored(root: Path, config: StoreConfig, fs: FileSystem = REAL) -> Manifest:
-    """Return the manifest in the file, or by the sizes of the files if the store is a Java broker's, which has none.
+    """Return the manifest in the file. A Java broker's store has no file, so it is derived from the other files.
     Raises CorruptStoreError if the file is damaged or lost, UnsupportedStoreError if a newer program wrote it."""
     path = root / MANIFEST
     repair = f"mqstore recover {root} --rebuild config"
@@ -222,7 +222,7 @@ def stored(root: Path, config: StoreConfig, fs: FileSystem = REAL) -> Manifest:
 
 
 def derived(root: Path, fs: FileSystem = REAL) -> tuple[Manifest, str]:
-    """Return the manifest that replaces a lost or damaged one, and a sentence about it.
+    """Derive a replacement for a lost or damaged manifest. Return it with a sentence about it.
     Readable fields of the file are kept. The checksum of the first record shows the profile, files show the sizes."""
     value = None
     with suppress(MQStoreError):
@@ -244,8 +244,8 @@ def _listed(listing: Callable[[Path], list[T]], path: Path) -> list[T]:
 
 def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
     """Return the kind of checksum that a record of the log passes, or None if no record shows it.
-    This is usually the first record. Later ones are tried too, since the first may be damaged, and with the wrong
-    checksum the whole log would be cut."""
+    Usually the first record shows it. It may be damaged, so later ones are tried, too. With the wrong checksum the
+    whole log would be cut."""
     kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")  # any record without a body passes the second one
     names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
     for before in (1, _LOOK_BYTES):
@@ -262,26 +262,26 @@ def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
 
 def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     """Return the manifest in the JSON `value` of the file `path`.
-    Raises CorruptStoreError if it is none, UnsupportedStoreError if a newer program wrote it."""
+    Raises CorruptStoreError if it is not a manifest, UnsupportedStoreError if a newer program wrote it."""
 
     def bad(detail: str) -> CorruptStoreError:
         return CorruptStoreError(
-            f"{path} is no manifest: {detail}", str(path), repair=f"mqstore recover {path.parent} --rebuild config"
+            f"{path} is not a manifest: {detail}", str(path), repair=f"mqstore recover {path.parent} --rebuild config"
         )
 
     schema = value.get("schema") if isinstance(value, dict) else None
-    if type(schema) is int and schema > SCHEMA:  # whatever else it says
+    if type(schema) is int and schema > SCHEMA:  # first, since a newer manifest may differ in anything else
         raise _newer(path, schema, value.get("requires") or ())
     if not isinstance(value, dict) or value.get("format") != "mqstore":
         raise bad('it is not a JSON object with "format": "mqstore"')
     for key, kind in _TYPES.items():
         if type(value.get(key)) is not kind:
-            raise bad(f"{key} should be {kind.__name__}, found {value.get(key)!r}")
+            raise bad(f"{key} must be {kind.__name__}, found {value.get(key)!r}")
     later = {key: value.get(key, default) for key, (default, _, _) in _LATER.items()}
     for key, number in later.items():
         _, least, most = _LATER[key]
         if type(number) is not int or not least <= number <= most:
-            raise bad(f"{key} should be int from {least} to {most}, found {number!r:.80}")
+            raise bad(f"{key} must be int from {least} to {most}, found {number!r:.80}")
     if value["schema"] < 1:
         raise bad(f"schema {value['schema']}")
     if value["requires"]:
@@ -318,14 +318,14 @@ def _newer(path: Path, schema: int, requires: Iterable[Any]) -> UnsupportedStore
     names = tuple(map(str, requires)) if isinstance(requires, (list, tuple)) else ()
     return UnsupportedStoreError(
         f"{path.parent} was written by a newer mqstore (schema {schema}, requires {list(names)}); "
-        f"this one knows schema {SCHEMA}: upgrade mqstore",
+        f"this version supports schema {SCHEMA}. Upgrade mqstore",
         schema,
         names,
     )
 
 
 def kept_of(value: Any) -> dict[str, Any]:
-    """Return the fields of a bad manifest that may be right, and that no other file shows."""
+    """Return the fields of a bad manifest that may be right and that no other file shows."""
     kept: dict[str, Any] = {}
     if isinstance(value, dict):
         if isinstance(store_id := value.get("store_id"), str) and store_id:
@@ -343,13 +343,13 @@ def kept_of(value: Any) -> dict[str, Any]:
 
 
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
-    """Return how the sizes in a manifest differ from those of all files, or "" if they may be right.
-    Opened with wrong sizes, a sound store would look cut short, and be cut."""
+    """Return how the sizes in a manifest contradict the files, or "" if they may be right.
+    With wrong sizes, a sound store would look truncated, and opening would cut it."""
     found = [(segment_start(name), length) for name, length in _listed(fs.scandir_files, root / "commitlog")]
     segments = {start: length for start, length in found if start is not None}
     lengths = list(segments.values())
     distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
-    # If names confirm the size, all files may have lost or gained bytes.
+    # If the names confirm the size, all files may have lost or gained bytes.
     confirmed = min(distances, default=0) == manifest.commitlog_segment_bytes
     if not confirmed and _differ(lengths, manifest.commitlog_segment_bytes):
         return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
@@ -359,7 +359,7 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
             files = _listed(fs.scandir_files, root / "consumequeue" / topic / queue)[:8]
             lengths += [length for name, length in files if segment_start(name) is not None]
             if manifest.consumequeue_segment_bytes in lengths:
-                return ""  # enough: thousands of stores may have to be opened
+                return ""  # enough evidence: thousands of stores may have to be opened
     # An impossible length is damage, even if all files have it.
     possible = any(length and length % UNIT_BYTES == 0 for length in lengths)
     if possible and _differ(lengths, manifest.consumequeue_segment_bytes):
@@ -369,8 +369,8 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
 
 def _differ(lengths: list[int], wanted: int) -> bool:
     """Return True if `lengths` contradict the size `wanted`.
-    A single short file, or several of different lengths, are damaged and no contradiction. Nor is a surplus of a page
-    or less, which somebody appended."""
+    A single short file, or several of different lengths, are damage and no contradiction. The same is true of a surplus
+    of at most a page, which somebody appended."""
     some = [length for length in lengths if length]
     if not some or wanted in some:
         return False
@@ -378,9 +378,9 @@ def _differ(lengths: list[int], wanted: int) -> bool:
 
 
 def mixed_sizes(root: Path, size: int, checksum: Checksum, fs: FileSystem) -> str:
-    """Return which files are of which size, if some segments are of another one than `size`, or "" if none is.
-    Two stores that were copied into one look like that. A file is of another size if it has records in their right
-    places and begins between two segments, or if a record crosses the segment's end."""
+    """Return which files have which size, if some segments have another size than `size`, else "".
+    Copying two stores into one causes this. A file has another size if it has valid records and begins between two
+    segments, or if a record crosses the segment's end."""
     listed = ((name, length, segment_start(name)) for name, length in _listed(fs.scandir_files, root / "commitlog"))
     found = [(name, length) for name, length, start in listed if start is not None and start < 1 << 62]
     doubtful = [name for name, length in found if length and (int(name) % size or length > size)]
@@ -400,7 +400,7 @@ def _is_of_other_size(path: Path, size: int, checksum: Checksum, fs: FileSystem)
         with fs.opened(path, os.O_RDONLY) as fd:
             length = fs.size(fd)
             data = fs.map(fd, length, writable=False)
-    except (MQStoreError, OSError):  # loading the log says so
+    except (MQStoreError, OSError):  # loading the log reports it
         return False
     if start % size:
         return find_next(data, 0, length, start, checksum, _LOOK_BYTES) is not None
@@ -422,7 +422,7 @@ def resolve(
 ) -> Manifest:
     """Return the manifest that the directory `root` has, or will have. Writes nothing.
 
-    With `derive`, a lost or damaged manifest is derived from the other files.
+    With `derive`, derive a lost or damaged manifest from the other files.
 
     Raises NotAStoreError, ConfigError (an option differs from the store's), CorruptStoreError, UnsupportedStoreError.
     """
@@ -436,14 +436,14 @@ def resolve(
             if not derive or not segment_names(root / "commitlog", fs):
                 raise
             found, sentence = derived(root, fs)
-            found = replace(found, derived=f"{error}. Reading uses what its files show: {sentence}")
+            found = replace(found, derived=f"{error}. Reading uses the values that its files show: {sentence}")
     elif names - NOT_YET:
         some = ", ".join(sorted(names - NOT_YET)[:5])
-        raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
+        raise NotAStoreError(f"{root} is not a store: it contains {some}, but neither {MANIFEST} nor commitlog/")
     else:
         if not (writer and create):
-            why = "" if os.path.lexists(root) else ": there is no such directory"
-            raise NotAStoreError(f"{root} holds no store{why}")
+            why = "it is empty or incomplete" if os.path.lexists(root) else "there is no such directory"
+            raise NotAStoreError(f"{root} is not a store: {why}")
         chosen = profile or "mqstore"
         if chosen not in _SIZES:
             raise ConfigError(f"profile must be 'mqstore' or 'rocketmq', not {profile!r}")
@@ -460,19 +460,19 @@ def resolve(
         )
     if mixed := mixed_sizes(root, found.commitlog_segment_bytes, found.checksum, fs):
         raise CorruptStoreError(
-            f"{root} has files of several stores, whose segments differ in size: {mixed}. Put the files of each store "
-            "into a directory of its own",
+            f"{root} has files of several stores, whose segments differ in size: {mixed}. Move the files of each store "
+            "to a separate directory",
             str(root / "commitlog"),
         )
     return _agree(found, root, profile, config)
 
 
 def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreConfig) -> Manifest:
-    """Return `found`, after checking that the store is what the caller asked for."""
+    """Check that the store is the one the caller asked for. Return `found` with the changed options."""
     if profile is not None and profile != found.profile:
         raise ConfigError(
-            f"{root} has profile {found.profile!r}, not {profile!r}: it is chosen when a "
-            "store is made. `mqstore export` and `mqstore produce --exported` copy messages from one to another"
+            f"{root} has profile {found.profile!r}, not {profile!r}. A store keeps the profile of its creation. "
+            "Copy the messages to another store with `mqstore export` and `mqstore produce --exported`"
         )
     for option, asked, is_ in (
         ("segment_bytes", config.segment_bytes, found.commitlog_segment_bytes),
@@ -482,7 +482,7 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
         ("group_hash", config.group_hash, found.group_hash),
     ):
         if asked is not None and asked != is_:
-            raise ConfigError(f"{option}={asked}: {root} was created with {is_}, and that cannot change")
+            raise ConfigError(f"{option}={asked}: {root} was created with {is_}, which cannot be changed")
     options = {"delay_levels": config.delay_levels, "max_message_size": config.max_message_size}
     new: dict[str, Any] = {k: v for k, v in options.items() if v is not None and v != getattr(found, k)}
     return replace(found, **new, is_changed=True) if new else found
@@ -506,13 +506,13 @@ _GUARD_TEXT = b"written by mqstore; see mqstore.json\n"
 
 
 def is_guarded(root: Path) -> bool:
-    """Return True if the guard exists. An empty one does not count, since a Java broker would remove it."""
+    """Return True if the guard exists. An empty file is not a guard, since a Java broker would remove it."""
     path = root / GUARD
     return path.is_file() and path.stat().st_size == len(_GUARD_TEXT)
 
 
 def write_guard(root: Path, fs: FileSystem) -> None:
-    """Keep a Java broker out: a file of another length makes its load fail before it changes anything."""
+    """Keep a Java broker out. A file of another length makes its load fail before it changes anything."""
     path = root / GUARD
     data = _GUARD_TEXT
     with fs.opened(path, os.O_RDWR | os.O_CREAT, 0o600) as fd:
@@ -522,10 +522,10 @@ def write_guard(root: Path, fs: FileSystem) -> None:
 
 
 def check_own(root: Path, fs: FileSystem) -> None:
-    """Raise StoreIOError if one of the store's own names is a link, a FIFO or the like, and name it.
+    """Raise StoreIOError, naming the file, if one of the store's own names is a link, a FIFO or the like.
 
     A writer would change, move or remove files elsewhere through it (`files/beneath.py` also refuses each call). Other
-    names are not checked. The folders of the log and of the consume queues are checked when they are loaded.
+    names are not checked. Loading the log and the consume queues checks their folders.
     """
     if not root.exists():
         return

@@ -1,7 +1,7 @@
-"""Stored message as a reader sees it: a view that decodes each attribute when it is read.
+"""View of a stored message that decodes each attribute when it is read.
 
-A `Message` keeps only the record's position, and a `UnitBatch`. That has the buffer and the units, and is shared by the
-messages of a read. The buffer is a mapped segment. The view pins it, so the bytes stay valid after retention has
+A `Message` keeps only the record's position and a `UnitBatch`, which has the buffer and the units. All messages of a
+read share the batch. The buffer is a mapped segment. The view pins it, so the bytes stay valid after retention has
 unlinked the file.
 """
 
@@ -59,7 +59,7 @@ from mqstore.native import kernel
 __all__ = ["Find", "Message", "UnitBatch", "row_of", "stored_bytes"]
 
 Find: TypeAlias = "Callable[[bytes], Message]"
-"""Returns the message whose body a reference names (`layout/bodyref.py`)."""
+"""Function that returns the message whose body a reference names (`layout/bodyref.py`)."""
 
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
@@ -69,15 +69,15 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnitBatch:
-    """Messages of one queue in one segment, without arrays: enough to make `Message`s of."""
+    """Messages of one queue in one segment, without arrays. `Message`s are made from it."""
 
     __slots__ = ("_first", "_units", "buffer", "find", "queue")
 
     def __init__(
         self, queue: QueueRef, buffer: mmap.mmap | bytes, units: bytes, first: int, find: Find | None = None
     ) -> None:
-        """`units` are those of the slots from `first` on, of these messages and maybe of others.
-        `find` is None if records of this queue always have their bodies."""
+        """`units` has the units of the slots from `first` on, of these messages and perhaps of others.
+        `find` is None if records of this queue always contain their bodies."""
         self.queue = queue
         self.buffer = buffer
         self.find = find
@@ -92,16 +92,16 @@ class UnitBatch:
 class Located:
     """Record in a buffer, found by a unit: base of `Message`, compiled where possible.
 
-    It decodes at each call and keeps nothing. Its numbers are in the places of the byte table (format#record), moved by
+    It decodes on each access and caches nothing. Numbers are at the positions of the byte table (format#record), moved
     IPv6 hosts.
     """
 
-    # Four slots, since readers make thousands at once. Values that messages share stay in their batch.
+    # Four slots, since readers create thousands at once. Values that messages share are in their batch.
     __slots__ = ("_batch", "_body_end", "_start", "offset")
 
     def __init__(self, batch: UnitBatch, start: int, offset: int, body_end: int = -1) -> None:
         """`start` is the record's position in the buffer of `batch`.
-        `body_end` is the end of a body that needs no decoding, or -1 if it is not known."""
+        `body_end` is the end of a body that needs no decoding, or -1 if unknown."""
         self._batch = batch
         self._start = start
         self.offset = offset
@@ -118,17 +118,17 @@ class Located:
 
     @property
     def topic(self) -> str:
-        """Topic of that queue."""
+        """Topic of the queue."""
         return self.queue.topic
 
     @property
     def queue_id(self) -> int:
-        """Number of that queue in its topic, from 0."""
+        """Number of the queue in its topic, from 0."""
         return self.queue.queue_id
 
     @property
     def body(self) -> bytes:
-        """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
+        """Body as it was sent. Raises FormatError if a compressed one cannot be inflated."""
         end = self._body_end
         return self._batch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
 
@@ -155,7 +155,7 @@ class Located:
 
     @property
     def flag(self) -> int:
-        """Number that the sender set, 32 bits, or 0."""
+        """32-bit number set by the sender, or 0."""
         return int(_I4(self._buffer, self._start + FLAG_AT)[0])
 
     @property
@@ -165,7 +165,7 @@ class Located:
 
     @property
     def born_timestamp_ms(self) -> int:
-        """Time at which the sender made the message, by its clock: ms since the epoch."""
+        """Time at which the sender created the message, by its clock: ms since the epoch."""
         return int(_I8(self._buffer, self._start + BORN_TIMESTAMP_AT)[0])
 
     @property
@@ -180,12 +180,12 @@ class Located:
 
     @property
     def prepared_transaction_offset(self) -> int:
-        """Physical offset of the half message, in a half message and its ends. 0 in other messages."""
+        """Physical offset of the half message, in a half message and in the records that end it. Otherwise 0."""
         return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
     def plain_parts(self) -> tuple[bytes, bytes] | None:
         """Return (header, stored body) of an ordinary record, or None.
-        Ordinary records have two IPv4 hosts and their body, and are not held back by a transaction."""
+        Ordinary records have two IPv4 hosts and their own body. No transaction holds them back."""
         buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
         if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT) or is_reference(flags):
             return None
@@ -211,7 +211,7 @@ class Located:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that `find` looks the message up by, besides its unique key."""
+        """Keys by which `find` looks the message up, besides its unique key."""
         return tuple(filter(None, (self.stored_property(KEYS) or "").split(" ")))
 
     @property
@@ -220,7 +220,7 @@ class Located:
         return self.stored_property(SHARDINGKEY)
 
     def stored_property(self, name: str) -> str | None:
-        """Return one of `stored_properties` without decoding the others, or None if it is not there."""
+        """Return one of `stored_properties` without decoding the others, or None if it does not exist."""
         return decode_properties(self.encoded_properties).get(name)
 
 
@@ -248,7 +248,7 @@ class Message(Located):
 
     __slots__ = ()
 
-    # -- where it is ------------------------------------------------------------------------------------------------
+    # -- position ---------------------------------------------------------------------------------------------------
 
     @property
     def tags_code(self) -> int:
@@ -287,7 +287,7 @@ class Message(Located):
 
     @property
     def store_host(self) -> str:
-        """Address of the store that keeps this copy, as "host:port"."""
+        """Address of the store that has this copy, as "host:port"."""
         return decode_host(self._host(store=True))
 
     @property
@@ -301,8 +301,8 @@ class Message(Located):
         return self._start + body_length_at(self.sys_flag) + BODY_LENGTH_BYTES
 
     def whole(self) -> Message:
-        """Return this message with its body if an earlier record has it (`layout/bodyref.py`), else itself.
-        Raises FormatError if that record cannot be read, and RemovedBodyError if retention took it."""
+        """Return this message with its body, even if an earlier record has the body (`layout/bodyref.py`).
+        Raises FormatError if that record cannot be read, and RemovedBodyError if retention removed it."""
         find = self._batch.find
         if find is None or not is_reference(self.sys_flag):
             return self
@@ -326,7 +326,7 @@ class Message(Located):
 
     @property
     def body_view(self) -> memoryview:
-        """Stored bytes of the body, read-only and uncopied. They keep the mapping alive."""
+        """Stored bytes of the body, read-only, not copied. They keep the mapping alive."""
         buffer, start = self._batch.buffer, self._body_start()
         return memoryview(buffer)[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]].toreadonly()
 
@@ -335,13 +335,13 @@ class Message(Located):
         return self.body.decode(encoding)
 
     def json(self) -> Any:
-        """Return the value of the body as JSON. Raises FormatError, a ValueError, if it is not JSON."""
+        """Return the body decoded as JSON. Raises FormatError, a ValueError, if it is not JSON."""
         return decode(self.body, BODY)
 
     # -- properties -------------------------------------------------------------------------------------------------
 
     def stored_properties(self) -> dict[str, str]:
-        """Return every property of the record, the user's and the system's."""
+        """Return every property of the record: the user's and the system's."""
         encoded = self.encoded_properties
         return decode_properties(encoded) if encoded else {}
 
@@ -399,7 +399,7 @@ def stored_bytes(messages: Iterable[Message]) -> int:
 def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
     """Return the message as a row of exports and columns (clients#message-names). `body` is bytes.
 
-    With `stored` a compressed body stays as it is in the log, for one that cannot be inflated.
+    With `stored` a compressed body stays as it is in the log, which serves bodies that cannot be inflated.
     """
     properties = message.stored_properties()
     return {

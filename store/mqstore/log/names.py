@@ -36,14 +36,14 @@ def is_path_safe(name: str) -> bool:
 
 
 def check_topic(topic: str) -> bytes:
-    """Return `topic` as bytes, if a message may be put to it, else raise InvalidMessageError."""
+    """Return `topic` as bytes if a message may be put to it, else raise InvalidMessageError."""
     if not isinstance(topic, str):
         raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
     if not _LEGAL.fullmatch(topic):
         raise InvalidMessageError(
-            f"topic {topic!r}: only letters, digits and the characters % | _ - are allowed, and at least one", "topic"
+            f"topic {topic!r} must have at least one character, and only letters, digits and % | _ -", "topic"
         )
     limit = MAX_SYSTEM_TOPIC if topic.startswith((RETRY_PREFIX, _DLQ_PREFIX)) else MAX_TOPIC
     if len(topic) > limit:
-        raise InvalidMessageError(f"topic {topic[:40]!r}... has {len(topic)} characters; the limit is {limit}", "topic")
+        raise InvalidMessageError(f"topic {topic[:40]!r}... has {len(topic)} characters. The limit is {limit}", "topic")
     return topic.encode("ascii")

@@ -1,4 +1,4 @@
-"""Sources of news about messages: the dispatcher of this process, or the files of another process."""
+"""Sources of change notices for readers: this process's dispatcher, or the files of another process."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 
 
 class News(Protocol):
-    """Interface by which reading learns of a store's growth."""
+    """Interface by which readers find new messages."""
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
         """Make new messages of `queue` visible. Without a queue, those of `topic`, or of all topics."""
 
     def check_complete(self) -> None:
-        """Raise StoreFullError if messages cannot be shown since the disk is full. For callers that found none."""
+        """Raise StoreFullError if a full disk keeps messages from being shown. For callers that found none."""
 
     def list_again(self) -> None:
-        """List the segments again. Does nothing for the process that owns them."""
+        """List the segments again. Does nothing in the process that owns them."""
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
         """Block until `queue` has a unit at `offset`. Return True if it has."""
 
 
 class OwnNews:
-    """News of a store that this process writes."""
+    """Changes of a store that this process writes."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class OwnNews:
         self._check_open = check_open
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Dispatch the visible messages, in this thread, unless the queue has none that is not dispatched."""
+        """Dispatch the visible messages, in this thread. Does nothing if all messages of `queue` are dispatched."""
         if queue is not None and queue.max_offset == queue.next_offset:
             return
         if self._dispatcher.position < self._visible_end():
-            self._check_open()  # in a forked child a lock may be held by a thread that is not there
+            self._check_open()  # in a forked child a lock may belong to a thread that does not exist
             self._dispatcher.catch_up()
 
     def check_complete(self) -> None:
-        """Raise StoreFullError if there is no room for the units of stored messages."""
+        """Raise StoreFullError if the units of stored messages have no disk space."""
         error = self._dispatcher.error
         if isinstance(error, StoreFullError) and not self._dispatcher.catch_up():
             text = f"{error.strerror}, so stored messages cannot be shown"
             raise StoreFullError(errno.ENOSPC, text, str(error.filename), error.operation)
 
     def list_again(self) -> None:
-        """Do nothing: this process makes and deletes the segments."""
+        """Do nothing, since this process creates and deletes the segments."""
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
         """Wait for a pass of the dispatcher."""
@@ -87,35 +87,35 @@ class OwnNews:
 
 
 class FileNews:
-    """News of a store that another process writes, or no process."""
+    """Changes of a store that another process, or none, writes."""
 
     def __init__(self, parts: StoreParts, check_open: Callable[[], None]) -> None:
         self.pending_splice: Intent | None = None
-        """Bulk append that the writer, or a dead one, has under way."""
+        """Bulk append that the writer, or a killed one, has not finished."""
         self._parts = parts
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
         self._check_open = check_open
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = Lock()
         self._deletions: FileState | None = None
-        """State of the file of deleted topics when it was read. It is read again only if it has changed."""
+        """State of the file of deleted topics when it was last read. It is read again only after a change."""
         self._first_listed = 0
         self._next_listing = 0.0
 
     def begin(self) -> None:
-        """Start with the segments that were loaded."""
+        """Start with the loaded segments."""
         self._first_listed = self._run.min_offset
 
     def stop_at_splice(self) -> None:
-        """Hide a bulk append that is not recorded (spark#commit): the log ends at its start."""
+        """Hide an uncommitted bulk append (spark#commit): the log ends where it starts."""
         self.pending_splice = self._intents.pending()
         self._run.limit = None if self.pending_splice is None else self.pending_splice.start
 
     def check_complete(self) -> None:
-        """Do nothing: the process that writes the store reports it."""
+        """Do nothing, since the writing process reports it."""
 
     def list_again(self) -> None:
-        with self._lock:  # an intent that one thread saw must not replace later news of another thread
+        with self._lock:  # an older intent of one thread must not replace a newer one of another thread
             self.stop_at_splice()
             self._run.refresh()
 
@@ -130,7 +130,7 @@ class FileNews:
         now = time.monotonic()
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0
-            self._check_open()  # without its directory a store looks like one where nothing happens
+            self._check_open()  # if the directory is gone, raise: without this the store would only look idle
             self.list_again()
             self._take_deletions()
             if queue is not None:
@@ -139,7 +139,7 @@ class FileNews:
                 changed = self._queues.refresh(topic)
                 self._index.refresh()
                 for each in self._queues if topic is None else self._queues.of(topic):
-                    if not each.max_offset:  # for one with messages, callers only need to know that it has some
+                    if not each.max_offset:  # a queue with messages stays as it is: callers only need to know of some
                         each.refresh()
                         changed.append(each)
             first = self._run.min_offset
@@ -150,7 +150,7 @@ class FileNews:
                 each.correct_min(first)
 
     def _take_deletions(self) -> None:
-        """Look at the files of topics again that were deleted since: others of the same names may be there."""
+        """Reload the queues of topics that were deleted since: new ones with the same names may exist."""
         state: FileState | None = None
         with suppress(OSError):
             state = state_of(self._parts.root / DELETED_FILE, self._parts.fs)
@@ -166,7 +166,7 @@ class FileNews:
                 queue.correct_min(self._run.min_offset)
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
-        """Look repeatedly until the queue has grown, or the time is up."""
+        """Poll until the queue has grown, or the time is up."""
         deadline = time.monotonic() + timeout_s
         pause = _PAUSE_MIN_S
         while queue.max_offset <= offset:

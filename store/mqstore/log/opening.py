@@ -1,8 +1,8 @@
-"""Opening of a store for writing, which repairs what its last writer left.
+"""Opening of a store for writing, with repair of an unclean end.
 
     mark -> segment names -> folders -> unfinished bulk append undone -> recovery -> queue ends saved -> log synced
 
-The `abort` mark is set before the first change. If opening fails on a file that must not be written, it is removed.
+The `abort` mark is set before the first change. If opening fails on a file that it must not write, it removes the mark.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger("mqstore")
 
 
 def report_renamed(report: RecoveryReport, places: Mapping[str, int], surplus: RecoveryReport) -> None:
-    """Add segment files with wrong names, and where they belong, to `report`, and what was done about surplus."""
+    """Add misnamed segment files with their right names, and the handling of surplus bytes, to `report`."""
     report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
     report.renamed |= surplus.renamed
     report.truncated += surplus.truncated
@@ -51,7 +51,7 @@ def report_renamed(report: RecoveryReport, places: Mapping[str, int], surplus: R
 
 
 def report_undone(report: RecoveryReport, undone: Undone) -> None:
-    """Add a bulk append that was undone to `report`."""
+    """Add an undone bulk append to `report`."""
     report.findings[:0] = undone.findings
     report.truncated[:0] = undone.truncated
     report.changed |= bool(undone.findings)
@@ -71,7 +71,7 @@ class Opening:
     """Opening of a store for writing. The caller holds its lock."""
 
     def __init__(self, parts: StoreParts, txn: TxnFile, abort: AbortMark) -> None:
-        """`parts` are writable, and nothing of them is loaded yet."""
+        """`parts` are writable, and none of them is loaded yet."""
         self._parts = parts
         self._txn = txn
         self._abort = abort
@@ -96,12 +96,12 @@ class Opening:
         if had_checkpoint is not None:
             parts.has_checkpoint = had_checkpoint
         else:
-            clean = clean and parts.checkpoint.clean_end != -1  # if it is -1, somebody removed `abort`
+            clean = clean and parts.checkpoint.clean_end != -1  # -1 means that somebody removed `abort`
         txn.load()
         undone = undo(txn, parts.log_writer, parts.checksum, parts.checkpoint.flushed)
         if undone.start is not None:
             clean = False
-            # Puts before it may not have been synced. Then the log ends earlier, and later segments are gone.
+            # Puts before it may not have been synced. Then the log ends earlier, and later segments are missing.
             end = min(undone.start, parts.log_files.end)
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
         ends = load_deleted(parts, writer=True)
@@ -116,12 +116,12 @@ class Opening:
             outcome = recover(parts, options, progress)
         parts.index_findings = ()
         continue_numbers(parts.queue_table, ends)
-        if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and later messages come there
+        if any(at > outcome.end for at in deleted.values()):  # the log lost its end, and new messages will follow there
             save_deleted(parts, {topic: min(at, outcome.end) for topic, at in deleted.items()})
         report = outcome.report
         report_renamed(report, renamed, surplus)
         report_undone(report, undone)
-        # The backup of this file lacks one version, which could be appended twice.
+        # The backup of this file is one version older. With it a batch could be appended twice.
         mended += [(TXN_FILE, problem) for problem in txn.problems]
         for name, problem in mended:
             _log.warning("%s: %s", self._path, problem)
@@ -129,13 +129,13 @@ class Opening:
             report.changed = True
         self._note_queue_ends(outcome)
         if report.scanned_from is not None:
-            # Bytes that a killed process left in the page cache count from now on, so they must be on disk.
+            # Bytes that a killed process left in the page cache now count as stored, so they must be on disk.
             parts.log_writer.sync(report.scanned_from, outcome.end)
         return Opened(outcome, went_down)
 
     @contextmanager
     def _taking_mark_back(self, clean: bool, refusal: type[MQStoreError] = StoreIOError) -> Iterator[None]:
-        """Remove the abort mark again if opening fails on a file that must not be written."""
+        """Remove the abort mark again if opening fails on a file that it must not write."""
         try:
             yield
         except refusal:
@@ -148,15 +148,15 @@ class Opening:
         return StoreParts(parts.root, parts.manifest, parts.config, parts.fs, parts.clock, writable=False)
 
     def _place_segments(self) -> tuple[dict[str, int], RecoveryReport]:
-        """Rename segment files with wrong names, and settle surplus bytes.
-        Returns the right places of these files, by old name, and a report about surplus."""
+        """Rename misnamed segment files, and settle surplus bytes.
+        Returns the right positions of these files by old name, and a report about the surplus."""
         parts = self._readable_parts()
         run, fs = parts.log_files, parts.fs
         try:
             run.load()
-            for name, why in run.unreadable.items():  # what lies behind it would be cut, or its place be taken
+            for name, why in run.unreadable.items():  # otherwise later records would be cut, or its place be reused
                 raise CorruptStoreError(
-                    f"{parts.root}: segment {why}. Make it readable, or move it away to give its messages up",
+                    f"{parts.root}: segment {why}. Make it readable, or move it away and lose its messages",
                     str(run.directory / name),
                 )
             places = misnamed_segments(run, parts.checksum, fs)
@@ -167,10 +167,10 @@ class Opening:
             parts.close()
 
     def _note_watermark(self) -> bool | None:
-        """Save the end of the log of a store that ended cleanly, and whose checkpoint does not have it.
+        """Save the log end of a store that ended cleanly, if its checkpoint does not have it.
 
         Returns True if there was a checkpoint, False if not, None if nothing had to be saved. With the mark alone, the
-        store would look as if its first writer had been killed before any sync. Then whole records behind damage would
+        store would look as if its first writer had been killed before any sync. Then whole records after damage would
         be cut."""
         parts = self._readable_parts()
         parts.load_checkpoint()
@@ -193,7 +193,7 @@ class Opening:
         """Write the manifest if it is new, changed or damaged. Return (file, problem) of repaired faults."""
         manifest, path, fs = self._manifest, self._path, self._fs
         mended: list[tuple[str, str]] = []
-        if manifest.problems:  # there is only one good copy, so write the second
+        if manifest.problems:  # there is only one good copy, so restore the second
             _, problems = load_json(path / manifests.MANIFEST, writer=True, fs=fs, root=path)
             mended = [(manifests.MANIFEST, problem) for problem in problems]
         if created or (manifest.has_file and manifest.is_changed):
@@ -218,7 +218,7 @@ class Opening:
         # its offsets begin again at 0, and the log does not show this.
         lost = report.scanned_from is not None and parts.has_lost_queues()
         if lost:
-            _log.warning("%s: the numbers of queues that were lost, or their ends, begin again at 0", parts.root)
+            _log.warning("%s: lost queues, or queues with lost ends, are numbered from 0 again", parts.root)
         ahead = not parts.clean and is_progress_ahead(parts.root, outcome.end, parts.fs)
         if report.changed or report.findings or lost or ahead:
             ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in parts.queue_table}

@@ -1,6 +1,6 @@
-"""Parts of an opened store: its files, and how its last writer ended.
+"""Files of an opened store, and how its last writer ended.
 
-`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them.
+`MessageStore`, recovery, verify, exports, jobs and the broker's inspection use them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["CheckpointFile", "StoreParts"]
 
 
 class StoreParts:
-    """Files of a store in the sizes of its manifest. No file is opened before it is loaded or asked for."""
+    """Files of a store, with the sizes of its manifest. A file is opened when it is loaded or first used."""
 
     def __init__(
         self, root: Path, manifest: Manifest, config: StoreConfig, fs: FileSystem, clock: Clock, *, writable: bool
     ) -> None:
-        # Cached descriptors and mappings. Half of the free ones are left to the program.
+        # Limit of cached descriptors, and of mappings. Together they leave half of the free ones to the program.
         budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = root / "tmp"
         self.root = root
@@ -74,12 +74,12 @@ class StoreParts:
         )
         self.checkpoint_file = CheckpointFile(root, fs, config.file_mode)
         self.checkpoint = self.checkpoint_file.current
-        """Checkpoint of the last writer, and then of this one. It lacks what recovery saves."""
+        """Checkpoint of the last writer, then of this one. It lacks the changes that recovery saves."""
         self.has_checkpoint = False
         self.clean = False
         """True if the last writer closed the store."""
         self.machine_ran_on = False
-        """True if the last writer was killed, and the machine has been running since."""
+        """True if the last writer was killed, and the machine has not restarted since."""
         self.load_problems: list[LoadProblem] = []
         """Problems with the names and sizes of segment files."""
         self.index_findings: Sequence[Finding] = ()
@@ -106,32 +106,32 @@ class StoreParts:
         self.index.close()
 
     def watermark(self, start: int | None = None) -> int:
-        """Return the watermark: the log had been synced below this physical offset (format#watermark).
-        The log must not be empty or open for writing. `start` is as in `log.watermark`. May read much of the log."""
+        """Return the watermark: the physical offset below which the log was synced (format#watermark).
+        The log must not be empty or open for writing. `log.watermark` describes `start`. May read much of the log."""
         return watermark(self.log_files, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
     def torn_from(self, start: int | None = None) -> int:
-        """Return the physical offset from which the next opening takes bad bytes for a torn tail.
+        """Return the physical offset from which the next opening treats bad bytes as a torn tail.
         May read much of the log, as `watermark` does."""
         return NEVER_TORN if self.machine_ran_on else self.watermark(start)
 
     def has_records(self) -> bool:
-        """Return True if the log holds a record, listed in a queue or not."""
+        """Return True if the log has a record, listed in a queue or not."""
         return not isinstance(next(self._events(self.log_files.min_offset)), End)
 
     def _events(self, start: int) -> Iterator[Event]:
-        """Yield the events of a scan by lengths alone, on whose way retention may take segments."""
+        """Yield the events of a scan by lengths alone. Retention may delete segments during the scan."""
         return scan_log(self.log_files, start, self.checksum, checksums=False, on_front=lambda _: None)
 
     def listed_end(self) -> int:
-        """Return the end of the records that queues list, or of the log if the queues are lost. For readers."""
+        """Return the end of the records listed in queues, or of the log if the queues are lost. For readers."""
         end = max((sum(queue.last_message()[:2]) for queue in self.queue_table), default=0)
         return min(end, self.log_files.end) if end else self.readable_end(self.log_files.min_offset)
 
     def readable_end(self, start: int) -> int:
         """Return the end of the last record from `start` on that recovery would keep. For readers.
-        If the writer was killed during a batch, parts of it may lie behind a hole. Beyond the watermark the log ends at
-        the first hole."""
+        If the writer was killed during a batch, parts of it may follow a hole. Beyond the watermark the log ends at the
+        first hole."""
         end = start
         for event in until_torn(self._events(start), self.torn_from):
             if isinstance(event, End):
@@ -139,28 +139,28 @@ class StoreParts:
         return end
 
     def missing_in_front(self) -> list[LoadProblem]:
-        """Return the segments that the log has lost at its beginning.
-        Retention saves the start of the log before it deletes a segment. So this is read after the segments were
-        listed."""
+        """Return the segments that are missing at the start of the log.
+        Retention saves the start of the log before it deletes a segment. So the saved start is read after the segments
+        were listed."""
         starts = sorted((*self.log_files.starts, *map(int, self.log_files.unreadable)))
         checkpoint = CheckpointFile(self.root, self.fs, self.config.file_mode)
         checkpoint.load()
         noted = checkpoint.current.log_start
         if not starts or noted is None or noted >= starts[0]:
             return []
-        detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
+        detail = f"the log begins at {noted}, but no file has [{noted}, {starts[0]})"
         path = str(self.log_files.directory / segment_name(noted))
         return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def misplaced(self) -> list[LoadProblem]:
-        """Return the segment files with wrong names, which a reader shows where they belong."""
+        """Return the misnamed segment files, which a reader shows under their right names."""
         return [
-            LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
+            LoadProblem(name, "segment_name", place, 0, f"contains the records of {segment_name(place)}")
             for name, place in self.log_files.places.items()
         ]
 
     def has_no_queues(self) -> bool:
-        """Return True if the log holds records and no queue exists.
+        """Return True if the log has records and no queue exists.
         A Java broker's directory does not save which queues there were."""
         queues = self.queue_table
         others = queues.in_rocksdb or queues.batch_topics or queues.deleted
@@ -178,7 +178,7 @@ class StoreParts:
 
     def last_record(self, end: int) -> int:
         """Return the physical offset of the newest listed record of a log that ends at `end`.
-        The checkpoint has it, and opening looks there for proof of a clean end."""
+        The checkpoint saves it, and opening uses it to prove a clean end."""
         newest = -1
         for queue in self.queue_table:
             if queue.max_offset > 0:
@@ -189,20 +189,20 @@ class StoreParts:
         return newest if known else min(self.checkpoint.confirm_physical_offset, end)
 
     def index_doubt(self) -> str:
-        """Return why the index of a reader may lack keys, by its files, or "" if they show nothing."""
+        """Return why the index of a reader may lack keys, judged by its files, or "" without a reason."""
         if self.index_findings:
             return f"{self.index_findings[0].file} is damaged"
         newest_ms = max((file.header.end_timestamp_ms for file in self.index.files), default=0)
         synced_ms = self.checkpoint.index_msg_timestamp_ms
         if newest_ms < synced_ms and self.log_files.starts:
             first_ms = first_record_time(self.log_files, self.log_files.starts[0], self.checksum)
-            if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
+            if first_ms is not None and first_ms <= synced_ms:  # otherwise retention has removed those files
                 return "index files are missing"
         return "" if self.index.files or not self.has_records() else "there is no index"
 
 
 class CheckpointFile:
-    """The file `checkpoint`. Its 128 bytes are written by one `pwrite`, within one sector, and synced."""
+    """The file `checkpoint`. One `pwrite` writes its 128 bytes, within one sector. Then it is synced."""
 
     def __init__(self, root: Path, fs: FileSystem, file_mode: int) -> None:
         self.path = root / "checkpoint"
@@ -211,11 +211,11 @@ class CheckpointFile:
         self.current = Checkpoint()
 
     def load(self) -> bool:
-        """Read the file. Return False if it is missing or cannot be a checkpoint. Then it counts as empty."""
+        """Read the file. Return False if it is missing or cannot be a checkpoint, which counts as empty."""
         try:
             with self._fs.opened(self.path, os.O_RDONLY) as fd:
                 data = self._fs.pread(fd, ENCODED_BYTES, 0)
-                # A writer may be writing it, so repeat the read until two agree.
+                # A writer may be changing it, so repeat the read until two results agree.
                 while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
                     data = again
         except FileNotFoundError:
@@ -225,7 +225,7 @@ class CheckpointFile:
         return plausible
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write and sync `checkpoint`, unless the file holds it already."""
+        """Write and sync `checkpoint`, unless the file already has it."""
         if checkpoint == self.current and self.path.exists():
             return
         fs = self._fs

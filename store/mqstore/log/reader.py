@@ -1,6 +1,6 @@
 """Reading of a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
-The same code serves the writer's own process and readers in others. `log.records` finds and checks the records.
+The writer's process and readers in other processes use the same code. `log.records` finds and checks the records.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ def to_ms(when: datetime) -> int:
     1700000000123
     """
     if when.tzinfo is None:
-        raise InvalidMessageError(f"{when!r} has no time zone; datetime.now(timezone.utc), for one, has", "when")
+        raise InvalidMessageError(f"{when!r} has no time zone; use an aware one as datetime.now(timezone.utc)", "when")
     return (when - _EPOCH) // timedelta(milliseconds=1)
 
 
 class StoreReader(Closing):
-    """Base of stores opened for reading and for writing, with everything that changes nothing.
+    """Base of stores opened for reading or for writing, with all operations that change nothing.
 
-    A program opens `ReadOnlyMessageStore` or `MessageStore`. They differ in how they learn of new messages
-    (`log.news`), and in the meaning of a record that does not verify (`log.records`).
+    A program opens `ReadOnlyMessageStore` or `MessageStore`. They differ in how they find new messages (`log.news`),
+    and in the meaning of a record that does not verify (`log.records`).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as writer:
@@ -128,19 +128,19 @@ class StoreReader(Closing):
     news: News
     records: RecordReader
     recovery: RecoveryReport
-    """Report of what opening found and did."""
+    """Report of opening: findings and repairs."""
     _closed = _released = True
     """`_closed` means that the store cannot be used, `_released` that all resources are freed.
     Both are true until the store is open."""
     _is_lost = False
     """True if the directory was removed or moved while the store was open."""
     _parent: int | None = None
-    """Id of the process that has the store open, in a forked child of it."""
+    """Id of the process that opened the store, in a forked child of it."""
 
     def __init__(self, path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> None:
         self._close_lock = Lock()
         if config is not None and not isinstance(config, StoreConfig):
-            raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
+            raise ConfigError(f"config must be a mqstore.StoreConfig, not {config!r:.80}")
         self._place = resolved(path)
         self.path = Path(self._place)
         self.config = config = config or StoreConfig()
@@ -148,7 +148,7 @@ class StoreReader(Closing):
         self.clock = config.clock or SYSTEM_CLOCK
         self._gets = 0
         self.closer: Callable[[], object] = self.close
-        """Closes the store with everything that is built on it."""
+        """Function that closes the store and everything built on it."""
 
     def _set_parts(self, parts: StoreParts) -> None:
         self.parts = parts
@@ -170,12 +170,12 @@ class StoreReader(Closing):
         return self._closed
 
     def _opened(self) -> None:
-        """Note that the store is open, and which directory is its own."""
+        """Mark the store as open, and save the identity of its directory."""
         self._directory = self._look()
         self._closed = self._released = False
 
     def _look(self) -> tuple[int, int] | None:
-        """Return the identity of the directory that is at the path now, or None if there is none."""
+        """Return the identity of the directory that is now at the path, or None if there is none."""
         try:
             found = os.stat(self._place)
         except (FileNotFoundError, NotADirectoryError):
@@ -188,13 +188,13 @@ class StoreReader(Closing):
         self.check_closed()
 
     def check_closed(self) -> None:
-        """Raise what `check_open` raises, without a look at the directory."""
+        """Raise StoreClosedError or MissingFileError as `check_open` does, but do not check the directory."""
         if self._closed:
             raise self._refusal()
 
     def is_lost(self) -> bool:
-        """Return True if the directory was removed or moved while the store was open. Then no call succeeds.
-        Another directory at its path is not followed: it is not locked, and may be another store."""
+        """Return True if the directory was removed or moved while the store was open. Then every call fails.
+        Another directory at the path is not used: it is not locked, and may be another store."""
         if not self._closed and self._look() != self._directory:
             self._lose()
         return self._is_lost
@@ -203,9 +203,9 @@ class StoreReader(Closing):
         self._is_lost = self._closed = True
 
     def _refusal(self) -> MQStoreError:
-        """Return the error of every call to a store that is not open."""
+        """Return the error that every call to a closed store raises."""
         if self._is_lost:
-            text = "the directory was removed or moved while the store was open; close it, and open it where it is now"
+            text = "the directory was removed or moved while the store was open; close it, then open its new path"
             return MissingFileError(errno.ENOENT, text, self._place, "looking for the store")
         step = "open it again"
         if self._parent is not None:
@@ -213,12 +213,12 @@ class StoreReader(Closing):
         return StoreClosedError(f"{self.path} was closed: {step}")
 
     def __del__(self) -> None:
-        """Close a store that nobody refers to any more, as file objects do. Its threads do not count (`threads`)."""
+        """Close an unreferenced store, as file objects do. Its threads do not count as references (`threads`)."""
         if not self._released:
             try:
                 warnings.warn(f"{self.path} was not closed", ResourceWarning, stacklevel=1, source=self)
             finally:
-                with suppress(MissingFileError):  # which was logged
+                with suppress(MissingFileError):  # already logged
                     self.closer()
 
     @abstractmethod
@@ -228,7 +228,7 @@ class StoreReader(Closing):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {str(self.path)!r}{' closed' if self._closed else ''}>"
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- topics and queues ------------------------------------------------------------------------------------------
 
     def topics(self) -> list[str]:
         """Return the names of the topics that have a queue, sorted."""
@@ -248,30 +248,30 @@ class StoreReader(Closing):
     def foreign(self) -> list[str]:
         """Return a sentence for each kind of file in this directory that only a RocketMQ broker uses.
 
-        None of these is damage, and all are left as they are (format#manifest).
+        These files are no damage, and are left as they are (format#manifest).
         """
         found, queues = [], self.queue_table
         if queues.batch_topics:
             names = ", ".join(sorted(queues.batch_topics)[:_TOPICS_SHOWN])
             more = " ..." if len(queues.batch_topics) > _TOPICS_SHOWN else ""
             found.append(
-                f"batchconsumequeue/: RocketMQ has batch queues of {names}{more}; they are neither read nor changed, "
-                "and a store with an unclean end stays so until a broker has brought them up to date"
+                f"batchconsumequeue/: RocketMQ has batch queues of {names}{more}. They are neither read nor changed. "
+                "A store with an unclean end keeps its mark until a broker has brought them up to date"
             )
         if queues.in_rocksdb:
             found.append(
-                "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed; queues in "
-                "files are built beside it by whoever opens the store for writing, and the mark of an unclean end "
-                "stays, for a broker to bring its own up to date"
+                "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed. Opening for "
+                "writing builds mqstore's queue files next to it. The mark of an unclean end stays until a broker has "
+                "brought its queues up to date"
             )
         if queues.has_addresses:
             found.append(
-                "consumequeue_ext/: RocketMQ has put bit maps and tags of messages there; filters look at records"
+                "consumequeue_ext/: RocketMQ has bit maps and tags of messages there. Filters read the records instead"
             )
         if tables := [name for name in _ROCKSDB_TABLES if _is_rocksdb(self.path / "config" / name, self.fs)]:
             found.append(
-                f"config/: RocketMQ keeps tables in RocksDB ({', '.join(tables)}), which are neither read nor changed: "
-                "settings and progress that are not in JSON files there seem not to be; RocketMQ's mqadmin exports them"
+                f"config/: RocketMQ keeps tables in RocksDB ({', '.join(tables)}), which are neither read nor changed. "
+                "Settings and offsets found only there look missing. Export them with RocketMQ's mqadmin"
             )
         return found
 
@@ -291,13 +291,13 @@ class StoreReader(Closing):
         return queue
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
-        """Return (offset of the first message, offset of the next one to come) of a queue."""
+        """Return the offsets of a queue's first message and of its next one."""
         queue = self.queue_named(topic, queue_id)
         return queue.min_offset, queue.max_offset
 
     def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None:
-        """Return what `offsets` does, or None for a queue that no message was put to.
-        For callers that ask often: it does not look for news of other processes."""
+        """Return the result of `offsets`, or None for a queue without messages.
+        It suits frequent calls, since it does not look for messages of other processes."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             self.check_closed()
@@ -307,12 +307,12 @@ class StoreReader(Closing):
         return (queue.min_offset, queue.max_offset) if queue.next_offset else None
 
     def deleted_at(self, topic: str) -> int:
-        """Return the physical offset before which no message of the topic counts. It is usually 0."""
+        """Return the physical offset below which messages of the topic are deleted. It is usually 0."""
         return self.queue_table.deleted.get(topic, 0)
 
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
         """Return units of a queue from `offset` on as an array (physical_offset, size, tags_code).
-        Empty for a queue or an offset that does not exist. The records are neither read nor verified."""
+        The array is empty if queue or offset does not exist. The records are neither read nor verified."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
@@ -334,10 +334,10 @@ class StoreReader(Closing):
         max_bytes: int | None = None,
         tags: str | None = "*",
     ) -> list[Message]:
-        """Return messages of a queue from `offset` on, or [] at the end. Any size of the first is allowed.
+        """Return messages of a queue from `offset` on, or [] at the end. The first may have any size.
 
-        Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), FilterError. Messages that cannot be read
-        are passed over and counted (`stats().bad_records`). Each file with such messages is logged once.
+        Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), FilterError. Unreadable messages are skipped
+        and counted (`stats().bad_records`). Each file with such messages is logged once.
         """
         result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
         if result.messages:
@@ -366,10 +366,10 @@ class StoreReader(Closing):
     ) -> GetResult:
         """Read as `read` does, but return a status instead of errors, and the next offset (format#reads).
 
-        `tags` may also be a filter. Without `tell` nothing is logged about messages that are passed over, for a caller
-        that reports them itself.
+        `tags` may also be a filter. With `tell` false, skipped messages are not logged. This suits callers that report
+        them.
         """
-        # If the read could return more than is known, look for news first, so that a thread sees what it has put.
+        # Look for new messages first if the read could return more than is known, so that a thread sees its own puts.
         queue = self.queue_named(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
         if offset >= high:
@@ -399,14 +399,14 @@ class StoreReader(Closing):
                 Request(queue, position, count, unit_filter, left, budget, not messages, tell)
             )
             if before < queue.min_offset and not (found and found[0].offset == before):
-                position = before  # retention took the messages here, and the next read will report it
+                position = before  # retention deleted the messages here, and the next read will report it
                 break
             messages += found
             if stop:
                 break
             if budget is not None:
                 budget -= stored_bytes(found)
-        if offset < queue.min_offset and not (messages and messages[0].offset == offset):  # retention came in between
+        if offset < queue.min_offset and not (messages and messages[0].offset == offset):  # retention ran meanwhile
             low, high = queue.min_offset, queue.max_offset
             return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
         if messages:
@@ -418,16 +418,16 @@ class StoreReader(Closing):
     # -- single messages --------------------------------------------------------------------------------------------
 
     def at(self, physical_offset: int) -> Message:
-        """Return the message whose record starts at `physical_offset`. Raises LookupError without a good one."""
+        """Return the message whose record starts at `physical_offset`. Raises LookupError without a valid one."""
         return self.records.at(physical_offset)
 
     def get_by_id(self, message_id: str) -> Message:
         """Return the message with this offset message id.
-        Raises LookupError if no record starts there any more, InvalidMessageError if it is no message id."""
+        Raises LookupError if no record starts there any more, InvalidMessageError if it is not a message id."""
         try:
             _, physical_offset = decode_message_id(message_id)
         except FormatError as error:
-            raise InvalidMessageError(f"{message_id!r} is no message id: {error}", "message_id") from error
+            raise InvalidMessageError(f"{message_id!r} is not a message id: {error}", "message_id") from error
         message = self.at(physical_offset)
         if physical_offset < self.deleted_at(message.topic):
             raise LookupError(f"{message_id!r} is a message of topic {message.topic!r}, which was deleted")
@@ -445,12 +445,12 @@ class StoreReader(Closing):
     ) -> list[Message]:
         """Return messages of `topic` with this `key` or `unique_key`, newest first.
 
-        Only messages stored in [start_ms, stop_ms] count. The index finds candidates by hash and second. Topic, key and
-        time are then compared on each record.
+        Only messages stored in [start_ms, stop_ms] are returned. The index finds candidates by hash and second. Then
+        topic, key and time of each record are compared.
         """
         self.check_open()
         if (key is None) == (unique_key is None):
-            raise InvalidMessageError("give key= or unique_key=, one of them", "key")
+            raise InvalidMessageError("give either key= or unique_key=", "key")
         wanted = key if key is not None else unique_key
         assert wanted is not None
         self.news.catch_up(None)
@@ -464,9 +464,9 @@ class StoreReader(Closing):
                 try:
                     message = self.at(physical_offset)
                 except LookupError:
-                    continue  # retention took it, or it is damaged
-                bears = wanted in message.keys if key is not None else message.unique_key == wanted
-                if bears and message.topic == topic and start_ms <= message.store_timestamp_ms <= stop_ms:
+                    continue  # retention deleted it, or it is damaged
+                matches = wanted in message.keys if key is not None else message.unique_key == wanted
+                if matches and message.topic == topic and start_ms <= message.store_timestamp_ms <= stop_ms:
                     found[physical_offset] = message
             if len(found) >= limit or len(offsets) < asked:
                 break
@@ -485,7 +485,7 @@ class StoreReader(Closing):
         queue = self.queue_named(topic, queue_id)
         low, high = queue.min_offset, queue.max_offset
         first, end = low, high
-        # Smallest slot with time >= stamp ("lower") or > stamp ("upper").
+        # Search the smallest slot with time >= stamp ("lower") or > stamp ("upper").
         while low < high:
             middle = (low + high) // 2
             probe, time_ms = self._time_at_or_after(queue, middle, high)
@@ -511,7 +511,7 @@ class StoreReader(Closing):
                 if start + size <= len(buffer) and size >= MIN_RECORD_BYTES:
                     return slot, Message(UnitBatch(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
-            if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
+            if there is None and size != VOID_SIZE:  # retention may have deleted it, and many after it
                 slot = max(slot, self.records.find_front(queue))
         return end, None
 
@@ -530,15 +530,15 @@ class StoreReader(Closing):
         """Yield messages of one queue in order, or of all queues of the topic, merged by store time.
 
         `queue_id` None means all queues. `start` is a word, a time, or for one queue an offset. `stop` is the offset
-        to end before. None means the end as of now. With `follow` it waits for more messages without end. It yields
+        to end before. None means the present end. With `follow` it waits for more messages without end, and yields
         those of several queues in rounds, merged within each round. If a writer cuts messages that this reader has
-        seen, following continues at the cut, with a log message. It does the same if retention overtakes the reader.
-        Messages that cannot be read are passed over as by `read`. Raises OffsetOutOfRangeError for a `start` offset
-        that does not exist.
+        seen, following continues at the cut, and logs it. It does the same if retention overtakes the reader.
+        Unreadable messages are skipped as by `read`. Raises OffsetOutOfRangeError for a `start` offset that does not
+        exist.
         """
         return iterate(self, topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
 
-    # -- looking at it ----------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     @property
     def clean_shutdown(self) -> bool:
@@ -547,13 +547,13 @@ class StoreReader(Closing):
 
     @property
     def min_offset(self) -> int:
-        """First physical offset that is kept."""
+        """Physical offset of the first byte in the log."""
         return self.log_files.min_offset
 
     @property
     @abstractmethod
     def max_offset(self) -> int:
-        """Physical offset of the next record, or for a reader the end of the last file."""
+        """Physical offset of the next record. For a reader, the end of the last file."""
 
     def stats(self) -> StoreStats:
         """Return a snapshot of counters, lags and sizes."""
@@ -575,16 +575,16 @@ class StoreReader(Closing):
     ) -> Verifier:
         """Return a `Verifier` of this store: `findings()` checks everything, attributes show progress.
 
-        `json_checks` are checks of JSON files beside decoding, by path within the store (`broker.configchecks`). With
-        `until`, a writer has had the store since, and records from this physical offset on are not checked. Beside a
-        present writer a reader's default is the end of the listed records. `max_errors` limits the findings for each
-        range of the log. None means all."""
+        `json_checks` are checks of JSON files beyond decoding, by path within the store (`broker.configchecks`). With
+        `until`, a writer has used the store since, and records from this physical offset on are not checked. While a
+        writer runs, a reader's default is the end of the listed records. `max_errors` limits the findings for each
+        range of the log. None means no limit."""
         self.check_open()
         return self._verifier_until(until)(json_checks=json_checks, max_errors=max_errors)
 
     @abstractmethod
     def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
-        """Return the `Verifier` of this store, still without the other options of `verifier`."""
+        """Return the `Verifier` of this store without the other options of `verifier`."""
 
     def verify(self) -> Iterator[Finding]:
         """Yield a finding for each fault of the store (format#damage)."""
@@ -594,5 +594,5 @@ class StoreReader(Closing):
 def _is_rocksdb(folder: Path, fs: FileSystem) -> bool:
     if not folder.is_dir():
         return False
-    inside = [folder, *(folder / name for name in fs.scandir_directories(folder))]  # one is a generation further down
+    inside = [folder, *(folder / name for name in fs.scandir_directories(folder))]  # RocketMQ may add one more level
     return any(fs.exists(each / "CURRENT") for each in inside)

@@ -1,7 +1,7 @@
 """Store opened for reading, with or without another process that writes it (format#readers).
 
-It changes nothing in the directory, even after a crash. `plan_recovery` returns what `mqstore recover` would do.
-`unlisted_queue` shows if queues lack messages until then.
+It changes nothing in the directory, even after a crash. `plan_recovery` returns the plan of `mqstore recover`.
+`unlisted_queue` shows whether queues lack messages until then.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ReadOnlyMessageStore(StoreReader):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     _ = store.put("orders", b"hello")
-    ...     _ = store.dispatch()  # who reads beside it sees what is dispatched, which a thread does soon
-    ...     with mqstore.engine.ReadOnlyMessageStore(folder) as beside:
-    ...         [message.body for message in beside.read("orders")]
+    ...     _ = store.dispatch()  # readers see dispatched messages. Usually a thread dispatches them soon
+    ...     with mqstore.engine.ReadOnlyMessageStore(folder) as reader:
+    ...         [message.body for message in reader.read("orders")]
     [b'hello']
     """
 
@@ -84,24 +84,24 @@ class ReadOnlyMessageStore(StoreReader):
         self._opened()
 
     def _load_queues(self) -> None:
-        """Find every queue and its readable part."""
+        """Load every queue, and find its readable part."""
         for problem in self.parts.missing_in_front():  # no read reaches these segments
             finding = finding_of(problem, self.log_files.segment_bytes)
-            self.records.tell_lost(finding, "Its messages are passed over")
+            self.records.tell_lost(finding, "Its messages are skipped")
         load_deleted(self.parts, writer=False)
         self.queue_table.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
-                "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
-                "opened for writing or `mqstore recover` has run",
+                "%s: queues have lost files. Messages of the log cannot be read by queue until the store is opened for "
+                "writing, or `mqstore recover` has run",
                 self.path,
             )
         for queue in self.queue_table:
             self._bound(queue)
 
     def _bound(self, queue: ConsumeQueue) -> None:
-        """Set the begin and the end of a loaded queue."""
+        """Set the start and the end of a loaded queue."""
         if not self.clean_shutdown:
             queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
         queue.correct_min(self.log_files.min_offset)
@@ -120,8 +120,8 @@ class ReadOnlyMessageStore(StoreReader):
         self.log_files.refresh()
 
     def place_segments(self) -> dict[str, int]:
-        """Show segment files with wrong names, and missing segments in surplus bytes, in their right places.
-        Return the places by file name. Does nothing beside a writer."""
+        """Map misnamed segment files, and missing segments in surplus bytes, to their right places.
+        Return the places by file name. Does nothing while a writer runs."""
         if writer_alive(self.path, self.fs):
             return {}
         run = self.log_files
@@ -140,7 +140,7 @@ class ReadOnlyMessageStore(StoreReader):
         return places
 
     def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
-        """Return what `mqstore recover` would do here. Changes nothing. `options` must have `dry_run`."""
+        """Return the plan of `mqstore recover`. Changes nothing. `options` must have `dry_run`."""
         assert options.dry_run
         places = self.place_segments()
         run, now_ms = self.log_files, self.clock.now_ms()
@@ -163,10 +163,10 @@ class ReadOnlyMessageStore(StoreReader):
     def unlisted_queue(self, topics: Collection[str] | None = None) -> QueueRef | None:
         """Return a queue of `topics`, or of all, that does not list all its messages in the log, or None.
 
-        The cause is a crash, or lost queue files. Returns None beside a writer, which will list them.
+        The cause is a crash, or lost queue files. Returns None while a writer runs, since it will list them.
 
-        Cheap if mqstore closed the store and its queues exist. Otherwise it reads headers of the part of the log that
-        an opening would read, or of the whole log if queues are known to be lost."""
+        This is cheap if mqstore closed the store and its queues exist. Otherwise it reads headers of the part of the
+        log that an opening would read, or of the whole log if queues are known to be lost."""
         if self.parts.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
             return None
         wanted: Callable[[str], bool] = (lambda topic: True) if topics is None else topics.__contains__
@@ -192,8 +192,8 @@ class ReadOnlyMessageStore(StoreReader):
         )
 
     def close(self, timeout: Duration = 30) -> None:
-        """Close all files. Calling it again only closes what an interrupted call has left open.
-        `timeout` is not used here, but by stores open for writing."""
+        """Close all files. A repeated call only closes files that an interrupted call has left open.
+        `timeout` has no effect. It exists for stores open for writing."""
         del timeout
         if self._released or self._close_lock.is_held_here:
             return

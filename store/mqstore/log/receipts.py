@@ -1,4 +1,4 @@
-"""Receipts of puts: the place of a message in the store."""
+"""Receipts of puts: positions of messages in the store."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["SendReceipt", "SendReceipts"]
 
 
 class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
-    """Place of a stored message. `unique_key` is the same in every copy, the rest is about this copy.
+    """Position of a stored message. `unique_key` is the same in every copy, the other attributes describe this copy.
 
-    An immutable value. It is a tuple, because an `__init__` would take too much of the time of a put.
+    An immutable value. It is a tuple, because an `__init__` would cost too much in a put.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -62,7 +62,7 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def store_timestamp_ms(self) -> int:
-        """Time at which it was stored: ms since the epoch."""
+        """Time at which this copy was stored: ms since the epoch."""
         return self[4]
 
     @property
@@ -72,12 +72,12 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def unique_key(self) -> str:
-        """Key to detect duplicates by. It is this copy's `message_id` if the message was put without a key."""
+        """Key that identifies duplicates. It is this copy's `message_id` if the message was put without a key."""
         return self[6] or self.message_id
 
     @property
     def recall_handle(self) -> str | None:
-        """Handle that cancels a message that waits for a given time. None for other messages."""
+        """Handle that cancels a delayed message. None for other messages."""
         return None
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
 
 class SendReceipts(Sequence[SendReceipt]):
-    """Receipts of many messages put together. Each is created when it is read."""
+    """Receipts of messages put together. Each one is created when it is read."""
 
     __slots__ = ("_chunks", "_count", "_host", "_queue", "_unique")
 
@@ -100,7 +100,7 @@ class SendReceipts(Sequence[SendReceipt]):
         self._count = 0
 
     def add(self, offset: int, physical_offset: int, sizes: npt.NDArray[np.int64], store_timestamp_ms: int) -> None:
-        """Add messages that lie together, from `physical_offset` on."""
+        """Add contiguous messages from `physical_offset` on."""
         self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
         self._count += len(sizes)
 

@@ -1,9 +1,9 @@
-"""Reading of the records that units of a queue lead to (format#readers, format#reads).
+"""Reading of the records that units of a queue point to (format#readers, format#reads).
 
     unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
 
-For the writer a record that does not verify is damage, which is passed over and counted. For another process it may be
-a record that is just being written, so reading stops before it.
+For the writer a record that does not verify is damage, which is skipped and counted. For another process it may be a
+half-written record, so reading stops before it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["RecordReader", "RemovedBodyError", "Request"]
 _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
-"""Number of units read at once. Their messages keep them all in memory."""
+"""Maximum number of units read at once. Their messages keep all of them in memory."""
 _LOOK_AHEAD_UNITS = 256
 _WAITING_TOPICS = frozenset({SCHEDULE_TOPIC, TIMER_TOPIC})
-"""Topics whose records may refer to the body of an earlier one."""
+"""Topics whose records may refer to the body of an earlier record."""
 
 
 class RemovedBodyError(FormatError):
-    """Retention has removed the record that had the body. So nothing waits for it any more."""
+    """Retention has removed the record that had the body. Nothing needs the body any more."""
 
 
 class Request(NamedTuple):
-    """Request of a read for the units [offset, offset + units) of a queue."""
+    """Read of the units [offset, offset + units) of a queue."""
 
     queue: ConsumeQueue
     offset: int
@@ -60,16 +60,16 @@ class Request(NamedTuple):
     max_messages: int
     max_bytes: int | None
     is_first: bool
-    """True if nothing was found before. Then the first message is returned however big it is."""
+    """True if nothing was found before. Then the first message is returned, whatever its size."""
     tell: bool
-    """True if messages that are passed over are logged."""
+    """True if skipped messages are logged."""
 
 
 class RecordReader:
     def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
         self.checker = checker
         self.bytes_read = 0
-        """Bytes of the records that were returned."""
+        """Bytes of the returned records."""
         self.bad: set[int] = set()
         """Physical offsets of records that did not verify."""
         self._root, self._fs = parts.root, parts.fs
@@ -79,10 +79,10 @@ class RecordReader:
         self._news = news
         self._check_open = check_open
         self._told: set[str] = set()
-        """Files whose loss or damage has been logged."""
+        """Files whose loss or damage was logged."""
 
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
-        """Return the messages, the offset behind the last unit consumed, and whether `max_bytes` ended the read."""
+        """Return the messages, the offset after the last unit consumed, and whether `max_bytes` ended the read."""
         kernel = self.checker.kernel
         found = None if kernel is None else self._compiled(kernel, asked)
         messages, after, stop = self._locate(asked) if found is None else found
@@ -91,7 +91,7 @@ class RecordReader:
         return messages, after, stop
 
     def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:
-        """Read as `_locate` does, up to the first unit that is no ordinary message of the same segment.
+        """Read as `_locate` does, up to the first unit that is not an ordinary message of the same segment.
         Returns None if that is the first unit. Then nothing has changed, and `_locate` handles it."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
         units = queue.read(offset, min(count, _COMPILED_UNITS))
@@ -123,7 +123,7 @@ class RecordReader:
         return messages, offset + looked, stop
 
     def _locate(self, asked: Request) -> tuple[list[Message], int, bool]:
-        """Return the messages of the units whose records are good. The rest is as in `views`."""
+        """Return the messages of the units whose records are good. The other results are those of `views`."""
         queue, size = asked.queue, self._run.segment_bytes
         units, chosen, after, stop = self._choose(asked)
         slots = chosen + asked.offset
@@ -136,17 +136,17 @@ class RecordReader:
             buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
             good = checked.good
             if buffer is None and physical[low] < self._run.min_offset:
-                queue.correct_min(self._run.min_offset)  # retention took it meanwhile
-                if messages:  # reported when it is asked for
+                queue.correct_min(self._run.min_offset)  # retention deleted it meanwhile
+                if messages:  # the next read reports it
                     after, stop = int(slots[low]), True
                     break
                 continue
             if not good.all():
-                self._check_open()  # a close meanwhile unmaps the segments, which is no damage
+                self._check_open()  # closing the store meanwhile unmaps the segments, which is no damage
                 bad = ~good
                 if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
-                    # Another process may be writing this record, so it ends the read, unless a later record verifies.
-                    # Then it is damage.
+                    # Another process may be writing this record, so it ends the read. If a later record verifies, it is
+                    # damage instead.
                     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
                     if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
@@ -168,7 +168,7 @@ class RecordReader:
         return messages, after, stop
 
     def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp], int, bool]:
-        """Return the units, indices of those that the read asks for, the offset behind the last one, and a flag.
+        """Return the units, indices of those that the read asks for, the offset after the last one, and a flag.
         The flag is True if `max_bytes` ended the read. A hole is logged as lost."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
         units = queue.units(offset, count)
@@ -187,20 +187,20 @@ class RecordReader:
                 after, stop = offset + int(chosen[fits]), True
                 chosen = chosen[:fits]
         holes = offset + np.flatnonzero(units["size"][: after - offset] <= 0)
-        if len(holes):  # retention may have taken the file they were in
+        if len(holes):  # retention may have removed their file
             front = self.find_front(queue)
             for slot in holes[holes >= front].tolist() if tell else ():
                 self.tell_lost(queue.missing_units(slot, slot))
         return units, chosen, after, stop
 
     def find_front(self, queue: ConsumeQueue) -> int:
-        """Return the first offset of `queue` that retention has left by now. Lists the log again."""
+        """Return the first offset of `queue` that retention has kept. Lists the log again."""
         self._news.list_again()
         queue.correct_min(self._run.min_offset)
         return queue.min_offset
 
     def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
-        """Return True if any unit at or behind `slot` leads to a record that verifies."""
+        """Return True if any unit at or after `slot` points to a record that verifies."""
         while slot < queue.max_offset:
             count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
             units = queue.units(slot, count)
@@ -221,45 +221,45 @@ class RecordReader:
         message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
         missing = self.missing_segment(physical)
         if missing is not None:
-            detail = f"{message}: the file that held it is missing"
+            detail = f"{message}: its file is missing"
             return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
         place = place_in_file(max(physical, 0), self._run.segment_bytes)
         return Finding("bad_record", *place, length, f"{message}: the record does not verify")
 
     def missing_segment(self, physical: int) -> str | None:
-        """Return the missing commitlog file that held the offset, as a path below the store, or None.
+        """Return the missing commitlog file of the offset, as a path below the store, or None.
 
-        Returns None also for an offset that retention has removed, or that lies far behind the end of the log.
+        Also returns None for an offset that retention has removed, or that is far beyond the end of the log.
         """
         size, run = self._run.segment_bytes, self._run
         if run.find(physical) is not None or not self._run.min_offset <= physical < run.end + LOST_SEGMENTS * size:
             return None
         return place_in_file(physical, size)[0]
 
-    def tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
-        """Log a loss that a read has met, unless the same file was logged before."""
+    def tell_lost(self, finding: Finding, then: str = "Unreadable messages there are skipped") -> None:
+        """Log a loss found by a read, once for each file. `then` is its consequence."""
         if finding.file not in self._told:
             self._told.add(finding.file)
             _log.error(
-                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all that is damaged",
+                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all damage",
                 *(self._root, finding.kind, finding.place, finding.detail, then),
             )
 
     def at(self, physical_offset: int) -> Message:
-        """Return the message whose record starts at `physical_offset`. Raises LookupError without a good one."""
+        """Return the message whose record starts at `physical_offset`. Raises LookupError without a valid one."""
         self._check_open()
         stop = physical_offset + MIN_RECORD_BYTES
         there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
         if there is None:
-            self._check_open()  # a close meanwhile unmaps the segments
+            self._check_open()  # closing the store meanwhile unmaps the segments
             missing = self.missing_segment(physical_offset)
             why = "" if missing is None else f": missing_segment: {missing}"
-            raise LookupError(f"{self._root} holds nothing at physical offset {physical_offset}{why}")
+            raise LookupError(f"{self._root} has nothing at physical offset {physical_offset}{why}")
         segment, buffer = there
         at = physical_offset - segment.start
         check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
         if check.status != "ok":
-            raise LookupError(f"{self._root} holds no message at physical offset {physical_offset}: {check.detail}")
+            raise LookupError(f"{self._root} has no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self._delay_table_ms)
         unit = UNIT.pack(physical_offset, record.total_size, code)
@@ -268,7 +268,7 @@ class RecordReader:
         return Message(batch, at, record.queue_offset)
 
     def finder(self, topic: str) -> Find | None:
-        """Return what finds the bodies that records of `topic` only refer to, or None if all of them have theirs."""
+        """Return a function that finds bodies which records of `topic` refer to, or None if all have their own."""
         return self.origin if topic in _WAITING_TOPICS and self._checksum == "crc32c-record" else None
 
     def origin(self, reference: bytes) -> Message:
@@ -280,7 +280,7 @@ class RecordReader:
             why = "another record is there"
         except LookupError as error:
             if place < self._run.min_offset:
-                raise RemovedBodyError(f"its body was in the record at {place}, which was deleted", "body", 0) from None
+                raise RemovedBodyError(f"its body was in the deleted record at {place}", "body", 0) from None
             message, why = None, str(error)
         if message is None or message.reference() != reference:
             raise FormatError(f"its body is in the record at {place}, which cannot be read: {why}", "body", 0)

@@ -5,7 +5,7 @@
 It runs in passes over newly appended records: read them, write units by queue, write index entries, wake waiting
 readers. A single message takes the same steps without arrays (`dispatch.few`). A background thread may call it, or a
 reader that wants to see its own put, under one lock and in one order. If a write fails, nothing is lost: `position`
-stays, and the next pass does it again.
+does not move, and the next pass repeats the work.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["DispatchThread", "Dispatcher", "slot_runs"]
 _log = logging.getLogger("mqstore")
 _BATCH = 1 << 15
 """Maximum number of records of one pass, as many as a chunk of `put_many` has.
-Each pass waits several times for the interpreter, while a thread that puts holds it."""
+Each pass waits several times for the interpreter, while a putting thread holds it."""
 _PACE_S, _PACE_BYTES = 0.01, 4 << 20
-"""Time, and number of bytes, for which puts may run before the next pass, if no reader waits.
+"""Time and bytes that puts may use before the next pass, if no reader waits.
 A pass has a fixed cost, and each switch of threads costs as much as thousands of puts."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
@@ -48,7 +48,7 @@ _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
     """Return the index ranges (start, stop) of `offsets` that are consecutive, free slots from `end` on.
 
-    A record whose slot is taken already is a repeat and left out. The first one counts (format#unit-append).
+    A record whose slot is already used is a repeat and is left out. The first one counts (format#unit-append).
     """
     if isinstance(offsets, np.ndarray):
         count = len(offsets)
@@ -73,7 +73,7 @@ def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[
 
 
 class Dispatcher:
-    """Builds units and index entries for all records below `end_of()`."""
+    """Builds units and index entries of all records below `end_of()`."""
 
     def __init__(
         self,
@@ -88,22 +88,22 @@ class Dispatcher:
         self.dispatched = 0
         """Number of records that got a unit since opening."""
         self.error: Exception | None = None
-        """Error that stopped the last pass, or None if it has succeeded."""
+        """Error that stopped the last pass, or None if it succeeded."""
         self.listeners: list[Callable[[str, int, int, int], None]] = []
         """Called with topic, queue id, first new offset and next offset of each queue that has grown.
         They run in the dispatching thread, and must not block."""
         self.last_store_timestamp_ms = 0
         self.attended = False
-        """True if somebody needs news at once, and gets it by `listeners`."""
+        """True if somebody needs notice of new messages at once, and gets it through `listeners`."""
         self._log = log
         self._queues = queues
         self._index = index
         self._checksum = checksum
         self.visible_end = end_of
-        """Returns the physical offset below which records may be dispatched."""
+        """Function that returns the physical offset below which records may be dispatched."""
         self._turn = Lock()
         self.lock = Lock()
-        """Held while a pass runs."""
+        """Held during a pass."""
         self._parked: dict[ConsumeQueue, list[Bell]] = {}
         self._parked_lock = Lock()
         self._closing = False
@@ -112,22 +112,22 @@ class Dispatcher:
     def run_once(self) -> int:
         """Dispatch all records appended before this call, and perhaps more. Return the number of bytes.
 
-        Does nothing in a signal handler that interrupted a pass. Raises the errors of writing units or index
-        entries.
+        Does nothing in a signal handler that interrupted a pass. Raises errors of writing units or index entries.
         """
         if self._turn.is_held_here:
             return 0
-        with self._turn:  # `run_again` waits for its turn, so it cannot take the lock before this thread gets it
+        with self._turn:  # `run_again` waits for it, so it cannot take the lock before this thread
             return self._run()
 
     def run_again(self) -> int:
-        """Dispatch as `run_once` does, but after all threads that wait there. For a thread that loops."""
+        """Dispatch as `run_once` does, but after all threads that wait there. For a looping thread, so that it cannot
+        starve them."""
         with self._turn:
             pass
         return self._run()
 
     def _run(self) -> int:
-        end = self.visible_end()  # fixed before waiting: beside constant puts a moving end is never reached
+        end = self.visible_end()  # read before waiting: under constant puts, a moving end is never reached
         with self.lock:
             begin = self.position
             spares = Spares()
@@ -138,13 +138,13 @@ class Dispatcher:
             except Exception as error:
                 self.error = error
                 if isinstance(error, StoreFullError):
-                    self._log.free_until = 0  # the next put asks for room, and is refused
+                    self._log.free_until = 0  # so the next put asks for room, and is refused
                 raise
             return self.position - begin
 
     def catch_up(self) -> bool:
-        """Dispatch as `run_once` does, for a reader. Return True if all is dispatched.
-        An error of dispatch is noted and shows in `stats()`. Dispatched messages can still be read."""
+        """Dispatch as `run_once` does, for a reader. Return True if everything is dispatched.
+        An error is saved for `stats()`. Dispatched messages can still be read."""
         try:
             self.run_once()
         except OSError as error:
@@ -163,7 +163,7 @@ class Dispatcher:
         base = segment.start
         buffer = run.mapping(segment)
         stop_at = min(end - base, len(buffer))
-        if end >= segment.end:  # it may have ended early, with a hole behind
+        if end >= segment.end:  # the data may have ended early, with a hole after it
             stop_at = run.data_end(segment, self.position - base)
         queues = self._queues
         output = few(buffer, self.position - base, stop_at, base, queues.delay_table_ms, queues.batch_topics)
@@ -190,14 +190,14 @@ class Dispatcher:
             return
         found = find_next(buffer, stop + 1, stop_at, base, self._checksum)
         self.position = end if found is None and end - base <= len(buffer) else base + (found or run.segment_bytes)
-        _log.error("commitlog damaged at %d: %s; dispatch goes on at %d", base + stop, check.detail, self.position)
+        _log.error("commitlog damaged at %d: %s; dispatch continues at %d", base + stop, check.detail, self.position)
 
     def _write(self, output: Output, position: int) -> None:
         """Publish `output`, whose records end at `position`."""
         self._dispatch(output, position)
         self.position = position
         if output.last_store_timestamp_ms is not None:
-            # After the position: code that reads both in this order never gets a time of later records.
+            # After the position: code that reads both in this order never gets the time of a later record.
             self.last_store_timestamp_ms = output.last_store_timestamp_ms
 
     def _dispatch(self, output: Output, position: int) -> None:
@@ -212,13 +212,13 @@ class Dispatcher:
                 for start, stop in slot_runs(queue.max_offset, offsets):
                     first = int(offsets[start])
                     queue.write(first, units[start * UNIT_BYTES : stop * UNIT_BYTES])
-                    # Noted now, so that waiting readers are woken even if an error ends this pass.
+                    # Added before publishing, so that waiting readers are woken even if an error ends this pass.
                     if not grown or grown[-1][0] is not queue:
                         grown.append((queue, first))
                     queue.publish(first + stop - start)
                     self.dispatched += stop - start
             if len(output.entry_hash):
-                with suppress(OSError):  # they wait in memory, and `put_pending` raises the error
+                with suppress(OSError):  # the entries wait in memory, and `put_pending` raises the error
                     self._index.put(
                         output.entry_hash, output.entry_physical_offset, output.entry_store_timestamp_ms, end=position
                     )
@@ -232,7 +232,7 @@ class Dispatcher:
                         _log.exception("a listener failed on %s/%d", queue.topic, queue.queue_id)
 
     def put_pending(self) -> None:
-        """Put index entries that found no room at dispatch. Raises the error if there is still none."""
+        """Put index entries that had no disk space at dispatch. Raises the error if there is still none."""
         if self._index.pending:
             with self.lock:
                 self._index.put_pending()
@@ -242,7 +242,7 @@ class Dispatcher:
             return True
         if topic not in self._unsafe and len(self._unsafe) < 1000:
             self._unsafe.add(topic)
-            _log.warning("topic %r cannot be a folder name: its messages are found by physical offset only", topic)
+            _log.warning("topic %r cannot be a folder name. Its messages are found by physical offset only", topic)
         return False
 
     def _wake(self, queue: ConsumeQueue) -> None:
@@ -253,7 +253,7 @@ class Dispatcher:
                 self._parked.pop(queue, None)
 
     def wake_all(self) -> None:
-        """Wake all waiting threads, and let later ones not wait, since the store is closing."""
+        """Wake all waiting threads, and refuse to make later ones wait, since the store is closing."""
         with self._parked_lock:
             self._closing = True
             for bells in self._parked.values():
@@ -274,7 +274,7 @@ class Dispatcher:
                 if self._closing:
                     return queue.max_offset > offset
                 self._parked.setdefault(queue, []).append(bell)
-            # Checked only now, since a dispatch before this thread was on the list has not woken it.
+            # Checked after adding the bell, since a dispatch before that did not wake this thread.
             if queue.max_offset > offset:
                 return True
             on_parked()
@@ -290,7 +290,7 @@ class Dispatcher:
 
 
 class DispatchThread:
-    """Work of the dispatcher thread (`mqstore.threads`). A failed pass is noted, and tried again."""
+    """Work of the dispatcher thread (`mqstore.threads`). A failed pass is recorded and retried."""
 
     def __init__(self, dispatcher: Dispatcher, wakeups: Wakeups, errors: TaskErrors) -> None:
         self._dispatcher = dispatcher
@@ -317,5 +317,5 @@ class DispatchThread:
             wakeups.wake_dispatcher_at(mark)
             return _PACE_S if dispatcher.visible_end() < mark else 0.0
         wakeups.wake_dispatcher_at(0)
-        # A put between the pass and that line saw no alarm, so check again before resting.
+        # A put between the pass and that line raised no alarm, so check again before sleeping.
         return math.inf if dispatcher.position >= dispatcher.visible_end() else 0.0

@@ -1,7 +1,7 @@
 """Retention: deletion of whole segments, oldest first, never the last one (format#retention).
 
-Segments beyond the end of the log belong to a bulk append under way. They do not count: it may still be undone, and
-messages deleted to make room for it would be lost for nothing.
+Segments beyond the end of the log belong to an unfinished bulk append, and do not count. It may still be undone, and
+messages deleted to make room for it would be lost in vain.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Retainer:
         self._lock = Lock()
         self._newest_times: dict[int, int] = {}
         self._dropped_before = 0
-        """Start of the log that queues and index know."""
+        """Start of the log to which queues and index were last shortened."""
 
     def expired(self, policy: Retention) -> int:
         """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything."""
@@ -65,12 +65,12 @@ class Retainer:
             return expired_before(parts.log_files, policy, self._log.end, parts.clock.now_ms(), self._newest_times)
 
     def drop_before(self, physical_offset: int) -> list[str]:
-        """Delete segments as `MessageStore.drop_before` does."""
+        """Delete segments. `MessageStore.drop_before` describes it."""
         parts, run = self._parts, self._parts.log_writer
-        with self._lock:  # the flusher's turn may come while another thread calls
+        with self._lock:  # the flusher may run it while another thread calls it
             bound = min(physical_offset, self._log.end, self._settled())
             starts = run.starts
-            # Without the records, only the units show the offsets of a queue. If a power cut took them, the queue would
+            # Without the records, only the units show the offsets of a queue. If a power cut lost them, the queue would
             # count from 0 again.
             if len(starts) > 1 and starts[1] <= bound:
                 if not self._checkpointer.sync_units():
@@ -82,7 +82,7 @@ class Retainer:
                 self._checkpointer.note_log_start(next((start for start in starts if start > ends), starts[-1]))
             try:
                 return run.drop_before(bound)
-            finally:  # some segments may be deleted even if the next one could not be
+            finally:  # some segments may have been deleted before the one that failed
                 first = self._log.min_offset
                 if first > self._dropped_before:
                     for queue in parts.queue_table:
@@ -92,7 +92,7 @@ class Retainer:
                     self._dropped_before = first
 
     def delete(self, topics: Collection[str]) -> None:
-        """Delete all messages of `topics` that are dispatched, as `MessageStore.delete_topics` does."""
+        """Delete all dispatched messages of `topics`. `MessageStore.delete_topics` describes it."""
         parts, table = self._parts, self._parts.queue_table
         with self._lock, self._dispatcher.lock:
             places = table.deleted | dict.fromkeys(topics, self._dispatcher.position)
@@ -100,20 +100,20 @@ class Retainer:
             remove_queues(table, topics)
 
     def _forget_deleted(self, first: int) -> None:
-        """Forget topics whose messages were deleted before the log's start `first`."""
+        """Forget topics whose messages were all deleted with the log below `first`."""
         table = self._parts.queue_table
         kept = {topic: at for topic, at in table.deleted.items() if at > first}
         if kept != table.deleted:
-            with suppress(OSError):  # on a full disk this waits, and the segments are gone all the same
+            with suppress(OSError):  # on a full disk this waits. The entries do no harm, since the segments are deleted
                 save_deleted(self._parts, kept)
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
     """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything.
 
-    `end` is the end of the log. `known` has the time (ms) of segments, by their start, as `_newest_time` found it. The
-    caller keeps it between calls: finding the time reads every page of a segment, and the oldest one is examined every
-    few seconds for days."""
+    `end` is the end of the log. `known` caches the time (ms) of segments by their start, computed by `_newest_time`.
+    The caller keeps it between calls, since computing a time reads every page of a segment, and the oldest segment is
+    examined every few seconds for days."""
     listed = run.segments()
     segments = [segment for segment in listed if segment.start < end]
     size = run.segment_bytes
@@ -134,7 +134,7 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
             if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
                 break
             if newest is None:
-                continue  # without a readable record it has no age, and is deleted with the next old segment
+                continue  # it has no age without a readable record, and is deleted with the next old segment
         bound = segment.end
     return bound
 
@@ -156,12 +156,12 @@ def _disk_usage(run: SegmentRun) -> tuple[int, int]:
 
 
 def _newest_time(run: SegmentRun, start: int, now_ms: int, known: dict[int, int]) -> int | None:
-    """Return the time (ms) from which the age of a full segment counts, or None if no record leads there.
+    """Return the time (ms) from which the age of a full segment counts, or None if no record shows it.
 
-    That is the store time of its last record, or that of a later segment's first record if this is earlier: the clock
-    was ahead then. Times that have not come are no times of writing. If all others are such, too, the segment counts
-    from its last record of the past or from its file's time, and at the latest from now. The file's time does not count
-    otherwise. The system does not update it with each write through a mapping, so it may be days too early."""
+    It is the store time of the segment's last record. If a later segment begins with an earlier time, the clock was
+    ahead, and that time counts. Times in the future are ignored. If only they remain, the segment counts from its last
+    record of the past, or from its file's time, at the latest from now. The file's time is not used otherwise, because
+    the system does not update it with each write through a mapping. It may be days too early."""
     latest_ms = now_ms + AHEAD_MS
     if (newest := known.get(start, latest_ms + 1)) <= latest_ms:
         return newest

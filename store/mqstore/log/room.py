@@ -1,17 +1,17 @@
-"""Room on the disk: what is kept back for consumers, and what is deleted when the disk is full (format#room).
+"""Disk space: the part reserved for consumers, and deletion when the disk is full (format#room).
 
-    free bytes of the disk, and blocks that the log has ahead
+    free bytes of the disk, and blocks that the log has allocated
     +------------------------------+--------------------------------------------+
-      a put may take this            kept back: acknowledgements, units, checkpoints
+      available to puts              reserved: acknowledgements, units, checkpoints
 
 Puts and bulk appends of applications ask (`LogWriter.check_room`) before the log grows beyond `CommitLog.free_until`.
-The engine's own records do not. A put that would take what is kept back is refused, after segments that nobody needs
-were deleted. So a full disk can be consumed down to the last message, and is free then.
+The engine's own records do not. A put that would use the reserve is refused, after segments that nobody needs were
+deleted. So a full disk can be consumed down to the last message, and is free then.
 
-A part of it is kept in the file tmp/room. Opening on a full disk removes it: it can be freed then, whoever filled it.
+A part of the reserve is the file tmp/room. Opening on a full disk deletes it, whoever filled the disk.
 
-Only the flusher deletes, if it runs. A put waits for it, because its own thread may hold a lock, or be a signal
-handler's. The flusher does not wait for itself when it appends the bundles of the inbox.
+If the flusher runs, only the flusher deletes. A put waits for it, because the put's own thread may hold a lock, or be
+in a signal handler. The flusher does not wait for itself when it appends the bundles of the inbox.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from mqstore.signalsafe import Gate, Lock
 __all__ = ["Room", "give_up_room"]
 
 _KEPT_BYTES = 1 << 20
-"""Kept back for units, checkpoints and JSON files, whatever waits: as much, or a segment if that is smaller."""
+"""Minimum reserve for units, checkpoints and JSON files: as much, or a segment if that is smaller."""
 _FILE = "tmp/room"
-"""File that holds a quarter of it."""
+"""File that takes a quarter of the reserve."""
 _CLEAN_MS = 100
-"""A log that is larger than retention allows is cleaned again after this time, as long as puts come."""
+"""Time after which a log above its retention limit is cleaned again, while puts continue."""
 _PATIENCE_S = 10.0
 """Maximum time that a put waits for the flusher to free room."""
 _SETTLING_BYTES = 448
-"""Bytes of the records and units by which a message is popped and acknowledged alone: about 400 (`python -m bench`)."""
+"""Bytes of the records and units that pop and acknowledge one message: about 400 (`python -m bench`)."""
 _SHARE = 8
-"""A put checks again when the log has grown by this part of the bytes that were to spare, divided by the groups.
+"""A put checks again when the log has grown by this part of the spare bytes, divided by the groups.
 Each group needs at most six times the bytes of messages to acknowledge them one by one, and the log needs them once."""
 
 
@@ -55,11 +55,11 @@ class _Append(NamedTuple):
     size: int = 0
     """Bytes of their records, units and index entries."""
     messages: Mapping[str, int] = {}
-    """Number of messages by topic. A few need not be counted."""
+    """Number of messages by topic. It may leave out a few."""
 
 
 def give_up_room(root: Path, fs: FileSystem) -> None:
-    """Free the room that the last writer of a store has kept, if the disk is full. For opening, which needs some."""
+    """Free the reserve of a store's last writer if the disk is full. For opening, which needs some space."""
     if fs.free_bytes(root) < _KEPT_BYTES:
         fs.unlink(root / _FILE, missing_ok=True)
 
@@ -79,16 +79,17 @@ class Room:
         call_flusher: Callable[[], bool],
     ) -> None:
         """`policy` returns the retention in force, or None. `clean` applies it. `call_flusher` makes the flusher call
-        `run_once`. It returns False if it is called by the flusher, or there is none."""
+        `run_once`. It returns False if the caller is the flusher, or if there is none."""
         self.deliveries: Callable[[], int] = lambda: (log.end - log.min_offset) // MIN_RECORD_BYTES
-        """Returns how many deliveries of stored messages are to come: each group gets each of its messages.
-        Set by a broker. Nobody knows while the store is opened, so all of the log counts then."""
+        """Function that returns the number of pending deliveries: each group gets each of its messages.
+        Set by a broker. While the store is opened, the number is unknown, so all of the log counts."""
         self.groups: Callable[[str | None], int] = lambda topic: 1
-        """Returns how many groups may consume each message of a topic (None: of any), at least 1. Set by a broker."""
+        """Function that returns how many groups may consume each message of a topic (None: any), at least 1.
+        Set by a broker."""
         self.bound: Callable[[Retention], int] | None = None
-        """Returns the physical offset below which no message is needed. Set by a broker."""
+        """Function that returns the physical offset below which no message is needed. Set by a broker."""
         self.settle: Callable[[], None] = lambda: None
-        """Saves the state that decides `bound`, as of now. Set by a broker."""
+        """Function that saves the present state that decides `bound`. Set by a broker."""
         self._parts = parts
         self._log = log
         self._dispatcher = dispatcher
@@ -110,7 +111,7 @@ class Room:
         self._is_closed = False
 
     def start(self) -> None:
-        """Free room if an earlier process has left the disk full, once a broker knows what is needed."""
+        """Free room if an earlier process left the disk full, once a broker knows which messages are needed."""
         if self.bound is None:
             self.deliveries = lambda: 0
         if not self._has_room(_Append()) and self.bound is not None:
@@ -118,7 +119,7 @@ class Room:
 
     def check(self, size: int, messages: Mapping[str, int]) -> None:
         """Make room for `size` bytes for which `CommitLog.has_room` is false. Raises StoreFullError.
-        `messages` is the number of messages by topic. A few need not be counted."""
+        `messages` is the number of messages by topic. It may leave out a few."""
         log, segment_bytes = self._log, self._log.run.segment_bytes
         policy = self._policy()
         if policy is not None and policy.max_bytes is not None:
@@ -135,14 +136,15 @@ class Room:
             raise self._error(new)
 
     def pace(self) -> None:
-        """Wait for the flusher once consumers have used an eighth of what is kept back. The caller holds no lock.
-        Else a thread that consumes without pause may use all of it before the segments that it has settled are gone."""
+        """Wait for the flusher once consumers have used an eighth of the reserve. The caller holds no lock.
+        Otherwise a thread that consumes without pause may use all of it before the flusher has deleted the consumed
+        segments."""
         if self._log.end > max(self._log.free_until, self._paced_to):
             self._wait_for_run()
             self._paced_to = self._log.end + self._kept // _SHARE
 
     def run_once(self) -> None:
-        """Delete what retention does not keep and, on a full disk, what nobody needs. For the flusher."""
+        """Delete segments beyond retention and, on a full disk, segments that nobody needs. For the flusher."""
         cleaned, self._cleaned = self._cleaned, Gate()
         with self._lock:
             wanted, self._wanted = self._wanted, _Append()
@@ -159,12 +161,12 @@ class Room:
             cleaned.open()
 
     def close(self) -> None:
-        """Let puts wait no longer: the flusher ends."""
+        """Make no put wait any longer, since the flusher ends."""
         self._is_closed = True
         self._cleaned.open()
 
     def look(self) -> None:
-        """Do what `run_once` does if the engine's own records have used the room that was found. For the flusher."""
+        """Call `run_once` if the engine's own records have used the room found before. For the flusher."""
         if self._log.end > self._log.free_until:
             self.run_once()
 
@@ -178,8 +180,9 @@ class Room:
             self.run_once()
 
     def _has_room(self, new: _Append, *, amply: bool = False) -> bool:
-        """Return True if `new` leaves free what is kept back. Note the result for later puts.
-        `amply` asks for a part of the last segment more. It may end early now, but not once new messages are in it."""
+        """Return True if `new` leaves the reserve free. Save the result for later puts.
+        `amply` requires a part of the last segment in addition. That segment may be closed early now, but not once it
+        has new messages."""
         free, last, groups = self._free_bytes(), self._log.run.last, self.groups(None)
         more = max(0, self._log.end - last.start) // _SHARE if amply and last is not None else 0
         spare = free - self._kept_bytes(new, groups, free) - new.size
@@ -189,7 +192,7 @@ class Room:
         return fits
 
     def _hold(self, wanted: bool) -> None:
-        """Keep room in a file if `wanted`, or give it up."""
+        """Reserve room in a file if `wanted`, or free it."""
         fs, path = self._parts.fs, self._parts.root / _FILE
         with self._lock:
             if wanted and not self._is_held:
@@ -207,10 +210,10 @@ class Room:
         return self._parts.fs.free_bytes(run.directory.parent) + run.allocated_beyond(self._log.end) + held
 
     def _kept_bytes(self, new: _Append, groups: int, free: int = 0) -> int:
-        """Return how many bytes to keep back once `new` is stored: for settling, until segments can be deleted.
+        """Return the number of bytes to reserve once `new` is stored: for settling, until segments can be deleted.
 
         A settled segment is deleted, then the next one. More than one segment's worth is needed only if settling takes
-        more bytes than the messages have. No queue is looked at if `free` bytes are enough in any case: there may be
+        more bytes than the messages have. If `free` bytes are enough in any case, no queue is examined: there may be
         100,000."""
         log = self._log
         held = max(1, log.end - log.min_offset + new.size)
@@ -222,11 +225,11 @@ class Room:
         return self._kept + settling * min(log.run.segment_bytes, held) // held + max(0, settling - held)
 
     def _free(self, policy: Retention, wanted: _Append) -> None:
-        """Delete the oldest segments that nobody needs, as many as there is room missing and an eighth of the log."""
+        """Delete the oldest segments that nobody needs: enough for the missing room and an eighth of the log."""
         if self.bound is None:
             return
         log, run = self._log, self._log.run
-        with suppress(MQStoreError):  # then what was saved before decides
+        with suppress(MQStoreError):  # then the state saved before decides
             self.settle()
         unneeded = self.bound(policy)
         kept = self._kept_bytes(wanted, self.groups(None))
@@ -236,7 +239,7 @@ class Room:
         last = run.last
         is_unneeded = last is not None and 2 * (unneeded - last.start) > log.end - last.start > 0
         if is_unneeded and not self._has_room(wanted, amply=True):
-            # The last segment is never deleted. It ends early if most of it is not needed any more.
+            # The last segment is never deleted. It is closed early if most of it is not needed any more.
             log.end_segment()
             self._dispatcher.catch_up()
             self._drop_before(self.bound(policy))
@@ -245,8 +248,8 @@ class Room:
         free, kept = self._free_bytes(), self._kept_bytes(new, self.groups(None))
         segment_bytes = self._log.run.segment_bytes
         text = (
-            f"{free:,} bytes are free, of which {kept:,} are kept back so that consumers can settle what waits. This "
-            f"needs {new.size:,}. Consumed messages give space back in whole segments, of {segment_bytes:,} bytes "
-            "here; a new store can have smaller ones (StoreConfig.segment_bytes)"
+            f"{free:,} bytes are free, of which {kept:,} are reserved so that consumers can settle waiting messages. "
+            f"This needs {new.size:,}. Consumed messages free space in whole segments of {segment_bytes:,} bytes. "
+            "A new store can have smaller ones (StoreConfig.segment_bytes)"
         )
         return StoreFullError(errno.ENOSPC, text, str(self._parts.root), "put")

@@ -10,7 +10,7 @@ _BUCKETS = 40
 
 
 class Histogram:
-    """Durations in buckets of powers of two nanoseconds: bucket i counts durations below 2**i ns.
+    """Durations in buckets of powers of two nanoseconds. Bucket i counts durations below 2**i ns.
 
     >>> histogram = Histogram()
     >>> for nanoseconds in (900, 1000, 1100, 70_000): histogram.add(nanoseconds)
@@ -31,7 +31,7 @@ class Histogram:
         self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += 1
 
     def buckets(self) -> dict[int, int]:
-        """Return upper bound in nanoseconds -> number of durations below it and not below the one before."""
+        """Return the number of durations by upper bound in nanoseconds. The bound before is the lower one."""
         return {1 << bucket: number for bucket, number in enumerate(self._counts) if number}
 
 
@@ -51,7 +51,7 @@ class StoreStats:
     """
 
     puts: int = 0
-    """Number of messages appended that have a queue offset."""
+    """Number of appended messages that have a queue offset."""
     put_bytes: int = 0
     """Bytes appended, BLANKs included."""
     failed_puts: int = 0
@@ -59,13 +59,13 @@ class StoreStats:
     gets: int
     """Number of messages returned."""
     get_bytes: int
-    """Bytes of their records."""
+    """Bytes of the records of the returned messages."""
     dispatched: int = 0
     """Number of messages that got a unit."""
     put_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
-    """A sample of put durations, one of 64 in each queue: upper bound in nanoseconds -> count."""
+    """Sampled put durations, one of 64 in each queue: upper bound in nanoseconds -> count."""
     put_longest_ns: int = 0
-    """The longest of that sample."""
+    """Longest sampled put duration in nanoseconds."""
     flush_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
     """Durations of commitlog syncs: upper bound in nanoseconds -> count."""
     dispatch_lag_bytes: int = 0
@@ -73,9 +73,9 @@ class StoreStats:
     flush_lag_bytes: int = 0
     """Bytes appended and not yet known to be on disk."""
     index_pending: int = 0
-    """Number of index entries that wait for room on the disk."""
+    """Number of index entries that wait for disk space."""
     min_offset: int
-    """First physical offset that is kept."""
+    """Physical offset of the first byte in the log."""
     max_offset: int
     """Physical offset of the next record."""
     segments: int
@@ -87,10 +87,10 @@ class StoreStats:
     """Wall time at which the store was opened."""
     queues: int
     bad_records: int
-    """Number of records that failed verification when they were read, and were passed over."""
+    """Number of records that failed verification when they were read, and were skipped."""
     inbox_spliced: int = 0
     """Number of bundles of the inbox that were appended since opening (spark#inbox)."""
     inbox_refused: int = 0
     """Number of bundles that were moved to `inbox/refused/` since opening."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Last error by background task, and under "clock" a warning. Empty if all is well."""
+    """Last error by background task, and under "clock" a warning. Empty without errors."""

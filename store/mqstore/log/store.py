@@ -2,12 +2,12 @@
 
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
-    thread       does                                                        waits for
-    dispatcher   builds units from what was appended, wakes waiting readers  a put; 10 ms or 4 MiB while puts go on
+    thread       work                                                        waits for
+    dispatcher   builds units of new records, wakes waiting readers          a put; 10 ms or 4 MiB during constant puts
     flusher      interval syncs, checkpoint, next segment, retention         its next due time, or a position in the log
 
 Both are plain `run` functions. A test with a simulated clock calls `dispatch` and `run_once` instead. A put with
-durability "flush" syncs in its own thread, or waits for another that does. Nothing here knows consumer groups.
+durability "flush" syncs in its own thread, or waits for another one that syncs. This module knows no consumer groups.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _RETENTION_MS = 10_000
 _ROOM_MS = 1_000
 _INBOX_MS = 2_000
 _LOOK_MS = 500
-"""Interval at which a store makes sure that its directory is still there."""
+"""Interval at which a store checks that its directory still exists."""
 
 
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
@@ -138,7 +138,7 @@ class MessageStore(StoreReader, Sending):
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
         try:
             self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
-            # Another process may have made the store while we waited.
+            # Another process may have created the store during the wait for the lock.
             self.manifest = resolve(self.path, clock=self.clock)
             self._open_for_writing(recover_options or RecoverOptions(), progress)
             self._opened()
@@ -147,7 +147,7 @@ class MessageStore(StoreReader, Sending):
             if self._background:
                 self._start_threads()
             self.room.start()
-        except BaseException:  # nobody else would release the lock
+        except BaseException:  # without this, nothing would release the lock
             if not self._closed:
                 self.close()
             else:
@@ -157,7 +157,7 @@ class MessageStore(StoreReader, Sending):
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def _build(self, txn: TxnFile) -> None:
-        """Create the objects that work on the parts."""
+        """Create the services of the store."""
         parts, config, errors = self.parts, self.config, self._errors
         pages = PagesAhead(parts.log_writer, self.clock)
         flushes = self.durability == "flush"
@@ -177,7 +177,7 @@ class MessageStore(StoreReader, Sending):
         )
         self.on_growth = self._dispatcher.listeners
         self.default_retention: Retention | None = None
-        """Retention of a store that was given none. Set by a broker."""
+        """Retention if the configuration has none. Set by a broker."""
         self.on_lost: list[Callable[[], object]] = []
         """Called when the directory is gone, in any thread and under any lock. They may only wake other threads."""
         self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_closed))
@@ -244,7 +244,7 @@ class MessageStore(StoreReader, Sending):
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self.wakeups.pages.reset(end)
         if self.manifest.profile == "mqstore":
-            # Segments lost at its beginning stay in the checkpoint, until retention has passed them.
+            # Segments lost at its start stay in the checkpoint until retention has passed them.
             noted = parts.checkpoint.log_start if parts.log_files.starts else None
             self._checkpointer.log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         self._checkpointer.save(
@@ -276,7 +276,7 @@ class MessageStore(StoreReader, Sending):
     # -- dispatch and waiting ---------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
-        """Make all earlier puts visible, in this thread. Return the bytes dispatched. Reads do it themselves."""
+        """Make all earlier puts visible, in this thread. Return the bytes dispatched. Reads do this themselves."""
         self.check_open()
         done = self._dispatcher.run_once()
         self._dispatcher.put_pending()
@@ -291,8 +291,8 @@ class MessageStore(StoreReader, Sending):
         return found
 
     def attend(self, waiting: bool) -> None:
-        """Note whether somebody waits for `on_growth`.
-        Meanwhile puts become visible at once, and not after the dispatcher has let puts run for a while."""
+        """Set whether somebody waits for `on_growth`.
+        Meanwhile puts become visible at once. Otherwise the dispatcher first lets puts run for a while."""
         self._dispatcher.attended = waiting
         if waiting and self.wakeups.dispatcher_mark:  # the dispatcher may be letting puts run
             self.wakeups.dispatcher.ring()
@@ -312,11 +312,11 @@ class MessageStore(StoreReader, Sending):
         return True
 
     def run_once(self, now_ms: int) -> int:
-        """Do the background work that is due at `now_ms` (monotonic). Return when to call again.
-        For tests with a simulated clock. A task that fails is logged, shows in `stats().errors`, and is tried again."""
+        """Do the background work due at `now_ms` (monotonic). Return the time of the next call.
+        For tests with a simulated clock. A failed task is logged, shows in `stats().errors`, and is retried."""
         return self.background.run_once(now_ms)
 
-    # -- splicing ---------------------------------------------------------------------------------------------------
+    # -- bulk append ------------------------------------------------------------------------------------------------
 
     def splice(
         self,
@@ -330,16 +330,17 @@ class MessageStore(StoreReader, Sending):
     ) -> SpliceResult:
         """Append the records of staged shards durably, in the given order, all or none (spark#splice).
 
-        `shards` are folders as in `log.shard`. `app` and `version` identify this bulk append. If the version is not
-        above the last one of the application, it is in already, and nothing is done. All shards are checked before
-        anything is written. Puts wait meanwhile. Readers see all records together at the end. `progress(done, total)`
-        gets bytes, each counted twice: checked and copied. Its errors undo the bulk append. Without `remembered` the
-        version is not saved, for callers that use a new `app` each time and never repeat a bulk append. With `accepted`
-        a store has taken the messages before, and they may be larger than `max_message_size`.
+        `shards` are folders in the format of `log.shard`. `app` and `version` identify this bulk append. Nothing is
+        done if the version is not above the application's last one, since that was already appended. All shards are
+        checked before anything is written. Puts wait meanwhile. Readers see all records together at the end.
+        `progress(done, total)` gets bytes, each counted twice: checked and copied. Its errors undo the bulk append.
+        Without `remembered` the version is not saved. This suits callers that use a new `app` each time and never
+        repeat a bulk append. With `accepted` the messages may be larger than `max_message_size`, since a store has
+        accepted them before.
 
         Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError.
-        Then the store is as before. After FlushFailedError the result is not known: the next opening decides it, and a
-        repeated call shows it. Also raises ReadOnlyStoreError, StoreBusyError and StoreClosedError.
+        Then the store is as before. After FlushFailedError the result is unknown: the next opening decides it, and a
+        repeated call returns it. Also raises ReadOnlyStoreError, StoreBusyError and StoreClosedError.
         """
         self.check_open()
         splice = partial(self._bulk.splicer.splice, remembered=remembered, accepted=accepted)
@@ -348,43 +349,43 @@ class MessageStore(StoreReader, Sending):
         return self._bulk.show(result)
 
     def spliced_version(self, app: str) -> int:
-        """Return the last version that was appended in bulk for `app`, or -1 if none is remembered."""
+        """Return the last version appended in bulk for `app`, or -1 if none is saved."""
         self.check_open()
         return self._bulk.txn.state.version_of(app)
 
     def take_inbox(self) -> int:
-        """Append the bundles that wait in `inbox/`, in this thread. Return how many.
-        Opening does this, and the background work from time to time. Raises the error that keeps a bundle from being
-        appended. Bad bundles are moved aside."""
+        """Append the bundles waiting in `inbox/`, in this thread. Return their number.
+        Opening does this, and so does the background work from time to time. Raises the error that keeps a bundle from
+        being appended. Bad bundles are moved aside."""
         with self._bulk.lock:
             self.check_open()
             return self._bulk.take_inbox()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
-        """Create the topics of bundles with `create_topics` from now on (spark#splice). For a broker.
+        """Create the topics of later bundles with `create_topics` (spark#splice). For a broker.
         Topics of bundles that were appended without a broker are created at once."""
         self._bulk.enter_topics_by(create_topics, self._errors)
 
     # -- retention --------------------------------------------------------------------------------------------------
 
     def drop_before(self, physical_offset: int) -> list[str]:
-        """Delete whole segments below `physical_offset`, oldest first, never the one that is written.
+        """Delete whole segments below `physical_offset`, oldest first, never the one being written.
 
-        Consume queues and index follow. Returns the names of the deleted segments. Messages that a program holds stay
-        valid (format#retention). Raises FlushFailedError, with nothing deleted, if the units of the remaining records
-        cannot be made durable."""
+        Consume queues and index are shortened, too. Returns the names of the deleted segments. Messages that a program
+        holds stay valid (format#retention). Raises FlushFailedError, with nothing deleted, if the units of the
+        remaining records cannot be made durable."""
         self.check_open()
         return self._retainer.drop_before(physical_offset)
 
     def delete_topics(self, topics: Collection[str]) -> None:
-        """Delete all messages of `topics` that were put before. No reader finds them any more, also after a crash.
-        Queue offsets continue. Retention frees the space in the log. Raises what `dispatch` raises, StoreFullError and
-        StoreIOError. Then nothing has changed, or the next call or opening does what is left."""
+        """Delete all messages of `topics` put before this call. Readers no longer find them, even after a crash.
+        Queue offsets continue. Retention frees the space in the log. Raises errors of `dispatch`, StoreFullError and
+        StoreIOError. Then nothing has changed, or the next call or opening completes the deletion."""
         self.dispatch()
         self._retainer.delete(topics)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
-        """Delete segments that `retention` (default: the store's) does not keep. Return their names."""
+        """Delete segments beyond `retention` (default: the store's). Return their names."""
         self.check_open()
         policy = retention or self.config.retention
         if policy is None:
@@ -400,11 +401,11 @@ class MessageStore(StoreReader, Sending):
 
     def expired(self, retention: Retention) -> int:
         """Return the physical offset below which `retention` keeps nothing, or 0 if it keeps everything.
-        Ignores what a broker still needs."""
+        Ignores the needs of a broker."""
         self.check_open()
         return self._retainer.expired(retention)
 
-    # -- looking at it ----------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     @property
     def min_offset(self) -> int:
@@ -422,7 +423,7 @@ class MessageStore(StoreReader, Sending):
     def stats(self) -> StoreStats:
         errors = dict(self._errors.messages)
         if self.index.dropped_entries:
-            errors["index"] = f"{self.index.dropped_entries} entries given up while the disk was full"
+            errors["index"] = f"{self.index.dropped_entries} entries were dropped while the disk was full"
         return replace(
             super().stats(),
             puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before,
@@ -450,9 +451,9 @@ class MessageStore(StoreReader, Sending):
     def close(self, timeout: Duration = 30) -> None:
         """Dispatch, flush, write the checkpoint, and release the lock.
 
-        A store whose last sync failed, or whose closing was interrupted, is not marked clean: the next opening reads
-        the log again. Calling it again only releases what an interrupted call has kept. If the directory was removed
-        or moved, the lock is released, and MissingFileError is raised.
+        A store whose last sync failed, or whose closing was interrupted, is not marked clean. Then the next opening
+        reads the log again. A repeated call only releases resources that an interrupted call has kept. If the directory
+        was removed or moved, the lock is released, and MissingFileError is raised.
         """
         timeout_s = seconds(timeout, "timeout")
         if self._released or self._close_lock.is_held_here:
@@ -487,12 +488,12 @@ class MessageStore(StoreReader, Sending):
             self.wakeups.stop()
             self._join_threads(timeout_s)
             self.room.close()
-            with self._bulk.lock:  # a bulk append sees that the store is closing, and undoes itself
+            with self._bulk.lock:  # a running bulk append notices that the store is closing, and undoes itself
                 failed = self._log.failed
                 self._log.poison(self._refusal())
             if failed is None:
                 self._finish()
-        finally:  # Ctrl-C in between costs the clean end, but puts are refused, and the lock is released
+        finally:  # after Ctrl-C the end is not clean, but puts are refused, and the lock is released
             self.wakeups.stop()
             self._log.close(self._refusal())
             self._join_threads(timeout_s)
@@ -502,17 +503,17 @@ class MessageStore(StoreReader, Sending):
 
     def _join_threads(self, timeout_s: float) -> None:
         for thread in self._threads:
-            if thread is not threading.current_thread():  # it may be the one that collects a forgotten store
+            if thread is not threading.current_thread():  # the garbage collector may run this in that thread
                 thread.join(timeout_s)
 
     def _finish(self) -> None:
-        """Do all that a clean end needs (format#opening). Until the last line, a crash is not a clean end."""
+        """Do the steps of a clean end (format#opening). Until the last one, a crash is not a clean end."""
         if (soiled := self._log.settle()) is not None:
             self._log.run.sync(*soiled)
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:
-            # Ctrl-C in a put may have left a segment behind the end, which opening would take for another log's.
+            # Ctrl-C in a put may have left a segment after the end, which opening would take for another log's.
             self._log.run.drop_from(max(self._log.end, self.log_files.min_offset + 1))
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
@@ -534,10 +535,10 @@ class MessageStore(StoreReader, Sending):
     def _release(self) -> None:
         if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
             # It may be writing, and another process must not become a second writer.
-            _log.error("%s: a background thread still runs, so its lock is kept; close the store again", self.path)
+            _log.error("%s: a background thread still runs, so the lock is kept. Close the store again", self.path)
             return
         try:
-            if hasattr(self, "parts"):  # opening may have failed before that
+            if hasattr(self, "parts"):  # opening may have failed before it was set
                 self.parts.close()
         finally:
             if self._lock is not None:
@@ -546,7 +547,7 @@ class MessageStore(StoreReader, Sending):
             _open_stores.discard(self)
 
     def disown(self) -> None:
-        """Never touch the parent's files again, in a forked child."""
+        """Detach from the parent's files for good, in a forked child."""
         self._closed = self._released = True
         self._parent = os.getppid()
         self.wakeups.stopping = True

@@ -38,7 +38,7 @@ class LogSyncs:
 
     def visible_end(self) -> int:
         """Return the physical offset below which readers see messages.
-        With durability "flush" these are only messages that a crash cannot take back."""
+        With durability "flush" these are only messages that a crash cannot lose."""
         return self.commit.flushed if self.by_default else self._log.end
 
     def flush(self, receipt: SendReceipt | None = None) -> None:
@@ -48,7 +48,7 @@ class LogSyncs:
         end = self._log.end if receipt is None else receipt.physical_offset + receipt.size
         try:
             done = self.commit.wait_until(end, self._timeout_s)
-        except (StoreBusyError, SyncNotBegunError) as error:  # to raise this would say that nothing was stored
+        except (StoreBusyError, SyncNotBegunError) as error:  # raising it unchanged would mean that nothing was stored
             raise FlushTimeoutError(f"stored, but not known to be on disk yet: {error}", receipt) from error
         if not done:
             raise FlushTimeoutError(
@@ -57,7 +57,7 @@ class LogSyncs:
         self._wakeups.synced()
 
     def sync_beyond(self, end: int) -> None:
-        """Make the log durable up to `end`, which lies beyond its end.
+        """Make the log durable up to `end`, which is beyond its end.
         No other sync may run at the same time, since an error is reported only once, and to one caller."""
         self._sync_to = end
         try:
@@ -72,7 +72,7 @@ class LogSyncs:
 
     def _sync(self, flushed: int) -> int:
         """Make all appended records durable. The group commit calls it, one thread at a time."""
-        self._is_lost()  # then all is poisoned: what is on disk in a removed directory helps nobody
+        self._is_lost()  # then puts and syncs are refused: syncing a removed directory would promise too much
         begin = time.perf_counter_ns()
         end = self._log.end
         try:
@@ -81,7 +81,7 @@ class LogSyncs:
             raise
         except Exception as error:
             self._log.poison(
-                FlushFailedError(f"a sync of {self._parts.root} failed ({error}); close the store and open it again")
+                FlushFailedError(f"a sync of {self._parts.root} failed ({error}). Close the store and open it again")
             )
             raise
         self.latency.add(time.perf_counter_ns() - begin)

@@ -1,6 +1,6 @@
 """Tag expressions: `A || B`, or `*` for everything (format#tags-code, format#tag-filter).
 
-A unit has only the tag's hash, and hashes collide. So units only exclude messages, and the record decides.
+A unit has only the tag's hash, and hashes collide. So units only exclude messages, and then the record decides.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["TagFilter", "UnitFilter", "parse_tags", "refuse_single_bar"]
 
 
 class UnitFilter(Protocol):
-    """Filter of a read. First units are filtered, many at once, and then messages."""
+    """Filter of a read. It filters units first, many at once, and then messages."""
 
     @property
     def hashes(self) -> npt.NDArray[np.int32] | None:
-        """Hashes of the tags that may pass, or None if every tag may. The same rule as `units`, for compiled code."""
+        """Hashes of the tags that may pass, or None if all may. The same rule as `units`, for compiled code."""
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the units whose messages may pass."""
 
     def passing(self, messages: list[Message]) -> list[Message]:
-        """Return those of `messages` that pass."""
+        """Return the `messages` that pass."""
 
 
 class TagFilter:
-    """Passes messages whose tag is one of `tags`."""
+    """Filter for messages whose tag is one of `tags`."""
 
     __slots__ = ("hashes", "tags")
 
@@ -52,7 +52,7 @@ class TagFilter:
         return mask | addresses if addresses.any() else mask
 
     def passing(self, messages: list[Message]) -> list[Message]:
-        """Return those of `messages` that pass."""
+        """Return the `messages` that pass."""
         tags = self.tags
         if kernel is not None:
             return kernel.tagged(messages, tags)  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ def refuse_single_bar(expression: str) -> None:
     """Raise FilterError for "paid|refunded", which would match nothing as the name of a tag."""
     at = expression.replace("||", "  ").find("|")
     if at >= 0:
-        raise FilterError(f"tags {expression!r}: `||` stands between tags, and no tag has a single bar", at)
+        raise FilterError(f"tags {expression!r}: separate tags with `||`. A tag cannot contain a single bar", at)
 
 
 def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
@@ -80,8 +80,8 @@ def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
         raise FilterError(f"tags {expression!r}: there is no tag between the bars", expression.find("|"))
     if not tags or "*" in tags:
         if len(tags) > 1:
-            raise FilterError(f"tags {expression!r}: '*' stands for every tag and cannot be joined with others", 0)
+            raise FilterError(f"tags {expression!r}: '*' means every tag and cannot be joined with others", 0)
         return None
     if topic == SCHEDULE_TOPIC:
-        raise FilterError(f"tags {expression!r}: units of {SCHEDULE_TOPIC} bear times, not tags; read them with '*'", 0)
+        raise FilterError(f"tags {expression!r}: cannot filter {SCHEDULE_TOPIC} by tag. Read it with '*'", 0)
     return TagFilter(tags)

@@ -1,4 +1,4 @@
-"""Failures of background tasks, which nobody waits for."""
+"""Errors of background tasks, which have no caller to raise them to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TaskErrors:
 
     def __init__(self, path: Path) -> None:
         self.messages: dict[str, str] = {}
-        """Messages by task. A task that succeeds again has none."""
+        """Messages by task. A task that succeeds again is removed."""
         self._path = path
 
     def note(self, task: str, error: BaseException) -> None:
@@ -26,7 +26,7 @@ class TaskErrors:
             self.messages[task] = text
 
     def warn(self, task: str, text: str) -> None:
-        """Note a state that is no failure. It is logged once, until `clear`."""
+        """Record a state that is not a failure. It is logged once, until `clear`."""
         if task not in self.messages:
             _log.warning("%s: %s: %s", self._path, task, text)
             self.messages[task] = text
@@ -35,7 +35,7 @@ class TaskErrors:
         self.messages.pop(task, None)
 
     def attempt(self, task: str, call: Callable[[], object]) -> None:
-        """Call `call`, and note its error."""
+        """Call `call`, and record its error."""
         try:
             call()
             self.clear(task)

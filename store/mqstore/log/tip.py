@@ -1,7 +1,7 @@
-"""Bases of `CommitLog` and `ConsumeQueue` with what a put needs of them, compiled where possible.
+"""Bases of `CommitLog` and `ConsumeQueue` with the state that a put needs, compiled where possible.
 
-With `native.kernel` both hold their numbers as C integers, and `Tip._put` stores an ordinary record in one call that no
-signal and no other thread interrupts. Without it these are plain classes, and there is no `_put`.
+With `native.kernel` both store their numbers as C integers, and `Tip._put` stores an ordinary record in one call that
+no signal and no other thread interrupts. Without it these are plain classes, and there is no `_put`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QueueRef(NamedTuple):
 
 
 def as_queue(queue: object) -> QueueRef:
-    """Return `queue`, any pair of a topic and a queue id, as a QueueRef. Raises ConfigError for others.
+    """Return `queue`, any pair of a topic and a queue id, as a QueueRef. Raises ConfigError for other values.
 
     >>> as_queue(("orders", 3))
     QueueRef(topic='orders', queue_id=3)
@@ -44,7 +44,7 @@ def as_queue(queue: object) -> QueueRef:
             return queue
         case (str() as topic, SupportsIndex() as queue_id):
             return QueueRef(topic, index(queue_id))
-    raise ConfigError(f"a queue is a pair as ('orders', 0), of a topic and a queue id, not {queue!r:.80}")
+    raise ConfigError(f"a queue must be a pair of a topic and a queue id, such as ('orders', 0), not {queue!r:.80}")
 
 
 class Numbered:
@@ -53,37 +53,37 @@ class Numbered:
     __slots__ = ("magic", "next_offset", "plain_tail", "queue_id", "ref")
 
     next_offset: int
-    """Offset of the next message to come."""
+    """Offset of the next message."""
     queue_id: int
     magic: int
     """Magic number of its records: V1, or V2 for a long topic."""
     ref: QueueRef
-    """Its name, for receipts."""
+    """Name of the queue, for receipts."""
     plain_tail: bytes
-    """Topic and empty properties as they end a record. Set together with `magic` at the first put."""
+    """Topic and empty properties in the encoding at the end of a record. Set with `magic` at the first put."""
 
 
 class Tip:
     """State of the log that a put needs."""
 
     end: int
-    """The write position."""
+    """Write position."""
     alarm: int
     """Position at which a put calls `_on_alarm`. One comparison on the hot path serves all wake-ups."""
     group: GroupCommit | None
-    """Set if every put waits for its sync."""
+    """Group commit if every put waits for its sync, else None."""
     _base: int
     """Start of the segment of `_mapping`."""
     _limit: int
-    """A record must end at or before this position, so that a BLANK always fits behind it."""
+    """A record must end at or before this position, so that a BLANK always fits after it."""
     _mapping: mmap.mmap | None
     _fd: int
-    """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python does them."""
+    """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python code does these puts."""
     _whole_record: bool
-    """True if the checksum is over the whole record. `_put` knows no other."""
+    """True if the checksum covers the whole record. `_put` supports only this kind."""
     _appending: bool
-    """True while Python appends. `_put` then leaves all puts to Python, where those of other threads wait, and those of
-    signal handlers are refused."""
+    """True while Python code appends. `_put` then leaves all puts to Python code, where those of other threads wait,
+    and those of signal handlers are refused."""
     _now_ns: Callable[[], int] | None
     """None means the system's clock."""
     _on_alarm: Callable[[], None]
@@ -95,7 +95,7 @@ class Tip:
 
         def _put(self, queue: Numbered, body: bytes, tail: bytes, unique_key: str | None) -> Any:
             """Append one ordinary record and return its receipt, or do nothing and return None.
-            It returns None if the put takes more than storing. It needs no lock."""
+            It returns None if the put needs more than storing. It needs no lock."""
 
 
 if not TYPE_CHECKING and kernel is not None:

@@ -1,7 +1,7 @@
-"""Waking of dispatcher and flusher by puts, and pages that the flusher prepares for the writer.
+"""Wake-ups of dispatcher and flusher by puts, and pages that the flusher prepares for the writer.
 
 A put compares the end of the log with `CommitLog.alarm` and calls `Wakeups.passed` at or beyond it. So a put that wakes
-nobody costs one comparison.
+no thread costs one comparison.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ __all__ = ["NEVER", "PagesAhead", "Wakeups"]
 NEVER = 1 << 62
 """Physical offset that no log reaches."""
 _ROOM_BYTES = 1 << 16
-"""Bytes that the engine may store on a full disk until room is looked for again."""
+"""Bytes that the engine may store on a full disk before the flusher looks for room again."""
 _POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
 _POPULATE_MS = 30
-"""Pages are prepared for what a writer stores in this time, at its recent pace.
-The flusher may take as long until it gets the interpreter. A page that the writer touches first costs more than the
-record."""
+"""Pages are prepared for the bytes that a writer stores in this time, at its recent pace.
+The flusher may wait as long for the interpreter. A page fault of the writer costs more than the record."""
 
 
 class PagesAhead:
@@ -39,14 +38,14 @@ class PagesAhead:
         self._first = end
         self._populated = end
         self._ahead = 0
-        """Number of bytes that were prepared at the last look."""
+        """Number of prepared bytes after the end at the last look."""
         self._seen = self._clock.monotonic_ms(), end
         """Time (monotonic ms) and position of the writer at the last look."""
 
     def mark(self, end: int, is_called: bool) -> int:
         """Return the position at which the flusher is needed next for a log that ends at `end`.
-        That is before the writer reaches pages that are not populated, unless it writes by calls (`is_called`). It is
-        also needed for the next segment, and when the writer has entered it."""
+        It is before the first page that is not populated, unless the writer writes by calls (`is_called`). The flusher
+        is also needed to create the next segment, and when the writer has entered it."""
         last = self._run.last
         if last is None:
             return 0
@@ -56,7 +55,7 @@ class PagesAhead:
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def prepare(self, end: int, is_called: bool) -> None:
-        """Prepare what is needed now. Cheap if nothing is."""
+        """Prepare the pages or the segment needed now. Cheap if none is needed."""
         last = self._run.last
         if last is None:
             return
@@ -87,7 +86,7 @@ class PagesAhead:
 
     def _keep_pace(self, end: int) -> int:
         """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`.
-        Return how many bytes the writer stores until the next look can be expected."""
+        Return the number of bytes that the writer is expected to store until the next look."""
         now_ms = self._clock.monotonic_ms()
         seen_ms, seen = self._seen
         self._seen = now_ms, end
@@ -100,10 +99,10 @@ class Wakeups:
     """Bells of the two background threads, and the position in the log at which a put rings them."""
 
     log: CommitLog
-    """Log whose `alarm` is set here. It is created with `passed`, and so after this object."""
+    """Log whose `alarm` is set here. It is created after this object, since it needs `passed`."""
 
     def __init__(self, pages: PagesAhead, *, background: bool, after_sync: bool) -> None:
-        """With `background` there are threads. With `after_sync` messages become visible when on disk."""
+        """With `background` there are threads. With `after_sync` messages become visible after their sync."""
         self.pages = pages
         self.dispatcher = Bell()
         self.flusher = Bell()
@@ -112,7 +111,7 @@ class Wakeups:
         self.dispatcher_mark = NEVER
         """Physical offset at which a put wakes the dispatcher: 0 while it rests, `NEVER` while it works."""
         self.room_mark = NEVER
-        """Physical offset at which the flusher looks for room again, which the engine may have used."""
+        """Physical offset at which the flusher looks for room again, since the engine may have used it."""
         self._background = background
         self._after_sync = after_sync
         self._lock = Lock()
@@ -129,7 +128,7 @@ class Wakeups:
     def passed(self) -> None:
         """Wake the threads that wait for a put that has passed `log.alarm`."""
         if self._lock.is_held_here:
-            return  # a signal handler's put in the middle of this: the woken threads find its message too
+            return  # a signal handler's put interrupted this call: the woken threads find its message, too
         with self._lock:
             log = self.log
             if log.end >= self.dispatcher_mark:
@@ -145,7 +144,7 @@ class Wakeups:
             self.set()
 
     def synced(self) -> None:
-        """Wake the dispatcher after a put has waited for its sync: it may be visible now."""
+        """Wake the dispatcher after a put has waited for its sync, since the message may be visible now."""
         if self._after_sync and self.log.end >= self.dispatcher_mark:
             self.passed()
 
@@ -172,7 +171,7 @@ class Wakeups:
         """Set the position at which the next put calls `passed`."""
         log = self.log
         end = log.end
-        alarm = NEVER if self._after_sync else self.dispatcher_mark  # there is nothing to see before the sync
+        alarm = NEVER if self._after_sync else self.dispatcher_mark  # nothing new is visible before the sync
         if self._background and not self._is_flusher_called:
             # After a write by a call each put is checked: the mark is different if the next put is stored.
             alarm = 0 if end == log.called_end else min(alarm, self._mark(end), self.room_mark)

@@ -1,23 +1,23 @@
 """Walk over all messages of a log or a queue, damaged or not, for exports (format#damage).
 
-`MessageStore.read` serves consumers: a reader beside a writer stops before a record that does not verify, since it may
-be one that is just being written. An export wants the opposite: all that can be read, and one report of each fault.
+`MessageStore.read` serves consumers. While a writer runs, a reader stops before a record that does not verify, since it
+may be half-written. An export needs the opposite: all readable messages, and one report of each fault.
 
-`walk_log` reads the log and needs no queue. It yields the messages that `mqstore recover` would list, and passes over
-all damage, regardless of the watermark:
+`walk_log` reads the log and needs no queue. It yields the messages that `mqstore recover` would list, and skips all
+damage, regardless of the watermark:
 
     records that verify                        the messages, in log order
-    bytes that hold no record                  Finding, where in the commitlog
-    queue offsets that no record has           Gap: these messages are lost
+    bytes without a record                     Finding, at a place in the commitlog
+    queue offsets without a record             Gap: these messages are lost
 
 `walk_queue` reads the units of one queue:
 
-    unit points at a record that verifies      the message
-    void unit                                  nothing: a record lost earlier, which was reported then
-    record does not verify                     Finding bad_record, where in the commitlog
-    record in a file that is not there         Finding missing_segment, once for each file
-    record below the log's first segment       nothing: retention took it, perhaps just now
-    no unit, though later ones are there       Finding missing_units, where in the queue
+    unit points to a record that verifies      the message
+    void unit                                  nothing: its record was lost and reported before
+    record does not verify                     Finding bad_record, at a place in the commitlog
+    record in a missing file                   Finding missing_segment, once for each file
+    record below the log's first segment       nothing: retention deleted it, perhaps meanwhile
+    no unit, though later units exist          Finding missing_units, at a place in the queue
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def walk_log(
     """Yield all messages in a reader's log of the queues `wanted`, by topic and queue id. None means all.
 
     `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. Messages come in log
-    order, some thousand of one segment in a list. Beside a writer the log ends where it ended when `verifier` was made.
-    Needs bounded memory.
+    order, in lists of some thousand messages of one segment. While a writer runs, the log ends where it ended when
+    `verifier` was made. Needs bounded memory.
     """
     yield from (finding for finding in verifier.segments() if finding.kind in ("missing_segment", "bad_json"))
     first = verifier.front
@@ -60,7 +60,7 @@ def walk_log(
             parts = 0
             for found in verifier.placed(verifier.rows_of(event), wanted):
                 if isinstance(found, Finding):
-                    if found.kind != "queue_offset":  # the right number is known
+                    if found.kind != "queue_offset":  # the right number is known, so no message is lost
                         yield found
                     continue
                 if found.first > found.expected:
@@ -80,7 +80,7 @@ def walk_log(
 
 
 def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
-    """Yield the damaged range of a reader's log with physical offset `position`, if it is damaged.
+    """Yield the damaged range of a reader's log that contains physical offset `position`, if it is damaged.
     Reads the log from the start of that segment up to there."""
     verifier = store.verifier()
     size = store.manifest.commitlog_segment_bytes
@@ -103,12 +103,12 @@ def _messages_of(good: Good, found: Placed, find: Find | None) -> Iterator[Messa
 
 
 def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
-    """Yield the queue offsets behind the last record of each queue that units, or void ones, stand for."""
+    """Yield the queue offsets after the last record of each queue that have units, or void units."""
     for queue in store.queue_table:
         if wanted is None or wanted(*queue.ref):
-            behind = verifier.slots.behind(queue, verifier.front, store.log_files.end)
-            if behind.stop > behind.first:
-                yield (*queue.ref, behind.first, behind.stop)
+            after = verifier.slots.behind(queue, verifier.front, store.log_files.end)
+            if after.stop > after.first:
+                yield (*queue.ref, after.first, after.stop)
 
 
 def walk_queue(
@@ -116,7 +116,7 @@ def walk_queue(
 ) -> Iterator[Message | Finding]:
     """Yield the messages of queue offsets [start, stop) in order, and a `Finding` for unreadable ones.
 
-    `start` None means the first offset, and a lower one is raised to it. `stop` None means the end as of now. Needs
+    `start` None means the first offset, and a lower one is raised to it. `stop` None means the present end. Needs
     bounded memory. Raises TopicNotFoundError.
     """
     low, high = store.offsets(topic, queue_id)
@@ -139,7 +139,7 @@ def walk_queue(
             yield from messages
         else:
             units = queue.units(position, after - position)
-            # After reading the units, since retention takes a record before its unit.
+            # After reading the units, since retention deletes a record before its unit.
             front = store.records.find_front(queue)
             yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
@@ -155,7 +155,7 @@ def _with_gaps(
     missing: set[str],
 ) -> Iterator[Message | Finding]:
     """Yield the messages of the slots from `first` on, and findings in place of missing ones.
-    The slots have `units`. Retention may have taken records of slots before `front`."""
+    The slots have `units`. Retention may have deleted records of slots before `front`."""
     per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
     void = is_void(units)
     readable = {message.offset: message for message in messages}

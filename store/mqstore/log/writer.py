@@ -1,9 +1,9 @@
-"""Writer: puts messages as records into the log, and waits for the disk if asked (format#limits).
+"""Writer: puts messages as records into the log, and waits for the disk if requested (format#limits).
 
     put        one message: look up the queue, check, append, count; `compiled_put` does the same for most messages
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
-    copy_many  stored records once more, each to another queue, built together from their bytes
+    copy_many  copies of stored records, each to its own queue, built together from their bytes
 
 All checks are made before anything is written.
 """
@@ -63,12 +63,12 @@ _Put = TypeVar("_Put", bound=Callable[..., SendReceipt])
 _INNER = b"INNER_"
 _UNCOUNTED: Mapping[str, int] = {}
 _ENTRY_BYTES = 64
-"""Bytes that the unit of a message and its entries in the index may take."""
+"""Maximum bytes of the unit of a message and its index entries."""
 _FIELD_BITS = {"flag": 32, "sys_flag": 32, "reconsume_times": 32, "prepared_transaction_offset": 64}
 
 
 class MessageOptions(TypedDict, total=False):
-    """Options of `put` beside topic, body and queue id."""
+    """Options of `put`, without topic, body and queue id."""
 
     tag: str | None
     keys: str | Iterable[str] | None
@@ -79,30 +79,30 @@ class MessageOptions(TypedDict, total=False):
 
 
 class PutOptions(MessageOptions, total=False):
-    """Message options and `durability`: "append" or "flush", None for the store's."""
+    """Message options and `durability`: "append" or "flush". None means the store's durability."""
 
     durability: Durability | None
 
 
 class RecordOptions(TypedDict, total=False):
-    """Options of `append` beside properties: the `Fields` of a record, and how it is put."""
+    """Options of `append`, without properties: the `Fields` of a record, and how it is put."""
 
     flag: int
     sys_flag: int
-    """Compression and transaction bits are the caller's."""
+    """Flags of the record. The caller sets the compression and transaction bits."""
     born_timestamp_ms: int | None
     born_host: str | None
     reconsume_times: int
     prepared_transaction_offset: int
     durability: Durability | None
     copied: bool
-    """True if the body was accepted once. It may be larger than the present `max_message_size`."""
+    """True if the body was accepted before. It may be larger than the present `max_message_size`."""
     latest: int
-    """Greatest physical offset that the record may get. Beyond it OutOfReachError is raised, and nothing is written."""
+    """Maximum physical offset of the record. Beyond it OutOfReachError is raised, and nothing is written."""
 
 
 def fields_of(message: Message) -> RecordOptions:
-    """Return the fields of `message` that a copy has too."""
+    """Return the fields of `message` that its copies share."""
     return {
         "flag": message.flag,
         "sys_flag": message.sys_flag,
@@ -113,12 +113,12 @@ def fields_of(message: Message) -> RecordOptions:
 
 
 class Way(NamedTuple):
-    """State that an `Outlet` puts by."""
+    """State with which an `Outlet` puts."""
 
     log: Tip
     queue: Numbered
     tail: bytes
-    """Bytes behind each body."""
+    """Bytes after each body."""
     max_body: int
 
 
@@ -135,7 +135,7 @@ class Outlet:
         self._max_body = writer.max_body
 
     def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
-        """Append one message. Raises what `LogWriter.put` raises."""
+        """Append one message. Raises the errors of `LogWriter.put`."""
         writer = self._writer
         if len(body) > self._max_body:
             writer.refuse_body(len(body))
@@ -145,7 +145,7 @@ class Outlet:
         return receipt
 
     def way(self) -> Way | None:
-        """Return the state for compiled callers, which store records themselves, or None if puts need more."""
+        """Return the state for compiled callers, which store records themselves, or None if a put needs more steps."""
         writer = self._writer
         return None if writer.syncs.by_default else Way(writer.log, self._queue, self._tail, self._max_body)
 
@@ -156,11 +156,11 @@ class Sending:
     __slots__ = ("_sender",)
 
     _sender: object
-    """A result of `LogWriter.sender`."""
+    """Result of `LogWriter.sender`."""
 
 
 def compiled_put(put: _Put) -> _Put:
-    """Decorate the method `put` of a `Sending`: compiled parts put ordinary messages, `put` puts others.
+    """Decorate the method `put` of a `Sending`: compiled code puts ordinary messages, `put` puts others.
 
     Without compiled parts, and for an object whose `_sender` is None or not set, `put` puts all messages.
     """
@@ -199,7 +199,7 @@ class LogWriter:
     ) -> None:
         self.failed_puts = 0
         self.latency = Histogram()
-        """Durations of the puts that were sampled."""
+        """Durations of the sampled puts."""
         self._put_times: dict[QueueRef, list[int]] = {}
         """Nanoseconds and number of the sampled puts of each queue since the last `take_put_times`."""
         self._put_times_lock = Lock()
@@ -225,7 +225,7 @@ class LogWriter:
         (`PutOptions`). With durability "flush" (here or of the store) the message is on disk when this returns. Raises
         InvalidMessageError and StoreFullError (nothing is written), FlushTimeoutError (stored, durability unknown),
         FlushFailedError, ReadOnlyStoreError and StoreClosedError. Raises StoreBusyError in a signal handler that
-        interrupted a put which is just writing.
+        interrupted a put in progress.
         """
         queue = self.queue_to_put(topic, queue_id)
         body = self._checked_body(body)
@@ -244,8 +244,8 @@ class LogWriter:
 
     def check_room(self, size: int, messages: Mapping[str, int] = _UNCOUNTED) -> None:
         """Ask for room before an application's bytes are appended, unless there is room. Raises StoreFullError.
-        `messages` is the number of messages by topic. A few need not be counted. The engine's own records do not ask:
-        what is kept back is for them."""
+        `messages` is the number of messages by topic. It may leave out a few. The engine's own records do not ask,
+        since the reserve is for them."""
         size += ALLOWANCE + sum(messages.values()) * _ENTRY_BYTES
         if not self.log.has_room(size):
             self._make_room(size, messages)
@@ -266,7 +266,7 @@ class LogWriter:
         waits: bool,
         latest: int | None = None,
     ) -> SendReceipt:
-        """Append a record whose parts were checked. Wait for the disk if it `waits`."""
+        """Append a record whose parts were checked. Wait for the disk if `waits`."""
         begin = None if queue.next_offset & 63 else time.perf_counter_ns()
         receipt = self.log.append(queue, body, tail, fields, key, latest)
         self.after_put(receipt if waits else None)
@@ -288,7 +288,7 @@ class LogWriter:
 
     def sender(self, **more: object) -> Any:
         """Return the `_sender` of an object with a `compiled_put`, or None without compiled parts.
-        `more` is what chooses the queue, as `Road.put` does."""
+        `more` are the values that choose the queue, as `Road.put` does."""
         if kernel is None:
             return None
         return kernel.Sender(
@@ -306,7 +306,7 @@ class LogWriter:
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
         self.latency.add(took_ns)
         if self._put_times_lock.is_held_here:
-            return  # a signal handler's put in the middle of this, which is stored: one sample less
+            return  # a signal handler's put interrupted this call: the put is stored, and one sample is lost
         with self._put_times_lock:
             times = self._put_times.setdefault(queue.ref, [0, 0])
             times[0] += took_ns
@@ -325,7 +325,7 @@ class LogWriter:
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
         tail = tail_of(queue.plain_tail, properties)
-        # Refuse properties that recovery would take for damage (format#verifies).
+        # Refuse properties that recovery would treat as damage (format#verifies).
         wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
         if wrong:
             raise InvalidMessageError(wrong, "properties")
@@ -341,14 +341,14 @@ class LogWriter:
         properties: Mapping[str, str] | None = None,
         **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append a record with every field given (`RecordOptions`). Raises what `put` raises.
+        """Append a record with every field given (`RecordOptions`). Raises the errors of `put`.
         For the engine's own copies (delay, retry, half messages) and for imports. `properties` may have reserved
         names."""
         queue = self.queue_to_put(topic, queue_id)
         flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
         waits = self.waits(options.pop("durability", None))
         host, latest = options.pop("born_host", None), options.pop("latest", None)
-        fields = Fields(**options)  # type: ignore[arg-type, misc]  # options that are no fields were popped
+        fields = Fields(**options)  # type: ignore[arg-type, misc]  # other options were popped
         if host is not None:
             fields = fields._replace(born_host=encode_host(host))
         if fields != ORDINARY:
@@ -356,7 +356,7 @@ class LogWriter:
                 check_integer(getattr(fields, name), bits, name)
             check_integer(fields.born_timestamp_ms or 0, 64, "born_timestamp_ms")
             if fields.sys_flag & INNER_BATCH:
-                raise InvalidMessageError("a batch in one record is not written: no queue would list it", "sys_flag")
+                raise InvalidMessageError("sys_flag marks a batch in one record, which no queue would list", "sys_flag")
         properties = properties or {}
         tail = self._checked_tail(queue, properties)
         return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits, latest)
@@ -370,9 +370,9 @@ class LogWriter:
         *,
         durability: Durability | None = None,
     ) -> SendReceipts:
-        """Append many messages with one flush wait. Raises what `put` raises.
-        They lie together and become visible together, in chunks of about `max_message_size` bytes. All are checked
-        before the first is written. After a kill the first messages of a chunk may be there without the others."""
+        """Append many messages with one flush wait. Raises the errors of `put`.
+        They are contiguous and become visible together, in chunks of about `max_message_size` bytes. All are checked
+        before the first is written. A kill may leave the first messages of a chunk without the others."""
         queue = self.queue_to_put(topic, queue_id)
         waits = self.waits(durability)
         items = list(bodies)  # a copy, since another thread may change the caller's
@@ -387,7 +387,7 @@ class LogWriter:
                 if kernel is not None and kernel.message_parts(
                     items, at, topic, queue.plain_tail, SLOTS, RESERVED, flat, tails, flags, unique
                 ):
-                    continue  # compiled parts have handled some ordinary ones
+                    continue  # compiled code has handled some ordinary ones
                 item, tail, flag = items[at], queue.plain_tail, 0
                 if isinstance(item, OutgoingMessage):
                     refuse_routing(item, topic)
@@ -403,11 +403,11 @@ class LogWriter:
         return self._put_flat(queue, flat, tails, flags, unique, waits)
 
     def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
-        """Append the first of `copies`, as many as fit one batch. Return how many, at least one.
+        """Append the first of `copies`, as many as fit one batch. Return their number, at least one.
 
-        `attempts` is added to the `reconsume_times` of each. They lie together and become visible together. None is
-        stored if this raises. Does not wait for the disk. Raises what `append` and `Message.whole` raise, for the first
-        copy. A fault of a later copy shows when it is the first.
+        `attempts` is added to the `reconsume_times` of each. They are contiguous and become visible together. None is
+        stored if this raises. Does not wait for the disk. Raises the errors of `append` and `Message.whole`, for the
+        first copy. A fault of a later copy is raised when that copy is the first.
         """
         room = self._max_chunk
         overhead = self.log.header_bytes
@@ -417,7 +417,7 @@ class LogWriter:
         tails: list[bytes] = []
         while (at := len(heads)) < len(copies):
             if kernel is not None and type(copies) is list:
-                # Compiled parts handle ordinary copies, to queues that were put to before.
+                # Compiled code handles ordinary copies to queues that were put to before.
                 count, room = kernel.copy_parts(copies, at, self._putters, overhead, room, queues, heads, bodies, tails)
                 if count:
                     continue
@@ -459,7 +459,7 @@ class LogWriter:
         return tail_of_bytes(queue.plain_tail, properties)
 
     def _copy_one(self, copy: Copy, attempts: int) -> None:
-        """Append one copy by `append`, which handles every kind of record."""
+        """Append one copy by `append`, which supports every kind of record."""
         message, topic, queue_id, properties = copy
         message = message.whole()
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True}
@@ -485,7 +485,7 @@ class LogWriter:
         if longest > self.max_body:
             self.refuse_body(longest)
         overhead = self.log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
-        # Most batches fit as they are. Only count bytes one by one if the cheap bound shows that this one may not.
+        # Most batches fit in one chunk. Only count bytes one by one if the cheap bound shows that this one may not.
         cuts = [0, len(bodies)]
         if (longest + overhead) * len(bodies) > self._max_chunk:
             cuts = self._cuts(bodies, tails)
@@ -505,12 +505,12 @@ class LogWriter:
             error.receipts = receipts
             raise
         self.after_put(receipts[-1] if waits else None)
-        if len(cuts) > 2:  # otherwise the first reader of a large batch would have to do it, which takes milliseconds
+        if len(cuts) > 2:  # otherwise the first reader of a large batch would have to dispatch it, for milliseconds
             self._dispatch()
         return receipts
 
     def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes) -> list[int]:
-        """Return indices that cut a batch into chunks of records of at most `_max_chunk` bytes each."""
+        """Return indices that cut a batch into chunks of at most `_max_chunk` bytes each."""
         count = len(bodies)
         sizes = np.fromiter(map(len, bodies), np.int64, count) + self.log.header_bytes
         sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
@@ -524,7 +524,7 @@ class LogWriter:
         return cuts
 
     def queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """Return the queue, created if it is new. Raises InvalidMessageError for a bad name or id."""
+        """Return the queue. A new one is created. Raises InvalidMessageError for a bad name or id."""
         try:
             return self._putters[topic][queue_id]
         except (KeyError, TypeError):
@@ -539,15 +539,15 @@ class LogWriter:
         return queue
 
     def queue_to_splice(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """Return the queue for checked records, created if it is new.
-        They may be restored ones of a topic whose name no put may use, but a Java broker may."""
+        """Return the queue for checked records. A new one is created.
+        The records may be restored ones of a topic whose name a Java broker allows, but no put."""
         name = topic.encode()
         if topic in self._queue_table.batch_topics:
             raise InvalidMessageError(
-                f"topic {topic!r} has batch queues, which only RocketMQ writes; put to another topic", "topic"
+                f"topic {topic!r} has batch queues, which only RocketMQ writes. Put to another topic", "topic"
             )
         if type(queue_id) is not int or not 0 <= queue_id <= MAX_QUEUE_ID:
-            raise InvalidMessageError(f"queue_id {queue_id!r} does not lie in 0..{MAX_QUEUE_ID}", "queue_id")
+            raise InvalidMessageError(f"queue_id must be 0..{MAX_QUEUE_ID}, got {queue_id!r}", "queue_id")
         queue = self._queue_table.create(topic, queue_id)
         v1 = len(name) <= MAX_TOPIC_BYTES_V1
         queue.magic = MAGIC_V1 if v1 else MAGIC_V2
@@ -563,7 +563,7 @@ class LogWriter:
     def _refuse_record(self, size: int) -> None:
         raise InvalidMessageError(
             f"a record of {size} bytes or more does not fit a segment of {self._segment_bytes} "
-            f"with its end mark of {BLANK_BYTES}; create the store with larger segment_bytes",
+            f"with its end mark of {BLANK_BYTES}. Create the store with larger segment_bytes",
             "body",
         )
 
@@ -579,5 +579,5 @@ class LogWriter:
 
     @_counts_failures
     def _after_stored(self, awaited: SendReceipt | None) -> None:
-        """Do what `after_put` does, for compiled parts that have stored the message."""
+        """Do the steps of `after_put` for compiled code that has stored the message."""
         self.after_put(awaited)

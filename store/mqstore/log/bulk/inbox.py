@@ -2,27 +2,27 @@
 
     inbox/<app>-<version>/bundle.json   {"version": 1, "app", "ver", "shards": [names in order],
                                          "create": {TOPIC: queues}, "highest": {TOPIC: queue id}}
-                          <shard>/      as `log.shard` describes them
-    inbox/refused/<name>/               a bundle that cannot be spliced, with reason.txt
-    inbox/.<name>, inbox/_<name>        being made, or being removed: not looked at
+                          <shard>/      in the format of `log.shard`
+    inbox/refused/<name>/               a bundle that cannot be appended, with reason.txt
+    inbox/.<name>, inbox/_<name>        being created or removed, and ignored
 
-    bundle --splice--> recorded --rename to _done-<name>--> --remove--> gone
-       \\--bad----> refused/<name>, and reason.txt beside what it holds
+    bundle --append--> recorded --rename to _done-<name>--> --remove--> gone
+       \\--bad----> refused/<name>, with reason.txt added
 
 One rename puts a complete bundle into the inbox. Appending it records its version, and then it is removed. After a
 crash in between, its version is the last recorded one, and it is only removed. A lower version may have been appended
-long ago, or never. Nobody knows, so such a bundle is neither appended nor removed but moved aside. The bundles of an
-application are appended in the order of their versions. While one cannot be read, later ones wait. If `bundle.json`
-cannot be read, the folder's name shows the application.
+long ago, or never, so such a bundle is neither appended nor removed but moved aside. The bundles of an application are
+appended in the order of their versions. While one cannot be read, later ones wait. If `bundle.json` cannot be read, the
+folder's name shows the application.
 
-A bundle with a fault is moved aside at once. After an error of the disk a bundle stays and is tried again, less and
-less often. If its own files cannot be read, it is moved aside after `_TRIES` times. Bundles of other applications do
-not wait for it. No bundle waits for an appended one that cannot be deleted.
+A faulty bundle is moved aside at once. After an error of the disk a bundle stays and is retried, at growing intervals.
+If its own files cannot be read, it is moved aside after `_TRIES` times. Bundles of other applications do not wait for
+it. No bundle waits for an appended one that cannot be deleted.
 
-`highest` is the highest queue id in the records of a topic. Older programs do not write it. The topic may have lost
-queues since the bundle was staged. Then nobody would read some of its records, so the bundle is refused.
+`highest` is the highest queue id in the records of a topic. Older programs do not write it. If the topic has lost
+queues since the bundle was staged, no consumer would read some of its records, so the bundle is refused.
 
-The broker creates the topics of a bundle. Without a broker, the splicer saves them for the next one.
+The broker creates the topics of a bundle. Without a broker, they are saved for the next one.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _TRIES = 8
 _PAUSE_MIN_MS, _PAUSE_MAX_MS = 1_000, 300_000
 
 CreateTopics = Callable[[Mapping[str, int]], None]
-"""Creates topics, given the number of queues of each.
-Errors about a name or a number are the bundle's fault."""
+"""Function that creates topics, given the number of queues of each.
+Its errors about a name or a number are faults of the bundle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ class Entered(NamedTuple):
 
 
 def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
-    """Return the topics in the table of the store at `root`. Raises what `load_json` raises.
-    A topic without an entry has every queue that was ever put to. A broker changes this file before it uses the
-    change."""
+    """Return the topics in the table of the store at `root`. Raises the errors of `load_json`.
+    A topic without an entry has every queue that was ever put to. A broker saves a change in this file before it uses
+    the change."""
     value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
     table = value.get("topicConfigTable")
     found: dict[str, Entered] = {}
@@ -154,19 +154,19 @@ def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[s
         queues = queues_of(entered.get(topic))
         if queue_id >= queues:
             raise ConfigError(
-                f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which has {queues} queues now: it "
-                "was altered meanwhile; write them again"
+                f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which was altered and now has "
+                f"{queues} queues. Write the rows again"
             )
 
 
 def queues_of(entry: Entered | None) -> int:
-    """Return the number of queues in a topic's entry, or the greatest possible number without one."""
+    """Return the number of queues in a topic's entry, or the maximum without one."""
     return _QUEUES_MAX if entry is None else max(entry.read_queues, entry.write_queues)
 
 
 @dataclass(frozen=True, slots=True)
 class InboxState:
-    """Names of waiting bundles, of refused bundles, and of what jobs have staged and not committed."""
+    """Names of waiting bundles, of refused bundles, and of batches that jobs have staged but not committed."""
 
     waiting: tuple[str, ...]
     refused: tuple[str, ...]
@@ -189,7 +189,7 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
 
 
 def free_path(path: Path) -> Path:
-    """Return `path`, or `path` with a number appended if it exists already."""
+    """Return `path`, with a number appended if it already exists."""
     number = 0
     found = path
     while os.path.lexists(found):
@@ -219,11 +219,11 @@ class BulkAppender:
     ) -> None:
         """`appended` is called when new records are in the log."""
         self.create_topics: CreateTopics | None = None
-        """Creates the topics of bundles. Set by a broker."""
+        """Function that creates the topics of bundles. Set by a broker."""
         self.spliced = 0
-        """Number of bundles that were appended since the store was opened."""
+        """Number of bundles appended since the store was opened."""
         self.refused = 0
-        """Number of bundles that were moved aside since the store was opened."""
+        """Number of bundles moved aside since the store was opened."""
         self.txn = splicer.txn
         self.lock = splicer.lock
         """Held during a bulk append. Closing the store waits for it."""
@@ -244,15 +244,15 @@ class BulkAppender:
             try:
                 self._commit.sync_now()
             except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
-                _log.error("%s: %s; what was spliced before is in", self._root, error)
+                _log.error("%s: %s; earlier bulk appends are complete", self._root, error)
             self._appended()
         return result
 
     def take_inbox(self) -> int:
-        """Append the waiting bundles and return how many were appended.
+        """Append the waiting bundles. Return the number of appended ones.
 
-        Without an inbox this costs one look at its folder. After all bundles had their turn, raises the error that
-        keeps one of them from being appended. A later call tries it again.
+        Without an inbox this costs one look at its folder. Raises the error that keeps a bundle from being appended,
+        but only after all bundles had their turn. A later call retries it.
         """
         fs = self._fs
         if not fs.exists(self._folder):
@@ -298,23 +298,23 @@ class BulkAppender:
         self.show(self.splicer.splice(shards, app=bundle.app, version=bundle.version, create=noted))
         last = self.txn.state.version_of(bundle.app)  # also while the store is being closed
         if last > bundle.version:
-            what = f"{bundle.folder}: ver is {bundle.version}, the last one in is {last}"
+            what = f"{bundle.folder}: ver is {bundle.version}, the last appended one is {last}"
             raise FormatError(
-                f"{what}: a later version of the application is in; stage it again under another app", "ver", 0
+                f"{what}: a later version of the application was appended. Stage it again under another app", "ver", 0
             )
         self.spliced += 1
         self._trouble.pop(bundle.folder.name, None)
         self._remove(bundle.folder)
 
     def _try(self, name: str, step: Callable[[], None]) -> bool:
-        """Run `step` for the bundle `name`. Return False to try it again later. A bad bundle is moved aside."""
+        """Run `step` for the bundle `name`. Return False if it must be retried. A bad bundle is moved aside."""
         try:
             try:
                 step()
-            except NotPermittedError as error:  # an OSError too, but about a topic, so it comes first
+            except NotPermittedError as error:  # first, since it is an OSError too, but about a topic
                 self._refuse(self._folder / name, error)
             except (OSError, StoreBusyError, StoreClosedError):
-                raise  # a fault of the disk or the state of the store, not of the bundle as far as is known
+                raise  # a fault of the disk or the state of the store, as far as is known, not of the bundle
             except MQStoreError as error:
                 self._refuse(self._folder / name, error)
         except OSError as error:
@@ -326,7 +326,7 @@ class BulkAppender:
         return trouble is not None and self._clock.monotonic_ms() < trouble.due_ms
 
     def _give_up(self, name: str, error: OSError) -> bool:
-        """Count a failure. Return True if the bundle was moved aside, since its own files failed repeatedly."""
+        """Count a failure. Return True if the bundle was moved aside because its own files failed repeatedly."""
         if self._pauses(name):
             return False
         folder = self._folder / name
@@ -355,7 +355,7 @@ class BulkAppender:
         fs.sync_directory(self._folder)
         self.refused += 1
         self._trouble.pop(folder.name, None)
-        _log.error("%s is refused and moved to %s: %s", folder, target, error)
+        _log.error("%s was refused and moved to %s: %s", folder, target, error)
         if os.path.islink(target):
             return
         path = target / "reason.txt"
@@ -365,14 +365,14 @@ class BulkAppender:
 
     def _remove(self, folder: Path) -> None:
         """Remove an appended bundle.
-        It is durably renamed first, since a half-removed bundle must never look like a waiting one."""
+        It is durably renamed first, so that a half-removed bundle never looks like a waiting one."""
         done = free_path(self._folder / f"{_DONE}{folder.name}")
         self._fs.replace(folder, done)
         self._fs.sync_directory(self._folder)
         self._tidy(done)
 
     def _sweep(self) -> None:
-        """Continue to remove what a crash left."""
+        """Continue removals that a crash interrupted."""
         for name in _folders(self._folder, self._fs):
             if name.startswith(_DONE) and not os.path.islink(self._folder / name):
                 self._tidy(self._folder / name)
@@ -384,7 +384,7 @@ class BulkAppender:
             self._undeletable.discard(folder)
         except OSError as error:
             if folder not in self._undeletable:  # logged once, not on every sweep
-                _log.warning("%s is done with and cannot be deleted: %s", folder, error)
+                _log.warning("%s was appended, but cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)
 
     def take_inbox_if_idle(self) -> None:
@@ -397,7 +397,7 @@ class BulkAppender:
                 self.lock.release()
 
     def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
-        """Create the topics of bundles with `create_topics` from now on.
+        """Create the topics of later bundles with `create_topics`.
         Topics of bundles that were appended without a broker are created at once."""
         with self.lock:
             self.create_topics = create_topics
@@ -405,12 +405,12 @@ class BulkAppender:
                 errors.attempt("topics of bundles", self._enter_noted)
 
     def _enter_noted(self) -> None:
-        """Create the noted topics one by one, so that a topic that fails does not keep the others out.
-        The messages of a topic that fails stay."""
+        """Create the saved topics one by one, so that a failing topic does not block the others.
+        The messages of a failing topic stay."""
         assert self.create_topics is not None
         for topic, queues in self.txn.state.create.items():
             try:
                 self.create_topics({topic: queues})
             except (InvalidMessageError, ConfigError, NotPermittedError) as error:
-                _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self._root, topic, error)
+                _log.error("%s: topic %r of a bundle cannot be created: %s", self._root, topic, error)
         self.txn.save(replace(self.txn.state, create={}))

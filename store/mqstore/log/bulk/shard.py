@@ -1,6 +1,6 @@
-"""Staged shard: records that a task has encoded and that only lack a place in the log (spark#stage).
+"""Staged shard: records that a task has encoded, complete except for their position in the log (spark#stage).
 
-    <folder>/records.bin    complete records side by side in the store's profile; queueOffset, physicalOffset,
+    <folder>/records.bin    complete records, contiguous, in the store's profile; queueOffset, physicalOffset,
                             storeTimestamp and checksum are zero, no BLANKs
     <folder>/shard.json     {"version": 1, "profile", "records": n, "bytes": n, "crc32c": of records.bin,
                             "largest": bytes of the largest record, "queues": {TOPIC: {"0": records}}}
@@ -8,10 +8,10 @@
 Earlier versions added a member "index" and a file records.idx. Both are ignored.
 
 `Shard.load` reads the JSON, and `check` reads all records. A fault is a `FormatError` with file, position and reason,
-raised before any record is stored. `windows` then yields the records in pieces, in bounded memory, and compares the CRC
-again. So a file that changed between check and copy is found before the bulk append counts.
+raised before any record is stored. `windows` then yields the records in batches, in bounded memory, and compares the
+CRC again. So a file that changed between check and copy is found before the bulk append is committed.
 
-All that a put would refuse is refused here, since programs that read the log trust its bytes to be records.
+All records that a put would refuse are refused here, since programs that read the log trust its bytes to be records.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Groups(NamedTuple):
 
 
 def by_queue(window: Window) -> Groups:
-    """Return the records of a window by queue."""
+    """Group the records of a window by queue."""
     topics, topic = topics_of(window.data, window.headers)
     codes = topic.astype(np.int64) * (MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, MAX_QUEUE_ID)
     counts = np.bincount(codes)
@@ -90,14 +90,14 @@ def by_queue(window: Window) -> Groups:
     number = np.zeros(len(counts), np.int64)
     number[present] = np.arange(len(present))
     keys = [QueueRef(topics[code // (MAX_QUEUE_ID + 1)], code % (MAX_QUEUE_ID + 1)) for code in present.tolist()]
-    # Sorting numbers of 16 bits is a radix sort, several times faster.
+    # Sorting 16-bit numbers is a radix sort, several times faster.
     kind = np.uint16 if len(keys) < 1 << 16 else np.int64
     return Groups(keys, number[codes].astype(kind), counts[present])
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Content of a `shard.json`. `queues` is the number of records for each queue."""
+    """Content of a `shard.json`. `queues` has the number of records of each queue."""
 
     folder: Path
     records: int
@@ -114,23 +114,23 @@ class Shard:
 
     @classmethod
     def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
-        """Read the `shard.json` in `folder`. Its records are not examined.
+        """Read the `shard.json` in `folder`, without its records.
         Raises FormatError if it is missing, does not decode, or does not fit this store. Raises StoreIOError if it
         cannot be read."""
         path = folder / "shard.json"
         try:
             value = decode_json(read_json(path, fs))
         except FileNotFoundError:
-            _refuse(path, "the file is missing: the shard was not staged to its end", "shard")
+            _refuse(path, "the file is missing, so staging the shard was not completed", "shard")
         except FormatError as error:
             raise FormatError(f"{path}: {error}", error.field, error.position) from error
         if value.get("version") != 1:
-            _refuse(path, f"version {value.get('version')!r:.80} is not 1, which this program knows", "version")
+            _refuse(path, f"version {value.get('version')!r:.80} is not 1, the only supported one", "version")
         if value.get("profile") != limits.profile:
             _refuse(
                 path,
-                f"its records are of profile {value.get('profile')!r:.80}, the store's is {limits.profile!r}: "
-                "stage it anew",
+                f"its records are of profile {value.get('profile')!r:.80}, the store's is {limits.profile!r}. "
+                "Stage it again",
                 "profile",
             )
         for name in _NUMBERS:
@@ -149,8 +149,8 @@ class Shard:
         if shard.largest > limits.max_record_bytes:
             _refuse(
                 path,
-                f"its largest record has {shard.largest} bytes; the store's segments of {limits.segment_bytes} "
-                f"take {limits.max_record_bytes}",
+                f"its largest record has {shard.largest} bytes; the store's segments of {limits.segment_bytes} bytes "
+                f"accept {limits.max_record_bytes}",
                 "largest",
             )
         if sum(shard.queues.values()) != shard.records:
@@ -190,16 +190,16 @@ class Shard:
         return remembered if records <= remember else None
 
     def window_bytes(self, least: int = WINDOW_BYTES) -> int:
-        """Return the size of a buffer that can hold any record, and most windows."""
+        """Return a buffer size that fits any record, and most windows."""
         return max(1, min(self.bytes, max(least, self.largest)))
 
     def windows(self, take: Callable[[int], memoryview]) -> Iterator[Window]:
         """Yield all records in order, in windows.
 
         `take(n)` returns the buffer of at least `n` bytes for the next window, which the receiver may change. It is
-        called before the window before is yielded, since the next one is read meanwhile. Raises FormatError if records,
-        size or CRC differ from `shard.json`, at the end at the latest. Raises StoreIOError if the file cannot be
-        read."""
+        called before the previous window is yielded, since the next one is read meanwhile. Raises FormatError if
+        records, size or CRC differ from `shard.json`, at the end at the latest. Raises StoreIOError if the file cannot
+        be read."""
         with ExitStack() as held:
             fd = _open(self.file, self.fs, "shard")
             held.callback(self.fs.close, fd)
@@ -227,10 +227,10 @@ class Shard:
                 yield Window(data, gather(data, positions), stop)
                 done += stop
             if crc != self.crc32c:
-                _refuse(self.file, f"its CRC-32C is {crc}, shard.json says {self.crc32c}: it is damaged", "crc32c")
+                _refuse(self.file, f"its CRC-32C is {crc}, but shard.json says {self.crc32c}: it is damaged", "crc32c")
 
     def _check_heads(self, window: Window, base: int) -> None:
-        """Check the headers of a window as a put would have. Raises FormatError."""
+        """Check the headers of a window as a put would. Raises FormatError."""
         headers = window.headers
         limits = self.limits
         transaction = headers.sys_flag & TRANSACTION_MASK
@@ -239,34 +239,34 @@ class Shard:
             (headers.size > limits.max_record_bytes, "record", f"it has more than {limits.max_record_bytes} bytes"),
             (headers.body_size > limits.max_body_bytes, "body", f"max_message_size is {limits.max_body_bytes} bytes"),
             ((headers.queue_id < 0) | (headers.queue_id > MAX_QUEUE_ID), "queue_id", "no queue has this id"),
-            (headers.checksum != 0, "checksum", "not zero"),
-            (headers.queue_offset != 0, "queue_offset", "not zero: a queue gives the number"),
-            (headers.physical_offset != 0, "physical_offset", "not zero: the log gives the place"),
-            (headers.store_timestamp_ms != 0, "store_timestamp", "not zero: the store gives the time"),
+            (headers.checksum != 0, "checksum", "it must be zero"),
+            (headers.queue_offset != 0, "queue_offset", "it must be zero, since the queue assigns it"),
+            (headers.physical_offset != 0, "physical_offset", "it must be zero, since the log assigns it"),
+            (headers.store_timestamp_ms != 0, "store_timestamp", "it must be zero, since the store assigns it"),
             (
                 (transaction != 0) & (transaction != TRANSACTION_COMMIT),
                 "sys_flag",
-                "a prepared or rolled back message has no place in a queue",
+                "a prepared or rolled back message cannot be in a queue",
             ),
-            (headers.sys_flag & INNER_BATCH != 0, "sys_flag", "a batch in one record is not written"),
+            (headers.sys_flag & INNER_BATCH != 0, "sys_flag", "a batch in one record cannot be written"),
         ):
             if wrong.any():
                 row = int(np.argmax(wrong))
-                _refuse(self.file, f"record {row} of this stretch: {why}", field, base + int(headers.positions[row]))
+                _refuse(self.file, f"record {row} of this window: {why}", field, base + int(headers.positions[row]))
 
     def _check_tails(self, window: Window, groups: Groups, base: int) -> None:
         """Check topics and properties of a window. Raises FormatError.
         Refuses invalid topics, and properties that would make a record unreadable: a CRC tail, which the copy would
-        make wrong, and numbers that are none (format#crc-tail, format#verifies)."""
+        invalidate, and fields that are not valid numbers (format#crc-tail, format#verifies)."""
         headers, data = window.headers, window.data
         topics = [topic for topic, _ in groups.keys]
         for topic in set(topics):
             if not is_path_safe(topic):
-                _refuse(self.file, f"topic {topic!r:.80} cannot be the name of a directory", "topic", base)
+                _refuse(self.file, f"topic {topic!r:.80} cannot be a folder name", "topic", base)
         tailed = np.flatnonzero(has_crc_tail(data, headers))
         if len(tailed):
             at = base + int(headers.positions[tailed[0]])
-            _refuse(self.file, f"the property {CRC32} is the log's own", "properties", at)
+            _refuse(self.file, f"property {CRC32} is reserved for the log", "properties", at)
         doubtful = _rows_with_inner(window)
         if SCHEDULE_TOPIC in topics:
             delayed = np.array([topic == SCHEDULE_TOPIC for topic in topics])
@@ -279,7 +279,7 @@ class Shard:
 
 
 def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
-    """Return the records whose properties may have one of the two reserved names. Some may come twice."""
+    """Return the records whose properties may have one of the two reserved names. Some may be listed twice."""
     headers = window.headers
     if kernel is None:
         places = [found.start() for found in _INNER.finditer(window.data[: window.stop])]
@@ -287,7 +287,7 @@ def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
     starts, sizes = (
         np.ascontiguousarray(column, np.int64) for column in (headers.properties_position, headers.properties_size)
     )
-    # Properties that are longer than their record were refused by then.
+    # Properties that are longer than their record were refused before.
     found = np.empty(len(starts), np.bool_)
     kernel.find_inner(window.data, starts, sizes, found)
     return np.flatnonzero(found)
@@ -327,15 +327,15 @@ def _queues(path: Path, value: Any) -> dict[QueueRef, int]:
     if not isinstance(value, dict):
         _refuse(path, f"queues must be an object, not {value!r:.80}", "queues")
     for topic, counts in value.items():
-        if not is_path_safe(topic):  # whoever stages new messages has stricter rules; these may be restored ones
-            _refuse(path, f"topic {topic!r:.80} cannot be the name of a directory", "topic")
+        if not is_path_safe(topic):  # not the rules for new messages, since these may be restored ones
+            _refuse(path, f"topic {topic!r:.80} cannot be a folder name", "topic")
         if not isinstance(counts, dict):
             _refuse(path, f"the queues of {topic!r} must be an object, not {counts!r:.80}", "queues")
         for text, count in counts.items():
             if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_QUEUE_ID):
-                _refuse(path, f"queue {text!r:.80} of {topic!r} does not lie in 0..{MAX_QUEUE_ID}", "queues")
+                _refuse(path, f"queue {text!r:.80} of {topic!r} must be in 0..{MAX_QUEUE_ID}", "queues")
             if type(count) is not int or count < 0:
-                _refuse(path, f"queue {text} of {topic!r} gets {count!r:.80} records", "queues")
+                _refuse(path, f"queue {text} of {topic!r} has {count!r:.80} records", "queues")
             queues[QueueRef(topic, int(text))] = count
     return queues
 

@@ -1,26 +1,26 @@
 """Bulk append of staged shards to the log: all of them or none, and each once (spark#splice).
 
-    step                          log                 config/spark/txn.json      a crash right after it leaves
-    1 check every shard           ends at S           no intent                  nothing
+    step                          log                 config/spark/txn.json      state after a crash
+    1 check every shard           ends at S           no intent                  unchanged
     2 hold puts, write intent     "                   intent, start S            an empty intent: cleared
     3 copy, roll                  S, bytes beyond     "                          half: cut back to S
     4 sync the log                "                   "                          whole, but not recorded: cut back to S
-    5 record app and version *    "                   no intent, app: version    all of it
-    6 move the end, let puts in   ends at E                                      all of it
+    5 record app and version *    "                   no intent, app: version    complete
+    6 move the end, let puts in   ends at E                                      complete
 
 Until step 6 the end of the log does not move. So dispatch, retention and the watermarks of the checkpoint stop at S,
-and nobody else sees the records. Puts of other threads wait. Only this bulk append writes beyond S, so cutting back to
-S removes no other message. Step 5 is one durable rename. Step 4 comes before it, so recorded versions are on disk.
-* If nobody will repeat the bulk append, only the intent is cleared. Its application would take room in the table from
-applications that may ask again.
+and no reader sees the records. Puts of other threads wait. Only this bulk append writes beyond S, so cutting back to S
+removes no other message. Step 5 is one durable rename. Step 4 precedes it, so recorded versions are on disk.
+* If the caller will not repeat the bulk append, only the intent is cleared. An entry for its application would displace
+others from the table that may still need theirs.
 
 An error before step 5 is undone at once: zeros from S on, later segments removed, intent cleared, queue offsets unused.
-If that fails, or if a sync fails (format#flush), the store takes no more puts until it is opened again. Opening then
-undoes the bulk append (`undo`). A second bulk append of the same (app, version), or of an older one, writes nothing.
+If that fails, or if a sync fails (format#flush), the store refuses puts until it is opened again. Opening then undoes
+the bulk append (`undo`). A second bulk append of the same (app, version), or of an older one, writes nothing.
 
-All records have the store time of the intent, as those of a batch have one time (format#batch). It distinguishes them
-from anything else beyond S. With numpy, queue offsets, physical offsets, times and checksums are written into a window
-of 8 MiB at a time. A separate thread writes each window while the next one is prepared.
+All records have the store time of the intent, as a batch has one time (format#batch). It distinguishes them from all
+other bytes beyond S. With numpy, queue offsets, physical offsets, times and checksums are written into a window of
+8 MiB at a time. A separate thread writes each window while the next one is prepared.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 
 _log = logging.getLogger("mqstore")
 _BUFFERS = 4
-"""Windows in memory: one is read, one is prepared, one waits and one is written."""
+"""Windows in memory: one being read, one being prepared, one waiting and one being written."""
 _REMEMBERED = 8 << 20
-"""Number of records whose queue is remembered from check to copy, two bytes each."""
+"""Number of records whose queue is kept in memory from check to copy, two bytes each."""
 
 Checked = tuple[Shard, list[Groups] | None]
-"""A shard, and the groups that its check remembered."""
+"""A shard, and the groups saved by its check."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, total bytes). Every byte counts twice: once checked and once copied."""
+"""Function called with (bytes done, total bytes). Every byte counts twice: checked and copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpliceResult:
-    """Result of a bulk append. With `already`, this or a later version was in, and nothing was done.
+    """Result of a bulk append. With `already`, this or a later version was appended before, and nothing was done.
 
-    `first_offset` and `end_offset` are physical. `offsets` are (start, stop) for each queue that got records.
+    `first_offset` and `end_offset` are physical. `offsets` has (start, stop) for each queue that got records.
     """
 
     already: bool
@@ -96,9 +96,9 @@ class SpliceResult:
 class Splicer:
     """Bulk appends of a `MessageStore`, one at a time.
 
-    `queue_of(topic, queue id)` returns the queue to put to. `check_room` is that of `LogWriter`. `sync(end)` makes the
-    log durable up to `end`, which lies beyond the end that puts see. `poison(error)` stops all later puts. `stopping()`
-    is true while the store closes.
+    `queue_of(topic, queue id)` returns the queue to put to. `check_room` is `LogWriter.check_room`. `sync(end)` makes
+    the log durable up to `end`, which is beyond the end that puts see. `poison(error)` refuses all later puts.
+    `stopping()` is true while the store closes.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Splicer:
         remembered: bool = True,
         accepted: bool = False,
     ) -> SpliceResult:
-        """Append `shards` as `MessageStore.splice` does. `create` are topics to be saved for the next broker.
+        """Append `shards`. `MessageStore.splice` describes it. `create` has topics to save for the next broker.
         The caller holds `lock`."""
         if not is_app(app):
-            raise ConfigError(f"app must be a text of 1..255 bytes, not {app!r:.80}")
+            raise ConfigError(f"app must be text of 1..255 bytes, not {app!r:.80}")
         if type(version) is not int or not 0 <= version < 1 << 63:
-            raise ConfigError(f"version must be an integer from 0 on, not {version!r:.80}")
+            raise ConfigError(f"version must be an integer of at least 0, not {version!r:.80}")
         self._stop()
         if version <= self.txn.state.version_of(app):
             return SpliceResult(True, self._log.end, self._log.end, 0, {})
@@ -161,10 +161,10 @@ class Splicer:
 
     def _stop(self) -> None:
         if self.stopping():
-            raise StoreClosedError("the store is being closed: splice again once it is open")
+            raise StoreClosedError("the store is being closed. Repeat the bulk append once it is open again")
 
     def _ask_for_room(self, shards: Sequence[Shard]) -> None:
-        """Ask for the bytes of the shards, and of the end of each segment that a record did not fit."""
+        """Ask for the bytes of the shards, and for the unused end of each segment that a record does not fit."""
         size = sum(shard.bytes for shard in shards)
         largest = max((shard.largest for shard in shards), default=0)
         rolls = size // (self._limits.segment_bytes - largest) + 1
@@ -186,7 +186,7 @@ class Splicer:
         create: Mapping[str, int],
         remembered: bool,
     ) -> SpliceResult:
-        self._ask_for_room([shard for shard, _ in shards])  # before puts have to wait: room may take them to free
+        self._ask_for_room([shard for shard, _ in shards])  # before blocking puts, which may take part in freeing room
         before = self.txn.state
         queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
         end: int | None = None
@@ -206,13 +206,13 @@ class Splicer:
                     if queues:
                         self._sync(copied)
                     self._stop()
-                    recording = True  # if the version is not remembered, the file may already look like `recorded`
+                    recording = True  # if the version is not recorded, the file may already look like `recorded`
                     self.txn.save(recorded)
                 except BaseException as error:
                     if not (recording and self._is_recorded(recorded, error)):
                         self._take_back(before, start, error)
                         raise
-                    # Ctrl-C came after the last step. The bulk append counts, and the error is still raised.
+                    # Ctrl-C came after the last step. The bulk append is complete, and the error is still raised.
                     end = self._publish(queues, stops, copied)
                     raise
                 end = self._publish(queues, stops, copied)
@@ -227,22 +227,22 @@ class Splicer:
 
     def _is_recorded(self, recorded: TxnState, error: BaseException) -> bool:
         """Return True if step 5 was done although `error` was raised in it or around it.
-        Raises FlushFailedError if that is not known."""
+        Raises FlushFailedError if that is unknown."""
         if self.txn.state is recorded:
             return True
         try:
             renamed = self.txn.on_disk() == recorded
         except Exception:
-            renamed = True  # not known
+            renamed = True  # unknown
         if renamed:
             # The rename may not be durable, so neither undoing nor continuing would be safe.
             unknown = FlushFailedError(
-                f"{self.txn.path}: a splice was recorded, but not known to be on disk ({error}); close the store "
-                "and open it again"
+                f"{self.txn.path}: a bulk append was recorded, but is not known to be on disk ({error}). Close the "
+                "store and open it again"
             )
             self._poison(unknown)
             if isinstance(error, Exception):
-                raise unknown from error  # `error` itself would say that nothing was done
+                raise unknown from error  # `error` itself would mean that nothing was done
         return False
 
     def _publish(self, queues: Mapping[QueueRef, ConsumeQueue], stops: Mapping[QueueRef, int], end: int) -> int:
@@ -252,32 +252,32 @@ class Splicer:
 
         try:
             move()
-        except BaseException:  # after Ctrl-C all queues have to move, since the version is recorded
+        except BaseException:  # after Ctrl-C all queues must move, since the version is recorded
             move()
             raise
         return end
 
-    # -- taking back ------------------------------------------------------------------------------------------------
+    # -- undoing at once --------------------------------------------------------------------------------------------
 
     def _take_back(self, before: TxnState, start: int, error: BaseException) -> None:
-        """Undo the bulk append. If that fails the store is poisoned, and the next opening undoes it."""
+        """Undo the bulk append. If that fails, the store is poisoned, and the next opening undoes it."""
         if self._log.failed is not None and not isinstance(self._log.failed, StoreClosedError):
-            return  # a sync failed, so the content of the disk is not known
+            return  # a sync failed, so the content of the disk is unknown
         try:
             _cut_back(self._run, start)
             self._restore(before)
         except BaseException as worse:
             self._poison(
                 FlushFailedError(
-                    f"a splice failed ({error}) and could not be taken back ({worse}); close the store and open it "
-                    "again, which does so"
+                    f"a bulk append failed ({error}) and could not be undone ({worse}). Close the store and open it "
+                    "again to undo it"
                 )
             )
             if not isinstance(worse, Exception):
                 raise
 
     def _restore(self, before: TxnState) -> None:
-        """Clear the intent. If there is no room for a new file, restore the backup made with the intent."""
+        """Clear the intent. Without room for a new file, restore the backup made with the intent."""
         if self.txn.on_disk() == before:
             self.txn.state = before
             return
@@ -299,7 +299,7 @@ class Splicer:
         """Copy the records of `shards` into the log from `start` on.
         Returns the end of the records, and the next offset of each queue."""
         stops = dict(numbers)
-        laid = 0  # bytes of the last window, which count as progress once it is written
+        laid = 0  # bytes of the last window, reported as progress once it is written
         sink = _Sink(self._run, start)
         try:
             for shard, groups in shards:
@@ -341,8 +341,8 @@ def _numbers_of(
     window: Window, known: Groups | None, stops: dict[QueueRef, int], shard: Shard
 ) -> npt.NDArray[np.int64]:
     """Return the queue offset of each record, and advance `stops`.
-    Raises FormatError if the records differ from those that were checked. The CRC finds changes that are not seen
-    here."""
+    Raises FormatError if the records differ from the checked ones. The CRC finds changes that this comparison does not
+    see."""
     keys, group, counts = known or by_queue(window)
     same = len(group) == len(window.headers) and int(window.headers.size.max()) <= shard.largest
     if not same or any(key not in stops for key in keys):
@@ -376,7 +376,7 @@ def _patch(
     moved = headers.born_host_size - IPV4_BYTES
     both = np.empty((len(positions), 2), ">i8")
     both[:, 0], both[:, 1] = offsets, places
-    everywhere(data, "V16")[positions + QUEUE_OFFSET_AT] = both.view("V16").reshape(-1)  # one behind the other
+    everywhere(data, "V16")[positions + QUEUE_OFFSET_AT] = both.view("V16").reshape(-1)  # the two are contiguous
     everywhere(data, ">i8")[positions + STORE_TIMESTAMP_AT_V4 + moved] = stamp_ms
     if checksum == "crc32c-record":
         crcs = np.fromiter(map(crc32c, slices(data, positions, headers.size)), np.uint32, len(positions))
@@ -395,7 +395,7 @@ class _Sink:
     """Places windows in segments beyond the end of the log, and writes them in a separate thread.
 
     A record ends at least 8 bytes before its segment does. Otherwise a BLANK fills the rest and the record begins the
-    next segment, as for a put (format#blank). Records are placed up to `end`, and written up to `_written`.
+    next segment, as in a put (format#blank). Records are placed up to `end`, and written up to `_written`.
     """
 
     def __init__(self, run: SegmentWriter, start: int) -> None:
@@ -417,10 +417,10 @@ class _Sink:
         return buffer if len(buffer) >= size else np.empty(size, np.uint8).data
 
     def lay(self, sizes: npt.NDArray[np.int32]) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64]]:
-        """Find room for consecutive records of these sizes. None may be larger than a segment can hold.
+        """Find positions for consecutive records of these sizes. None may be larger than a segment can hold.
 
-        Returns two values. The first are pieces that lie together: (index behind the last record, physical offset). The
-        second is the physical offset of each record."""
+        Returns two values. The first has contiguous batches as (index after the last record, physical offset). The
+        second has the physical offset of each record."""
         ends = np.cumsum(sizes, dtype=np.int64)
         places = ends - sizes
         pieces: list[tuple[int, int]] = []
@@ -430,7 +430,7 @@ class _Sink:
             limit = self.end - self.end % segment_bytes + segment_bytes - BLANK_BYTES
             last = int(np.searchsorted(ends, limit - self.end + done, "right"))
             if last == first:
-                self.end = limit + BLANK_BYTES  # behind a BLANK, which `_make_room` writes
+                self.end = limit + BLANK_BYTES  # after a BLANK, which `_make_room` writes
                 continue
             places[first:last] += self.end - done
             pieces.append((last, self.end))
@@ -439,7 +439,7 @@ class _Sink:
         return pieces, places
 
     def put(self, window: Window, pieces: Sequence[tuple[int, int]]) -> None:
-        """Write a window in the thread, at the places from `lay`. Its buffer becomes free for `take`."""
+        """Write a window in the thread, at the positions from `lay`. Its buffer becomes free for `take`."""
         self._pending.append(self._threads.submit(self._write, window, pieces))
 
     def finish(self) -> None:
@@ -479,7 +479,7 @@ class _Sink:
             self._free.put(window.data)
 
     def _make_room(self, offset: int) -> None:
-        """Create the segment of `offset`, and then write the BLANK that leads to it, as a put does."""
+        """Create the segment of `offset`, and then write the BLANK that points to it, as a put does."""
         run = self._run
         if run.find(offset) is None:
             run.create(offset - offset % run.segment_bytes)
@@ -492,7 +492,7 @@ class _Sink:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """Result of `undo`. The log was or would be cut at `start`, or not at all if `start` is None."""
+    """Result of `undo`. The log was, or would be, cut at `start`. If `start` is None, it was not."""
 
     start: int | None
     findings: list[Finding]
@@ -507,7 +507,7 @@ def _cut_back(run: SegmentWriter, start: int) -> None:
 
 
 def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
-    """Return (bytes from the start of `intent` to the last one that is not zero, ranges of these bytes)."""
+    """Return (bytes from the start of `intent` to the last non-zero byte, ranges of these bytes)."""
     cuts = []
     total = 0
     for segment in run.segments():
@@ -523,12 +523,12 @@ def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
 
 def _describe(intent: Intent, run: SegmentRun, total: int) -> Finding:
     """Return the finding about an unfinished bulk append."""
-    detail = f"version {intent.version} of {intent.app!r} was being spliced when its writer died: none of it counts"
+    detail = f"bulk append of version {intent.version} of {intent.app!r} was interrupted; it was rolled back"
     return Finding("unfinished_splice", *place_in_file(intent.start, run.segment_bytes), total, detail)
 
 
 def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
-    """Return what `undo` would do to the log. Changes nothing.
+    """Return the result that `undo` would have. Changes nothing.
     A reader's `run` shows the log up to the start of `intent`."""
     whole = SegmentRun(run.directory, run.segment_bytes, fs=fs)
     whole.load()
@@ -542,10 +542,10 @@ def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
 def undo(txn: TxnFile, run: SegmentWriter, checksum: Checksum, flushed: int | None) -> Undone:
     """Cut back an unfinished bulk append and clear its intent, before anything else reads the log.
 
-    Idempotent, and may be killed at any moment, since the intent is cleared last.
+    May be repeated, and killed at any time, since the intent is cleared last.
 
     `flushed` is the watermark of the checkpoint. A file without an intent is written again, too. A killed process may
-    have left it in the page cache alone, and an older one with an intent must not come back (format#flush).
+    have left it in the page cache alone, and an older one with an intent must not reappear (format#flush).
     """
     nothing = Undone(None, [], [])
     intent = txn.state.intent
@@ -557,8 +557,8 @@ def undo(txn: TxnFile, run: SegmentWriter, checksum: Checksum, flushed: int | No
     if why:
         txn.save(replace(txn.state, intent=None))
         detail = (
-            f"an intent to splice version {intent.version} of {intent.app!r} from {intent.start} on is not acted on: "
-            f"{why}; its records, if any, stay, and splicing it again may double them"
+            f"an intent to append version {intent.version} of {intent.app!r} from {intent.start} on is ignored: "
+            f"{why}; its records, if any, stay, and repeating the bulk append may duplicate them"
         )
         return replace(nothing, findings=[Finding("unfinished_splice", TXN_FILE, 0, 0, detail)])
     total, cuts = _remains(run, intent)

@@ -1,15 +1,15 @@
-"""Record of bulk appends: the last version of each application, and the one under way (spark#splice).
+"""Record of bulk appends: the last version of each application, and an unfinished one (spark#splice).
 
     config/spark/txn.json
     {"version": 1,
-     "apps":   {APP: {"version": n, "used_ms": ms}},           the last version that was spliced for each application
-     "create": {TOPIC: queues},                                topics that the next broker has to create
-     "intent": {"app", "version", "start", "stamp_ms"}}        only there while a bulk append is under way
+     "apps":   {APP: {"version": n, "used_ms": ms}},           the last appended version of each application
+     "create": {TOPIC: queues},                                topics that the next broker must create
+     "intent": {"app", "version", "start", "stamp_ms"}}        only present during a bulk append
 
 `start` is the end of the log before the bulk append. Each of its records has the store time `stamp_ms`, which
 distinguishes them from other records.
 
-    state on disk        means                                   opening the store for writing
+    state on disk        meaning                                 opening the store for writing
     no intent            all records in the log count            continues
     intent               bytes at and beyond `start` are half    cuts the log back to `start`, then clears the intent
                          a transaction, not yet in any queue
@@ -17,8 +17,8 @@ distinguishes them from other records.
 One rename records a version and clears its intent, so there is no third state. An intent that may be outdated (`doubt`)
 is only reported and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
 
-Beyond 10,000 applications, those that were not used for 30 days are removed. Beyond 100,000, the oldest are. A
-streaming query uses its entry with every batch, so this removes batch jobs that will hardly be run again.
+Beyond 10,000 applications, those unused for 30 days are removed. Beyond 100,000, the oldest are. A streaming query uses
+its entry with every batch, so this removes batch jobs that will hardly run again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Bulk append under way. `start` is a physical offset."""
+    """Unfinished bulk append. `start` is a physical offset."""
 
     app: str
     version: int
@@ -84,7 +84,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class TxnState:
-    """Content of the file. `apps` is (version, time of last use) by application."""
+    """Content of the file. `apps` has (version, time of last use) by application."""
 
     apps: Mapping[str, tuple[int, int]] = field(default_factory=_nothing)
     intent: Intent | None = None
@@ -93,11 +93,11 @@ class TxnState:
     """Members that a newer program wrote, kept when the file is written."""
 
     def version_of(self, app: str) -> int:
-        """Return the last version that was appended for `app`, or -1 if none is remembered."""
+        """Return the last version appended for `app`, or -1 if none is saved."""
         return self.apps[app][0] if app in self.apps else -1
 
     def recorded(self, app: str, version: int, now_ms: int, create: Mapping[str, int]) -> TxnState:
-        """Return a state with `version` as the last of `app`, no intent, and these topics to be created."""
+        """Return a state with `version` as the last of `app`, no intent, and these topics to create."""
         apps = {**self.apps, app: (version, now_ms)}
         if len(apps) > _APPS_KEPT:
             newest_first = sorted(apps.items(), key=lambda item: -item[1][1])
@@ -122,13 +122,13 @@ class TxnState:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], file: str | os.PathLike[str] = TXN_FILE) -> TxnState:
-        """Return the state in `value`. Raises ValueError for a wrong shape: a bad file (format#json-load).
-        Raises UnsupportedStoreError, which names `file`, if a newer program wrote it. That is no damage, and nobody may
+        """Return the state in `value`. Raises ValueError for a wrong shape, which makes a bad file (format#json-load).
+        Raises UnsupportedStoreError, naming `file`, if a newer program wrote it. That is not damage, so nothing may
         move the file aside."""
         if (version := _number(value.get("version"), "version")) > _SCHEMA:
             raise UnsupportedStoreError(
-                f"{os.fspath(file)} was written by a newer mqstore (version {version}); this one knows version "
-                f"{_SCHEMA}: upgrade mqstore",
+                f"{os.fspath(file)} was written by a newer mqstore (version {version}); this version supports "
+                f"{_SCHEMA}. Upgrade mqstore",
                 version,
                 (),
             )
@@ -162,7 +162,7 @@ class TxnFile:
         self.path = root / TXN_FILE
         self.state = TxnState()
         self.written = False
-        """True if there is, or was, such a file."""
+        """True if the file exists, or existed."""
         self.problems: list[str] = []
         self._root = root
         self._fs = fs
@@ -185,8 +185,8 @@ class TxnFile:
         """Write `state`. Durable on return.
 
         Raises StoreFullError or StoreIOError. Then the file has its old value, or `state` if only the last sync failed
-        (see `on_disk`). Raises ValueError and writes nothing for a state that could not be read again. Opening would
-        take that for damage, and use an older state."""
+        (see `on_disk`). Raises ValueError and writes nothing for a state that could not be read back. Opening would
+        treat that as damage, and use an older state."""
         value = state.as_json()
         self._check(value)
         self._make_folders()
@@ -207,7 +207,7 @@ class TxnFile:
 
 
 def read_txn(root: Path, fs: FileSystem) -> TxnState:
-    """Return the current value of the file, as the page cache has it. Raises what `TxnFile.load` raises."""
+    """Return the current value of the file, as the page cache has it. Raises the errors of `TxnFile.load`."""
     return _read(root, fs)[0]
 
 
@@ -219,7 +219,7 @@ def _read(root: Path, fs: FileSystem) -> tuple[TxnState, list[str]]:
 
 
 class IntentWatch:
-    """Bulk append under way, as a reader sees it.
+    """Unfinished bulk append as seen by a reader.
     The file may be long, so it is read again only if it has changed. Each change is a rename, which changes its inode,
     its time, or both."""
 
@@ -230,11 +230,11 @@ class IntentWatch:
         self._intent: Intent | None = None
 
     def pending(self) -> Intent | None:
-        """Return the bulk append under way, or None. From its start on, the log is half a transaction.
+        """Return the unfinished bulk append, or None. From its start on, the log is half a transaction.
 
-        A file that cannot be used counts as none, and so does an intent below the flushed offset. The next opening for
-        writing reports them. Raises UnsupportedStoreError for a newer program's file, since then it is not known which
-        records count.
+        An unusable file counts as None, and so does an intent below the flushed offset. The next opening for writing
+        reports them. Raises UnsupportedStoreError for a newer program's file, since then it is unknown which records
+        count.
         """
         seen = None
         with suppress(OSError):  # before the file is read, so that a change meanwhile is read again
@@ -246,7 +246,7 @@ class IntentWatch:
         if self._intent is None:
             return None
         checkpoint = CheckpointFile(self._root, self._fs, FILE_MODE)
-        checkpoint.load()  # after the intent: one that was recorded in between is no longer pending
+        checkpoint.load()  # after the intent: an intent that was cleared in between is no longer pending
         flushed = checkpoint.current.flushed
         return None if flushed is not None and flushed > self._intent.start else self._intent
 
@@ -259,12 +259,12 @@ class IntentWatch:
 
 
 def doubt(intent: Intent, run: SegmentRun, checksum: Checksum, flushed: int | None, from_backup: bool) -> str:
-    """Return why `intent` must not be acted on, or "" if only its own records lie beyond its start."""
+    """Return why `intent` must be ignored, or "" if only its own records are beyond its start."""
     if from_backup:
-        return "it was read from a backup, the file itself being damaged"
+        return "it was read from a backup, since the file is damaged"
     if flushed is not None and flushed > intent.start:
-        return f"the log was flushed up to {flushed} since"
+        return f"the log was flushed up to {flushed} since then"
     for event in scan_log(run, intent.start, checksum):
         if isinstance(event, Good) and bool((event.headers.store_timestamp_ms != intent.stamp_ms).any()):
-            return f"records of somebody else lie before {event.end}"
+            return f"there are records of another writer before {event.end}"
     return ""

@@ -1,1 +1,1 @@
-"""Recovery and verify: what is in a log, damaged or not, and how queues and index follow from it."""
+"""Recovery and verify: the content of a log, damaged or not, and how queues and index follow from it."""

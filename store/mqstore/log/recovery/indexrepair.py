@@ -1,6 +1,6 @@
 """Comparison of the index with the keys of records, and its repair by opening for writing.
 
-Missing entries are added. Files that are doubtful, or that have entries with another time, are rebuilt.
+Missing entries are added. Doubtful files, and files that have entries with wrong times, are rebuilt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class IndexRepair:
     """Repair of the index while a store is opened. Call `plan`, then `take` in log order, then `finish`.
 
     With `whole` the whole log will be taken, and every file is compared with it. With `force` all files are rebuilt
-    even if they agree with the log. Changes are noted in `report`, and made only with `writing`.
+    even if they agree with the log. Changes are added to `report`, and made only with `writing`.
     """
 
     def __init__(self, parts: StoreParts, report: RecoveryReport, *, whole: bool, force: bool, writing: bool) -> None:
@@ -43,7 +43,7 @@ class IndexRepair:
         self._entries: list[Wanted] = []
 
     def plan(self, start: int, first: int) -> int:
-        """Choose the files to be rebuilt. Return the first physical offset whose entries may be missing.
+        """Choose the files to rebuild. Return the first physical offset whose entries may be missing.
         The log begins at `first`, and is read from `start` on."""
         self._start = self._plan(start, first)
         return self._start
@@ -52,7 +52,7 @@ class IndexRepair:
         parts = self._parts
         files = parts.index.files
         if self._whole:
-            return first  # which files are bad is decided when all entries are known
+            return first  # `finish` chooses the bad files when all entries are known
         dispatched = parts.checkpoint.dispatched
         stamp = parts.checkpoint.index_msg_timestamp_ms
         doomed: list[IndexFile] = []
@@ -74,16 +74,16 @@ class IndexRepair:
             return max(first, newest)
         if dispatched is not None and not parts.clean:
             return dispatched
-        # In a Java store, or after a clean end that was doubted, entries follow the newest existing one.
+        # In a Java store, or after a doubtful clean end, entries follow the newest existing one.
         return max(start, newest)
 
     def take(self, rows: Rows) -> None:
-        """Remember the entries that these records ask for."""
+        """Keep the entries derived from these records."""
         if len((entries := rows.entries(self._start))[0]):
             self._entries.append(entries)
 
     def rebuild(self) -> None:
-        """Mark all files to be rebuilt, regardless of what `plan` chose."""
+        """Mark all files for a rebuild, whatever `plan` chose."""
         self._doomed = list(self._parts.index.files)
         self._is_forced = True
 
@@ -108,13 +108,13 @@ class IndexRepair:
                 index.put(hashes, physical, stamps, end=int(physical[-1]) + 1)
 
     def reaches(self, end: int) -> bool:
-        """Return True if an index file that stays has entries of records at or behind `end`."""
+        """Return True if an index file that stays has entries of records at or after `end`."""
         kept = [file for file in self._parts.index.files if file not in self._doomed and file.header.next_entry > 1]
         return any(file.header.end_physical_offset >= end for file in kept)
 
     def _without_known(self, kept: list[IndexFile], entries: list[Wanted]) -> list[Wanted]:
-        """Return `entries` without those that the kept files already have for the newest indexed record.
-        The keys of a record may be spread over two files."""
+        """Return `entries` without those of the newest indexed record that the kept files already have.
+        The keys of a record may be in two files."""
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         known = 0
         for file in reversed(kept):
@@ -133,25 +133,25 @@ class IndexRepair:
         return result
 
     def _lacks_something(self, entries: list[Wanted], end: int) -> bool:
-        """Return True if the files are damaged, point beyond the log, or lack an entry that the log asks for."""
+        """Return True if the files are damaged, point beyond the log, or lack an entry derived from the log."""
         index = self._parts.index
         damaged = bool(self._parts.index_findings) or bool(index.check()) or self.reaches(end)
         return damaged or any(tally_index(index, entries).findings(index))
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
+"""Index entries derived from the log: (key hash, physical offset, store timestamp in ms)."""
 
 
 @dataclass(slots=True)
 class IndexTally:
-    """Differences between the index and what some records ask for.
-    Tallies of parts of the log can be added, since a key has its entry at one physical offset."""
+    """Differences between the index and the entries derived from some records.
+    Tallies of parts of the log can be added up, since a key has its entry at one physical offset."""
 
     missing: int = 0
     """Keys without an entry."""
     wrong_times: dict[str, int] = field(default_factory=dict)
-    """Entries by file whose time differs from their record's. They would hide a key from a query by time."""
+    """Number of entries by file whose time differs from their record's. They would hide a key from a query by time."""
     wrong_ends: set[str] = field(default_factory=set)
     """Files whose begin or end is not the time of their first or last entry."""
 
@@ -168,7 +168,7 @@ class IndexTally:
         for file in index.files:
             name = f"index/{file.name}"
             if file.name in self.wrong_times:
-                detail = f"{self.wrong_times[file.name]} entries bear another time than their records"
+                detail = f"{self.wrong_times[file.name]} entries have other times than their records"
                 yield Finding("bad_index", name, 0, 0, detail)
             if file.name in self.wrong_ends:
                 detail = "begin and end are not the times of the first and the last entry"
@@ -176,7 +176,7 @@ class IndexTally:
 
 
 def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return one number for each (hash, physical offset). Different pairs almost never have the same."""
+    """Return one number for each (hash, physical offset). Different pairs almost never have the same number."""
     mixed = physical.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     return mixed ^ hashes.astype(np.uint64)
 
@@ -198,12 +198,12 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     there = [np.zeros(0, np.uint64)]
     matched = 0
     for file, header in index.headers():
-        last = header.next_entry - 2  # a writer may have added more by now; `header` has the end of the last
+        last = header.next_entry - 2  # a writer may have added more since; `header` has the end of the last one
         try:
             if file.lies_outside(low, high):
                 continue
             here, keys, places, diffs = file.between(last + 1, low, high)
-        except FileNotFoundError:  # another process's retention took it
+        except FileNotFoundError:  # another process's retention removed it
             continue
         if not len(here):
             continue
@@ -220,7 +220,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
         wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs)
-        wrong &= here != 0  # RocketMQ counts the first entry from the end of the file before (format#index-put)
+        wrong &= here != 0  # RocketMQ counts the first entry from the end of the previous file (format#index-put)
         if wrong.any():
             tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
         begins, ends = known & (here == 0), known & (here == last)

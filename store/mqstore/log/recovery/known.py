@@ -5,8 +5,8 @@
     config/knownDamage.json   {"ranges": {"bad_record": [[4096, 4300]], "missing_segment": [[16384, 32768]]}}
 
 A range is [start, stop) in physical offsets, which are never used twice. So it means the same bytes until retention
-deletes them. Each `recover` writes the ranges that it found, which drops those that retention has deleted. A finding is
-known if a range of its kind contains its bytes. Damage that reaches beyond a known range is new.
+deletes them. Each `recover` writes the ranges that it found, and so drops deleted ones. A finding is known if a range
+of its kind contains its bytes. Damage that reaches beyond a known range is new.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["KNOWN_FILE", "KnownDamage", "check_known", "load_known", "save_known
 
 KNOWN_FILE: Final = "config/knownDamage.json"
 _RANGES_MAX: Final = 100_000
-"""Maximum number of ranges in the file: a third of what a JSON file may hold.
-Damage behind them stays new."""
+"""Maximum number of ranges in the file: a third of the maximum of a JSON file.
+Later damage stays new."""
 
 _Range = tuple[int, int]
 
@@ -51,7 +51,7 @@ class KnownDamage:
 
 
 def load_known(root: Path, segment_bytes: int, fs: FileSystem) -> KnownDamage:
-    """Return the known damage of a store. A bad file, which `verify` reports separately, counts as empty."""
+    """Return the known damage of a store. A bad file counts as empty. `verify` reports it separately."""
     try:
         value = load_json(root / KNOWN_FILE, writer=False, fs=fs, root=root, check=check_known).value
     except (MQStoreError, OSError):
@@ -63,8 +63,8 @@ def load_known(root: Path, segment_bytes: int, fs: FileSystem) -> KnownDamage:
 def save_known(
     root: Path, before: KnownDamage, findings: Iterable[Finding], log_end: int, segment_bytes: int, fs: FileSystem
 ) -> None:
-    """Save the ranges of `findings` that lie before `log_end`. The bytes behind it are written again.
-    Writes nothing if the ranges equal those of `before`. Durable on return. Raises what `save_json` raises."""
+    """Save the ranges of `findings` below `log_end`. Later bytes will be written again.
+    Writes nothing if the ranges equal those of `before`. Durable on return. Raises the errors of `save_json`."""
     ranges: dict[str, set[_Range]] = {}
     room = _RANGES_MAX
     for finding in findings:
@@ -100,8 +100,8 @@ def _is_range(value: Any) -> bool:
 
 
 def _place(finding: Finding, segment_bytes: int) -> _Range | None:
-    """Return the range of the log that a finding is about, or None.
-    A finding about something else, or about the surplus of a segment, has no range."""
+    """Return the log range of a finding, or None.
+    A finding about another file, or about the surplus of a segment, has no range."""
     if finding.file == "commitlog":  # all of it
         return finding.position, finding.position + finding.length
     folder, _, name = finding.file.rpartition("/")

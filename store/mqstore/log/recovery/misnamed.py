@@ -1,8 +1,8 @@
-"""Segments in wrong files, found by the physical offsets in their records: by name, or behind the end of another one.
+"""Segments in wrong files, found by the physical offsets in their records: misnamed, or after the end of another one.
 
 Files that were concatenated have whole segments as surplus bytes. `mqstore recover` renames files, makes missing
 segments of the surplus, and moves all other surplus to `cut/`. Commands that read show the log as if that was done.
-Opening for writing refuses the store: records in a wrong place would count as damage, and be cut at the end of the log.
+Opening for writing refuses the store: misplaced records would count as damage, and be cut at the end of the log.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["MisnamedSegmentsError", "Piece", "misnamed_segments", "rename_segmen
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
 _TRIED = 1000
-"""Number of magic numbers to examine in one file. A hostile file may consist of them."""
+"""Maximum number of magic numbers to examine in one file. A hostile file may consist of them."""
 _UNFINISHED = ".moved"
 """Suffix of a file that a killed recovery was renaming."""
 
 
 class MisnamedSegmentsError(CorruptStoreError):
-    """Segments are in files with wrong names, or behind the end of another one. Nothing was changed."""
+    """Segments are in files with wrong names, or after the end of another one. Nothing was changed."""
 
     def __init__(self, root: str | os.PathLike[str], places: dict[str, int]) -> None:
         name, start = next(iter(places.items()))
-        text = f"{len(places)} segments are in the wrong file: {name} holds the records of {segment_name(start)}"
+        text = f"{len(places)} segments are in the wrong file: {name} has the records of {segment_name(start)}"
         super().__init__(text, os.path.join(root, "commitlog", name), repair=f"mqstore recover {os.fspath(root)}")
 
 
 def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start: int = 0) -> dict[str, int]:
-    """Return the right physical offset of each segment file with a wrong name, by file name.
-    Empty if the names from physical offset `start` on are right. Leaves out a file whose place another file rightly
-    has."""
+    """Return the right physical offset of each misnamed segment file, by file name.
+    Empty if the names from physical offset `start` on are right. Leaves out a file whose right place another file
+    occupies rightly."""
     others = [name for name in _names(run, fs) if name not in {os.path.basename(s.path) for s in run.segments()}]
     looked_at = [segment.start for segment in run.segments() if segment.end > start]
     if not others and all(record_at(run, each, checksum) is not None for each in looked_at):
@@ -72,7 +72,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         for name, place in found.items()
         if place is not None and place != said.get(name, segment_start(name)) and claims[place] == 1
     }
-    # A file without any record makes room, and gets the first name that is free.
+    # A file without any record is moved out of the way, to the first free name.
     used = {*places.values(), *(start for name, start in said.items() if name not in places)}
     free = (start for start in itertools.count(run.min_offset, run.segment_bytes) if start not in used)
     taken = set(places.values())
@@ -96,7 +96,7 @@ def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> 
 
 
 def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
-    """Return the names in the folder of the log that are, or were, those of segments."""
+    """Return the names in the folder of the log that are, or were, names of segments."""
     try:
         files = fs.scandir_files(run.directory)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
 
 def _place_of(buffer: mmap.mmap, stop: int, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
     """Return the physical offset at which a file begins, by its records, or None if none verifies.
-    Looks at the bytes before `stop`. `start` is the physical offset in the file's name."""
+    Examines the bytes before `stop`. `start` is the physical offset in the file's name."""
     first = check_record(buffer, 0, len(buffer), start, checksum).status if start is not None and stop else None
     if start is not None:
         end = content_end(buffer, 0, stop)
@@ -135,9 +135,9 @@ class Piece(NamedTuple):
     position: int
     stop: int
     start: int
-    """Physical offset of the first byte: by the records in it, else by the place in the file."""
+    """Physical offset of the first byte: from the records in it, otherwise from its place in the file."""
     kind: Literal["missing", "present", "other"]
-    """Whether it is a segment that the log lacks, a second copy of bytes of the log, or anything else."""
+    """Kind of bytes: a segment that the log lacks, a second copy of bytes of the log, or anything else."""
     content: mmap.mmap
 
     @property
@@ -146,8 +146,8 @@ class Piece(NamedTuple):
 
 
 def surplus_pieces(run: SegmentRun, problems: Iterable[LoadProblem], checksum: Checksum, fs: FileSystem) -> list[Piece]:
-    """Return the surplus of all files in `problems`, which loading `run` has returned.
-    A segment in front of the log is not missing: retention has deleted it."""
+    """Return the surplus of all files in `problems`, the result of loading `run`.
+    A segment before the start of the log is not missing, since retention has deleted it."""
     size, end = run.segment_bytes, run.end
     found: list[Piece] = []
     for problem in problems:
@@ -168,7 +168,7 @@ def surplus_pieces(run: SegmentRun, problems: Iterable[LoadProblem], checksum: C
 
 
 def _contents(file: str, size: int, fs: FileSystem) -> Iterator[tuple[int, mmap.mmap]]:
-    """Yield (position, copy) of what lies behind the first `size` bytes of a file, as much as that at a time."""
+    """Yield (position, copy) of the bytes after the first `size` bytes of a file, at most `size` at a time."""
     with fs.opened(file, os.O_RDONLY) as fd:
         length = fs.size(fd)
         for position in range(size, length, size):
@@ -180,7 +180,7 @@ def _contents(file: str, size: int, fs: FileSystem) -> Iterator[tuple[int, mmap.
 def settle_surplus(
     run: SegmentRun, pieces: Sequence[Piece], root: Path, now_ms: int, fs: FileSystem, *, writing: bool
 ) -> RecoveryReport:
-    """Make segments of missing ones, move the others to `cut/`, shorten the files, and return a report of it.
+    """Make segments of missing ones, move the others to `cut/`, shorten the files, and return a report.
     Without `writing` it is a plan. May be repeated after a kill. Then `cut/` may have a second copy of some bytes."""
     report = RecoveryReport(changed=bool(pieces))
     for piece in pieces:

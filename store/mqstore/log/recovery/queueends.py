@@ -1,17 +1,17 @@
 """Note of the queue ends after a recovery that may have shortened queues (reliability#p3).
 
-Suppose that a group has committed offset 100 of a queue, and the queue is cut at 43. The group has to continue at 43,
-or it skips the next messages. The broker lowers committed offsets when it opens (`broker/offsets.py`). But a
+Suppose that a group has committed offset 100 of a queue, and the queue is cut at 43. The group must continue at 43, or
+it skips the next messages. The broker lowers committed offsets when it opens (`broker/offsets.py`). But a
 `MessageStore`, `mqstore recover` or a job may open the store, and append to it, without a broker. So each recovery that
 changed anything leaves a note. The next broker that loads the offsets applies the note and removes it. A recovery also
-leaves one if offsets were saved without a sync, and rest on more of the log than there is (`logEnd`):
+leaves one if offsets were saved without a sync, and refer to more of the log than exists (`logEnd`):
 
     config/queueEnds.json   {"ends": {"orders": {"0": 43}}, "log": 8192, "of": [2190034171, 0]}
 
-    ends    end of each queue; a queue that is not named did not exist, and ended at 0. The least of several recoveries
-    log     end of the log, also the least of several recoveries
+    ends    end of each queue; a queue that is not named did not exist, and ended at 0. The lowest of several recoveries
+    log     end of the log, also the lowest of several recoveries
     of      CRC-32C of the values of `consumerOffset.json` and its `.bak` at the time of the note, 0 for a missing file.
-            If the loaded values differ, they were written later by something that knew the queue ends (a Java broker),
+            If the loaded values differ, they were written later by a program that knew the queue ends (a Java broker),
             and the note is void
 """
 
@@ -34,7 +34,7 @@ from mqstore.log.recovery.known import KNOWN_FILE
 __all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
 
 LOG_END: Final = "logEnd"
-"""Member of a file of offsets that was saved without a sync: the end of the log that it rests on."""
+"""Member of a file of offsets that was saved without a sync: the end of the log that it refers to."""
 
 _FILE: Final = Path("config", "queueEnds.json")
 _PROGRESS: Final = Path("config", "consumerOffset.json")
@@ -48,15 +48,15 @@ class QueueEnds:
     ends: Mapping[tuple[str, int], int]
     log_end: int
     readable: bool = True
-    """False if there was a note that could not be read."""
+    """False if a note existed that could not be read."""
 
     def of(self, topic: str, queue_id: int) -> int:
         return self.ends.get((topic, queue_id), 0)
 
 
 def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
-    """Save the ends of all queues and of the log. Durable on return. Raises what `save_json` raises.
-    Does nothing if `config` is missing, or holds known damage alone: then nobody keeps positions."""
+    """Save the ends of all queues and of the log. Durable on return. Raises the errors of `save_json`.
+    Does nothing if `config` is missing, or has known damage alone, since then there are no committed offsets."""
     folder = root / _FILE.parent
     if not folder.is_dir() or all(name.startswith(Path(KNOWN_FILE).name) for name in fs.scandir(folder)):
         return
@@ -75,7 +75,7 @@ def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs:
 
 
 def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:
-    """Return True if offsets were saved without a sync and rest on a longer log than up to `log_end`."""
+    """Return True if offsets were saved without a sync and refer to a log that ends beyond `log_end`."""
     for name in (_PROGRESS, _DELAYS):
         try:
             end = decode_json(read_json(root / name, fs)).get(LOG_END)
@@ -123,7 +123,7 @@ def _said(root: Path, fs: FileSystem) -> list[int]:
 
 
 def _ends_of(value: dict[str, Any]) -> QueueEnds:
-    """Return the note in `value`. Raises ValueError if it is none."""
+    """Return the note in `value`. Raises ValueError if it is not one."""
     table, log_end, said = value.get("ends"), value.get("log"), value.get("of")
     if type(table) is not dict or type(log_end) is not int or type(said) is not list:
         raise ValueError("ends, log and of are missing, or of the wrong type")

@@ -1,23 +1,23 @@
 """Reading of a log in byte ranges, and joining of the results, in one process or in many tasks.
 
-A record holds its own physical offset, so reading may begin anywhere. It begins at the first place in a range where a
+A record has its own physical offset, so reading may begin anywhere. It begins at the first place in a range where a
 record with this physical offset verifies (format#verifies, format#opening, spark#ranges).
 
     segment   |........................|........................|..........BLANK|
     ranges    low                      high = low of the next
-    results   first ............... end     end: where the next record should begin, mostly a little behind `high`
-                                  = first of the next result, or what was read does not fit together
+    results   first ............... end     end: where the next record should begin, usually a little after `high`
+                                  = first of the next result, or the two do not fit together
 
-A result says for every queue whether its records followed each other. Such a *straight* part needs no second look.
+A result says for every queue whether its records followed each other. Such a *straight* part is not checked again.
 `Stitcher` joins the results of a segment. Its events are those of a scan from the segment's start:
 
-    first == end of the result before           the result counts
-    nothing verified since, and first is behind the bytes in between are `Bad`, and the result counts
-    no result, or anything else                 the range is read again, from the end of the result before. The range
+    first == end of the previous result         the result counts
+    nothing verified since, and first is later  the bytes in between are `Bad`, and the result counts
+    no result, or anything else                 the range is read again, from the end of the previous result. The range
                                                 may have begun at a false start: a record image inside a body, or a
-                                                record that only a start from its front accepts
+                                                record that only verifies if reading starts there
 
-Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings.
+Ranges and results are small, plain values. They contain no record, and at most `max_errors` findings.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RANGE_BYTES = 64 << 20
 """Default size of a range."""
 
 TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
-"""Takes topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
+"""Function of topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +81,22 @@ class LogRange:
 
     @property
     def weight(self) -> int:
-        """Bytes to read."""
+        """Number of bytes to read."""
         return self.high - self.low
 
 
 @dataclass(slots=True)
 class QueuePart:
-    """A queue's records in a range: their queue offsets, and the range of bytes in which they lie."""
+    """A queue's records in a range: their queue offsets, and their range of bytes."""
 
     first: int
     """Smallest queue offset."""
     stop: int
-    """Behind the greatest."""
+    """Offset after the greatest."""
     first_physical: int
     last_end: int
     straight: bool = True
-    """Each record's queue offset was one more than that of the record before."""
+    """True if each record's queue offset was one more than the previous record's."""
     findings: list[Finding] = field(default_factory=list)
     """Findings of `take_run`, up to the first break."""
     unlisted: int = 0
@@ -115,9 +115,9 @@ class RangeResult:
     records: int = 0
     bytes: int = 0
     body_checksum_only: int = 0
-    """Records with a checksum of their body alone."""
+    """Number of records whose checksum covers only their body."""
     blank: set[int] = field(default_factory=set)
-    """Physical offset from which on the segment holds zeros alone, if that was seen."""
+    """Physical offset after which the segment has only zeros, if that was seen."""
     bads: list[Bad] = field(default_factory=list)
     torn: Bad | None = None
     """Bad bytes that end the log in this range, and reading with it (`until_torn`)."""
@@ -133,7 +133,7 @@ class RangeResult:
         return self.unlisted + len(self.bads) + of_queues
 
     def count_bad(self, bad: Bad, max_errors: int | None) -> None:
-        """Add bytes that are no record. Beyond `max_errors` they are only counted."""
+        """Add bytes that are not a record. Beyond `max_errors` they are only counted."""
         if max_errors is None or len(self.bads) < max_errors:
             self.bads.append(bad)
         else:
@@ -144,7 +144,7 @@ def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
     """Return the log of an open store up to `end`, cut into ranges of about equal size.
     No range spans two segments. Raises ConfigError if `range_bytes` is less than 1."""
     if range_bytes < 1:
-        raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
+        raise ConfigError(f"range_bytes must be at least 1, not {range_bytes}")
     ranges = []
     for segment in run.segments():
         length = min(segment.length, segment.size, end - segment.start)
@@ -173,9 +173,9 @@ def read_range(
 ) -> RangeResult | None:
     """Read a range of a log. Returns None if retention has removed its segment.
 
-    All records go to `take`, which returns their `Rows`. Each run of consecutive records of a queue goes to `take_run`,
-    until the first break. A record has to begin at `start`. If `start` is None, reading begins at the front of the
-    segment, or at the first record that verifies. `watermark` is as in `Stitcher`.
+    All records are passed to `take`, which returns their `Rows`. Each run of consecutive records of a queue is passed
+    to `take_run`, until the first break. A record must begin at `start`. If `start` is None, reading begins at the
+    start of the segment, or at the first record that verifies. `Stitcher` describes `watermark`.
     """
     segment = run.find(piece.base)
     if segment is None:
@@ -256,13 +256,13 @@ class SegmentParts:
 
 def is_straight(parts: Sequence[QueuePart]) -> bool:
     """Return True if the records of a queue followed each other through all these parts."""
-    return all(part.straight for part in parts) and all(part.stop == behind.first for part, behind in pairwise(parts))
+    return all(part.straight for part in parts) and all(part.stop == later.first for part, later in pairwise(parts))
 
 
 class Stitcher:
-    """Joins results so that they say what a scan of the whole log would say.
-    `read(range, start)` is called for ranges whose result is missing or does not fit. A record should begin at `start`;
-    None means where the first one verifies. `watermark` is as in `until_torn`, `on_front` as in `scan_log`."""
+    """Joins results so that they equal the events of a scan of the whole log.
+    `read(range, start)` is called for ranges whose result is missing or does not fit. A record should begin at `start`.
+    None means where the first one verifies. `until_torn` describes `watermark`, `scan_log` describes `on_front`."""
 
     def __init__(
         self,
@@ -312,9 +312,9 @@ class Stitcher:
             yield event
 
     def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
-        """Yield what `scan_segment` would, from results. Ranges without a usable result are read."""
+        """Yield the events of `scan_segment`, from results. Ranges without a usable result are read."""
         self._entered[segment.start] = segment, start
-        at, lost = start, False  # lost: nothing behind `at` has verified yet
+        at, lost = start, False  # lost: nothing after `at` has verified yet
         for piece in self._pieces_of(segment):
             high = piece.high if isinstance(piece, LogRange) else piece.range.high
             if at >= high:

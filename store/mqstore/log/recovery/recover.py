@@ -3,21 +3,21 @@
 Only the commitlog is trusted. Recovery finds the end of the log, distinguishes a torn tail from damage, and makes the
 consume queues and the index agree with the log:
 
-    F  watermark: all bytes below it had been synced
-    S  start of reading                     E  the end of the log
+    F  watermark: all bytes below it were synced
+    S  start of reading                     E  end of the log
     ----------- S ===== scanned ===== E        everything in [S, E) gets its unit; beyond E there will be zeros
 
     bad bytes at p
-    nothing whole behind                         E = p                    torn_tail (lost_tail when p < F: goes to cut/)
-    whole records behind, p is a torn tail       E = p, they go to cut/   torn_tail
-    whole records behind, p is damage            passed over              bad_record
+    no whole record after them                   E = p                    torn_tail (lost_tail when p < F: goes to cut/)
+    whole records after, p is a torn tail        E = p, they go to cut/   torn_tail
+    whole records after, p is damage             skipped                  bad_record
 
-`watermark.py` says when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
+`watermark.py` decides when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
 
-Every step may be repeated. The `abort` mark stands until the end, so after a kill the next opening does the same again.
+Every step may be repeated. The `abort` mark stays until the end, so after a kill the next opening does the same again.
 Two facts would be lost with the process, so `_begin` saves them in the checkpoint before the first change. These are F
 of a store that ended cleanly, and the position from which units and index entries are uncertain. If the checkpoint is
-lost, the store saves F before it sets the mark. With `dry_run` nothing is written: the report says what would change.
+lost, the store saves F before it sets the mark. With `dry_run` nothing is written, and the report lists the changes.
 
 Bytes of a killed process may be in the page cache alone. After a failed fsync they look as if they were on disk. From
 here on they count as durable, so recovery writes all bytes beyond the old watermarks again before it syncs.
@@ -63,10 +63,10 @@ __all__ = ["Progress", "RecoverOptions", "recover", "unlisted_queue"]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
-"""Void units written at a time. A damaged queue offset may ask for many."""
+"""Void units written at a time. A damaged queue offset may require many."""
 
 Progress = Callable[[int, int], None]
-"""Called from time to time with (bytes done, total bytes)."""
+"""Function called from time to time with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class RecoverOptions:
     prefix: bool = False
     """End the log at the first damage, as the Java broker would, instead of passing over it."""
     copied_live: bool = False
-    """The files were copied beside a writer, the log first. So units behind the end of the log show no loss."""
+    """The files were copied while a writer ran, the log first. So units beyond the end of the log show no loss."""
     rebuild_index: bool = False
-    """Rebuild the index even if nothing seems wrong with it."""
+    """Rebuild the index even if it seems correct."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | None = None) -> Outcome:
-    """Repair the store, or with `dry_run` report what a repair would do. May be run again.
+    """Repair the store, or with `dry_run` report the repair. May be repeated.
     Raises StoreIOError, StoreFullError, and MisnamedSegmentsError before anything is changed."""
     try:
         return _Recovery(parts, options, progress, whole=False).run()
@@ -104,7 +104,7 @@ def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | Non
 
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
-    """Return a queue for which recovery will write a unit behind its end or in front of its first file.
+    """Return a queue for which recovery will write a unit after its end or before its first file.
     Only queues whose topic is `wanted` count. Returns None if there is no such queue. Reads headers from S on (with
     `whole` all), up to the first such record. Changes nothing."""
     if not parts.log_files.starts:
@@ -166,7 +166,7 @@ class _Recovery:
         report.changed |= bool(parts.queue_table.short_files)
         self.has_short_files = bool(parts.queue_table.short_files) and not parts.clean
         if self.writing:
-            parts.queue_table.lengthen()  # units are built from the log
+            parts.queue_table.lengthen()  # units will be rebuilt from the log
         if parts.log_files.starts:
             where = ScanStart(parts, whole=self.whole)
             known = where.clean_end(self.log_start)
@@ -179,7 +179,7 @@ class _Recovery:
             parts.queue_table.short_files.clear()
             parts.index.sync()
             if not parts.clean:
-                # Names that a killed process made may never have been synced. Its bytes are written again where they
+                # Names that a killed process created may never have been synced. Its bytes are written again where they
                 # are read (`_repair`, `_write_again`).
                 if parts.log_files.starts:
                     parts.fs.sync_directory(parts.log_files.directory)
@@ -192,8 +192,8 @@ class _Recovery:
             _log.warning("%s: %s at %d: %s", finding.kind, finding.file, finding.position, finding.detail)
         if report.moved_to_cut and self.writing:
             _log.warning(
-                "%s: %d whole messages lay behind damage at %d and were moved to cut/. `mqstore cut list %s` lists "
-                "them, `mqstore cut restore` appends them again",
+                "%s: %d whole messages after damage at %d were moved to cut/. `mqstore cut list %s` lists them, "
+                "`mqstore cut restore` appends them again",
                 parts.root,
                 report.moved_to_cut,
                 end,
@@ -202,15 +202,15 @@ class _Recovery:
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
-        """Report a problem that listing the segments showed.
-        A writer has extended a short last segment by then. A dry run only says so."""
+        """Report a problem found by listing the segments.
+        A writer has already extended a short last segment. A dry run only reports it."""
         run, report = self.parts.log_files, self.report
         finding = finding_of(problem, run.segment_bytes)
         if problem.kind == "empty_segment" and problem.position >= run.end:
             report.truncated.append(Cut(finding.file, 0, 0, "empty file"))
             report.changed = True
             return
-        # A short last segment is extended; a surplus stays.
+        # A short last segment is extended. A surplus stays.
         if problem.kind == "segment_size" and run.starts and run.starts[-1] < problem.position < run.end:
             report.changed = True
             if not self.writing:
@@ -227,9 +227,9 @@ class _Recovery:
             raise MisnamedSegmentsError(parts.root, places)
 
     def _empty_log(self) -> int:
-        """Recover a log without any segment. It continues behind the last known physical offset.
-        So old units point below its start, and queue offsets continue. If no checkpoint holds that offset, the log
-        begins at 0 and units into it are cut."""
+        """Recover a log without any segment. It continues after the last known physical offset.
+        So old units point below its start, and queue offsets continue. If no checkpoint has that offset, the log begins
+        at 0 and units into it are cut."""
         self._refuse_misnamed(0)
         checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
@@ -252,8 +252,8 @@ class _Recovery:
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
 
     def _begin(self, watermark: int, start: int, index_from: int) -> None:
-        """Save in the checkpoint what a kill during recovery would lose. Called before the first change.
-        The next opening then finds the same F, and reads at least what this one does."""
+        """Save the facts that a kill during recovery would lose. Called before the first change.
+        The next opening then finds the same F, and reads at least the range that this one reads."""
         if not self.writing:
             return
         checkpoint = self.parts.checkpoint
@@ -281,7 +281,7 @@ class _Recovery:
         self._begin(mark, start, index_from)
         read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
         for problem in parts.load_problems:
-            # Reading finds a gap, but not what lies in front of the log or behind its end.
+            # Reading finds a gap, but not a problem before the start of the log or after its end.
             if problem.kind == "missing_segment" and not read_from <= problem.position < run.end:
                 found = finding_of(problem, run.segment_bytes)
                 if (found.kind, found.file) not in {(each.kind, each.file) for each in report.findings}:
@@ -316,7 +316,7 @@ class _Recovery:
             self._note_lost_tail(end, mark)
         cuts, report.moved_to_cut = self.tail.plan(end, torn, blank=blank)
         why = f"torn_tail: {tail}" if tail else "prefix" if torn is not None and self.options.prefix else "torn_tail"
-        # A torn record alone was never promised to anybody. Synced bytes and whole records may be the only copy.
+        # A torn record alone was never acknowledged. Synced bytes and whole records may be the only copy.
         self.tail.cut(end, cuts, why, keep=torn is not None or end < mark)
         self._finish_queues(end)
         self.index.finish(end)
@@ -328,17 +328,17 @@ class _Recovery:
 
     def _lacks_units(self, queue: ConsumeQueue) -> bool:
         """Return True if the last file of a queue has no unit, and the range had no record of the queue.
-        Units may then be lost, since a file is only made for the unit of a record."""
+        Then units may be lost, since a file is only created for the unit of a record."""
         return (
             not self.slots.is_met(queue) and bool(queue.list_files()) and queue.max_offset <= queue.last_file_offset()
         )
 
     def _gap_in_front(self) -> Bad | None:
-        """Return the range of the segments that the log has lost at its beginning, or None."""
+        """Return the range of the segments that are missing at the start of the log, or None."""
         if self.log_start == self.first:
             return None
         why = self.parts.log_files.reasons(self.log_start, self.first)
-        detail = f"the log begins at {self.log_start}, and no file holds [{self.log_start}, {self.first}){why}"
+        detail = f"the log begins at {self.log_start}, but no file has [{self.log_start}, {self.first}){why}"
         return Bad("missing_segment", self.log_start, self.first, detail)
 
     def _write_again(self, start: int, end: int) -> None:
@@ -352,7 +352,7 @@ class _Recovery:
                 position += run.segment_bytes - position % run.segment_bytes
                 continue
             at = position - segment.start
-            # Holes stay holes: a segment that ended early has one behind its BLANK.
+            # Holes stay holes: a segment that ended early has one after its BLANK.
             stop = min(run.data_end(segment, at), end - segment.start, at + COPY_BYTES)
             if stop <= at:
                 position = segment.end
@@ -361,11 +361,11 @@ class _Recovery:
             position = segment.start + stop
 
     def _take(self, good: Good) -> None:
-        """Write the units of a record batch, and remember its index entries."""
+        """Write the units of a record batch, and keep its index entries."""
         rows = self.parts.queue_table.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
-        if good.end > self.start:  # a batch lies within one segment, and `start` begins one
+        if good.end > self.start:  # a batch is within one segment, and `start` begins one
             self.report.messages += len(rows)
             if self.report.damaged_ranges:
                 self.report.kept_behind_damage += len(rows)
@@ -394,8 +394,8 @@ class _Recovery:
             self._repair(queue, first, units)
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
-        """Return what `first_slot_in_range` does.
-        Raises WholeLogNeededError if a slot from `least` on leads to a record before the range. Only all records
+        """Return the result of `first_slot_in_range`.
+        Raises WholeLogNeededError if a slot from `least` on points to a record before the range. Only all records
         together show which record owns the slot, as they did when that unit was written."""
         for _, units in queue.held(least, queue.max_offset) if self.start > self.first else ():
             if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
@@ -411,22 +411,22 @@ class _Recovery:
             self.parts.log_writer.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
     def _mend_front(self, queue: ConsumeQueue, stop: int) -> None:
-        """Void units before slot `stop` that lead into the log: retention took the records of these slots."""
+        """Void units before slot `stop` that point into the log, since retention removed their records."""
         if self.start > self.first:
-            return  # such a unit may have its record before the range that is read
+            return  # such a unit may have its record before the range being read
         for low, high in strays_in_front(queue, stop, self.first):
             self._void(queue, low, high)
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """Raise WholeLogNeededError if a unit is missing where the queue enters the range.
-        Either its record was lost to damage, or the record lies before the range and lost its unit."""
+        Either damage destroyed its record, or the record is before the range and has lost its unit."""
         for _, units in queue.chunks(low, high):
             if (units["size"] <= 0).any():
                 raise WholeLogNeededError
 
     def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
         """Write `units` to slots [first, first + len) where they differ, and count the differences.
-        Units that may never have been synced are written too, but not counted."""
+        Units that may never have been synced are written, too, but not counted."""
         found = queue.units(first, len(units))
         low, high = 0, len(units)
         if self.unsynced_from > 0 or (found.view(np.uint32) != units.view(np.uint32)).any():
@@ -448,7 +448,7 @@ class _Recovery:
         queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """Make slots [low, high) void, since they have no record any more (format#void)."""
+        """Make slots [low, high) void, since they no longer have a record (format#void)."""
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):
@@ -472,20 +472,20 @@ class _Recovery:
         if before and self.damage[before - 1][1] > start:
             return
         for at, units in queue.chunks(low, high):
-            detail = "their records are not in the log, and no damage is found where they were"
+            detail = "their records are not in the log, and there is no damage where they were"
             self.report.findings += unit_findings(queue, "bad_unit", at, ~is_void(units), detail)
 
     def _note_lost_tail(self, end: int, mark: int) -> None:
-        """Report that records were behind the end of the log, before anything that shows it is removed."""
+        """Report that records existed beyond the end of the log, before the evidence is removed."""
         parts, options = self.parts, self.options
         lost = self.slots.lost_tail(() if options.copied_live else parts.queue_table, self.start, end, mark)
         if lost is not None and (end < mark or options.full or parts.clean or parts.machine_ran_on):
             self.report.findings.append(lost)
-        elif lost is not None:  # the machine went down, and may have taken them: an opening does not call that damage
+        elif lost is not None:  # the machine went down, and may have lost them: for an opening that is not damage
             _log.warning("%s: the log ends at %d: %s", parts.root, end, lost.detail)
 
     def _finish_queues(self, end: int) -> None:
-        """Remove units behind each queue's last record that lead into the scanned range or beyond its end."""
+        """Remove units after each queue's last record that point into the scanned range or beyond its end."""
         for queue in self.parts.queue_table:
             first, zero_from, _, _ = self.slots.behind(queue, self.start, end)
             if not self.slots.is_met(queue):

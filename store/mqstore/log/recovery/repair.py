@@ -1,4 +1,4 @@
-"""Repair on request, as `mqstore recover` does it (format#damage, format#json-load)."""
+"""Repair on request, by `mqstore recover` (format#damage, format#json-load)."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def recover_store(
     """Read the whole log of a store, make queues and index agree with it, and return a report.
 
     Bad JSON files are replaced by good backups. A file is bad if it does not decode, or fails its check in
-    `json_checks` (path within the store -> check). Files without a good backup are reported and left: `rebuild_config`
-    repairs them. `record_check` finds whole records whose content cannot be read. They are reported and left, too.
+    `json_checks` (path within the store -> check). Files without a good backup are reported and left. `rebuild_config`
+    repairs them. `record_check` finds whole records with unreadable content. They are reported and left, too.
 
-    With `options.dry_run` nothing is written, and the report says what would change. May be killed and run again.
-    Raises StoreLockedError while a writer has the store, else what `mqstore.open` raises.
+    With `options.dry_run` nothing is written, and the report lists the changes. May be killed and repeated. Raises
+    StoreLockedError while a writer has the store, and otherwise the errors of `mqstore.open`.
 
     Surplus bytes of a segment become a missing segment, or are moved to `cut/`. Damage that stays in the log becomes
-    known damage (`log.known`). The report's `known` holds what was known before.
+    known damage (`log.known`). The report's `known` lists the findings that were known before.
     """
     options = replace(options, full=True)
     root = Path(resolved(path))
     if options.dry_run:
-        refuse_beside_writer(root, fs)  # a record that is being written cannot be checked
+        refuse_beside_writer(root, fs)  # a record being written cannot be checked
         with ReadOnlyMessageStore(root, config=config, fs=fs) as store:
-            manifests.stored(root, store.config, fs)  # it must not be derived: a recovery would not do that
+            manifests.stored(root, store.config, fs)  # raises if it was derived, since a recovery refuses that
             report = store.plan_recovery(options, progress)
             return _completed(report, store, json_checks, record_check)
     with MessageStore(root, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
@@ -68,7 +68,7 @@ def _completed(
     json_checks: Mapping[str, Check],
     record_check: Callable[[StoreReader], Iterable[Finding]],
 ) -> RecoveryReport:
-    """Add bad JSON files, unreadable records and the known damage to a report. A writer saves the damage that stays."""
+    """Add bad JSON files, unreadable records and known damage to a report. A writer saves the lasting damage."""
     root, size, fs, writing = store.path, store.manifest.commitlog_segment_bytes, store.fs, store.mode == "rw"
     for finding, mended in bad_json(root, json_files(root, json_checks), fs, mend=writing):
         report.findings.append(finding)
@@ -83,7 +83,7 @@ def _completed(
 
 
 def _is_extended(path: Path, finding: Finding, size: int) -> bool:
-    """Return True if a finding is about a short segment that has its full length by now."""
+    """Return True if a finding is about a short segment that now has its full length."""
     return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
 
 
@@ -98,11 +98,11 @@ def rebuild_config(
 
     A file is bad if it does not decode, or fails its check in `json_checks`. A lost manifest is rebuilt from the files:
     the checksum of the first record gives the profile, names and lengths give the sizes. Any other bad file is moved
-    aside with its backup, so it starts from defaults. The offsets in it are lost, so this must be requested.
+    aside with its backup, so it starts from defaults. Its offsets are lost, so this must be requested explicitly.
     """
     root = Path(resolved(path))
     if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():
-        raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
+        raise NotAStoreError(f"{root} is not a store: it has neither {manifests.MANIFEST} nor commitlog/")
     check_own(root, fs)
     lock = WriterLock(root, "mqstore recover", fs=fs)
     try:
@@ -134,4 +134,4 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
         set_aside_json(root / manifests.MANIFEST, fs=fs)
         store_id = found.store_id or secrets.token_hex(16)
         manifests.save(replace(found, store_id=store_id, created_ms=SYSTEM_CLOCK.now_ms()), root, fs)
-    return [f"{manifests.MANIFEST} is written anew: {sentence}"]
+    return [f"{manifests.MANIFEST} is written again: {sentence}"]

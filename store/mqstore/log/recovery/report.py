@@ -40,7 +40,7 @@ class Finding:
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     _ = store.put("t", b"hello")
-    ...     list(store.verify())  # each would be one
+    ...     list(store.verify())  # findings, if there are any
     []
     """
 
@@ -52,7 +52,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The file and the position in it, for a message. A missing file has no position."""
+        """File and position, for a message. A missing file has no position."""
         return self.file if self.kind == "missing_segment" else f"{self.file} at byte {self.position}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Finding:
 
 
 def finding_of(problem: LoadProblem, segment_bytes: int) -> Finding:
-    """Return the finding about a problem that listing the log's folder has shown."""
+    """Return the finding about a problem found by listing the log's folder."""
     at = problem.place(segment_bytes) if problem.kind == "segment_size" else 0
     kind: Kind = "segment_size" if problem.kind == "empty_segment" else problem.kind
     return Finding(kind, f"commitlog/{os.path.basename(problem.file)}", at, problem.length, problem.detail)
@@ -69,7 +69,7 @@ def finding_of(problem: LoadProblem, segment_bytes: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Bytes [start, stop) of `file` that no longer count.
+    """Bytes [start, stop) of `file` that are no longer part of the store.
 
     >>> Cut("commitlog/00000000000000000000", 4096, 4300, "torn tail").as_dict()
     {'file': 'commitlog/00000000000000000000', 'from': 4096, 'to': 4300, 'reason': 'torn tail'}
@@ -87,7 +87,7 @@ class Cut:
 
 @dataclass(slots=True)
 class Rebuilt:
-    """Numbers of queues that were changed, units that were written and index entries that were written."""
+    """Numbers of changed queues, written units and written index entries."""
 
     consume_queues: int = 0
     units: int = 0
@@ -96,9 +96,9 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """Report of what an opening found and did (format#opening). Offsets and lengths are in bytes.
+    """Report of an opening: findings and repairs (format#opening). Offsets and lengths are in bytes.
 
-    `changed` is False if the store was in order. It is always False after a second recovery of a directory.
+    `changed` is False if nothing needed repair. It is always False after a second recovery of a directory.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -116,28 +116,28 @@ class RecoveryReport:
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     known: set[Finding] = field(default_factory=set)
-    """Findings that an earlier `recover` has reported too. Filled by `recover` alone, not by an opening."""
+    """Findings that an earlier `recover` reported, too. Filled by `recover` alone, not by an opening."""
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     renamed: dict[str, str] = field(default_factory=dict)
-    """Segment files that had wrong names: the old path below the store, and the new one."""
+    """Segment files that were misnamed: old path below the store -> new path."""
     kept: list[str] = field(default_factory=list)
-    """Files under `cut/` with a copy of the bytes that were cut. A dry run names the files it would make."""
+    """Files under `cut/` with a copy of the removed bytes. A dry run lists the files that it would create."""
     moved_to_cut: int = 0
     """Number of whole messages in these files. `mqstore cut` lists, exports and restores them."""
     messages: int = 0
     """Number of records that verified in the range read."""
     renumbered: int = 0
-    """Number of records whose damaged queue offset was corrected by their units and neighbours."""
+    """Number of records whose damaged queue offset was corrected from their units and neighbours."""
     damaged_ranges: int = 0
-    """Number of damaged ranges of the log with whole records behind them."""
+    """Number of damaged ranges of the log that are followed by whole records."""
     kept_behind_damage: int = 0
-    """Number of `messages` that lie behind the first damaged range."""
+    """Number of `messages` after the first damaged range."""
     changed: bool = False
     seconds: float = 0.0
 
     @property
     def new(self) -> list[Finding]:
-        """Findings that are not known."""
+        """Findings that were not known before."""
         return [finding for finding in self.findings if finding not in self.known]
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Scan of a commitlog from end to end, damaged or not (format#verifies, format#opening).
+"""Scan of a commitlog from start to end, damaged or not (format#verifies, format#opening).
 
     Good   a batch of consecutive records that verify, as arrays
-    Bad    bytes that are no record, with a record that verifies somewhere behind them
-    End    nothing behind this position verifies: here the log ends, or its readable part
+    Bad    bytes that are not a record, with a record that verifies somewhere after them
+    End    nothing after this position verifies: the log, or its readable part, ends here
 
-`until_torn` is the only rule for what is damage and what is a torn tail. Everything is read through the mappings of
-segments. At most one batch of headers is in memory, and one read ahead, however long the log is.
+`until_torn` is the only rule that separates damage from a torn tail. Everything is read through the mappings of
+segments. At most one batch of headers, and one prefetched batch, are in memory, however long the log is.
 
-Beside a writer the front of the log moves, since retention unlinks the oldest segment. A scan with `on_front` calls it
-and continues at the new front. Without `on_front`, FileNotFoundError ends the scan. A segment that vanishes while older
-ones exist was not taken by retention: it is missing.
+While a writer runs, the front of the log moves, since retention unlinks the oldest segment. A scan with `on_front`
+calls it and continues at the new front. Without `on_front`, FileNotFoundError ends the scan. A segment that vanishes
+while older ones exist is missing, since retention does not remove it first.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Good:
     buffer: mmap.mmap
     headers: Headers
     end: int
-    """Physical offset behind the last record."""
+    """Physical offset after the last record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """[start, end) holds no record that verifies, but one begins at `end`."""
+    """[start, end) has no record that verifies, but a record begins at `end`."""
 
     kind: Literal["bad_record", "missing_segment", "segment_size"]
     start: int
@@ -75,16 +75,16 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Position behind the last record of the log. `detail` says what is there: "" for zeros or no bytes."""
+    """Position after the last record of the log. `detail` describes the next bytes: "" for zeros or no bytes."""
 
     position: int
     detail: str
     torn: Bad | None = None
-    """Bad bytes at `position` with whole records behind them, none of which is of the log (`until_torn`)."""
+    """Bad bytes at `position`. Whole records follow, none of which is part of the log (`until_torn`)."""
 
 
 OnFront = Callable[[int], None]
-"""Called with the new front when retention has removed the segment that would have been read next."""
+"""Function called with the new front if retention has removed the next segment to read."""
 Event = Good | Bad | End
 
 
@@ -94,13 +94,13 @@ def first_good_in(
     """Return the physical offset of the first record in bytes `[start, before)` of `segment`, or None.
     Only a record that verifies counts."""
     buffer, used = run.mapping(segment), run.data_end(segment, start)
-    stop = used if before is None else min(before, used)  # holes of a sparse file hold no record
+    stop = used if before is None else min(before, used)  # holes of a sparse file have no record
     found = find_next(buffer, start, used, segment.start, checksum, stop) if start < stop else None
     return None if found is None else segment.start + found
 
 
 def check_at(run: SegmentRun, segment: Segment, at: int, checksum: Checksum) -> Check:
-    """Check what begins at byte `at` of a segment, as `check_place` does."""
+    """Check the record that begins at byte `at` of a segment, as `check_place` does."""
     buffer = run.mapping(segment)
     return check_place(buffer, at, len(buffer), segment.start + at, checksum, run.data_end(segment, at))
 
@@ -118,13 +118,13 @@ def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | No
 
 
 def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
-    """Return the position behind the last non-zero byte of a segment, or `start` if there is none."""
+    """Return the position after the last non-zero byte of a segment, or `start` if there is none."""
     buffer = run.mapping(segment)
     return content_end(buffer, start, max(start, min(len(buffer), run.data_end(segment, start))))
 
 
 def goes_on(run: SegmentRun, end: int) -> bool:
-    """Return True if anything but zeros follows physical offset `end` closely, in its segment."""
+    """Return True if anything but zeros closely follows physical offset `end` in its segment."""
     segment = run.find(end)
     if segment is None:
         return False
@@ -149,8 +149,8 @@ def scan_log(
 
 
 def until_torn(events: Iterable[T | Bad | End], watermark: Callable[[], int]) -> Iterator[T | Bad | End]:
-    """Yield the events of a log up to its end: the first bad bytes at or beyond its watermark.
-    Each `Bad` is damage then. `watermark` is only called if there are bad bytes, since it may cost a scan."""
+    """Yield the events of a log up to its end, the first bad bytes at or beyond its watermark.
+    So each yielded `Bad` is damage. `watermark` is only called if there are bad bytes, since it may need a scan."""
     for event in events:
         if isinstance(event, Bad) and event.start >= watermark():
             yield End(event.start, event.detail, event)
@@ -170,11 +170,11 @@ def scan_segment(
 ) -> Generator[Good | Bad, None, int]:
     """Yield the events of a segment for records that begin in `[start, stop)`, counted from its start.
 
-    A record should begin at `start`. `stop` None means the end of the segment. Physical offsets behind which a segment
-    is all zeros are added to `blank`.
+    A record should begin at `start`. `stop` None means the end of the segment. Physical offsets after which a segment
+    has only zeros are added to `blank`.
 
-    Returns the position where the scan ended. From `stop` on, the next record should begin there. The size of a segment
-    means that this one is full. A smaller position means that no record verifies between it and `stop`.
+    Returns the position where the scan ended. The next record should begin there if it is at or after `stop`. The size
+    of a segment means that this segment is full. A smaller position means that no record verifies from there to `stop`.
     """
     base = segment.start
     buffer = run.mapping(segment)
@@ -183,7 +183,7 @@ def scan_segment(
     spares = Spares()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
-        # Up to the last data, not `stop`: on a full tmpfs a look at a hole of a mapped file is SIGBUS.
+        # Up to the last data, not `stop`: on a full tmpfs, reading a hole of a mapped file raises SIGBUS.
         return read_run(buffer, at, max(at, used), base, checksum, _BATCH, checksums=checksums, met=met, spares=spares)
 
     at = start
@@ -191,10 +191,10 @@ def scan_segment(
     met = length = used = 0
     with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
-            if at >= used:  # again, since another process may be writing
+            if at >= used:  # read it again, since another process may be writing
                 used = min(stop, run.data_end(segment, at))
             if kernel is not None and ahead.begun:
-                # The batch is usually still being read. Meanwhile load about as many of the pages behind it.
+                # The batch is usually still being read. Meanwhile load about as many of the pages after it.
                 near = max(met, at + length)
                 far = min(near + length, near + _MOST_MET, used)
                 if near < far:
@@ -210,7 +210,7 @@ def scan_segment(
                     ahead.begin(partial(read, at, met))
                     length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
-                del headers  # its memory is reused
+                del headers  # so that its memory is reused
                 if many:
                     continue
             if at >= stop:
@@ -221,7 +221,7 @@ def scan_segment(
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
                 blank.add(base + at)
                 break
-            # These bytes are no record. Look for one behind them.
+            # These bytes are not a record. Look for one after them.
             found = first_good_in(run, segment, at + 1, checksum, stop)
             if found is None:
                 break
@@ -245,10 +245,10 @@ def join_segments(
 ) -> Iterator[T | Bad | End]:
     """Yield the events of each segment from physical offset `start` on, and those between segments.
 
-    Between segments there may be missing ones, or the unused rest of a segment. The last event is an `End`.
+    Between segments, segments may be missing, or the end of a segment is unused. The last event is an `End`.
 
-    `read(segment, position)` yields and returns what `scan_segment` does. Places that it adds to `blank` are not
-    checked for zeros again. Segments that are created meanwhile are not read.
+    `read(segment, position)` yields and returns the same as `scan_segment`. Positions that it adds to `blank` are not
+    checked for zeros again. Segments created meanwhile are not read.
     """
     position = start
     stop = run.end
@@ -274,13 +274,13 @@ def join_segments(
             if at >= run.segment_bytes:
                 position = segment.end  # full to its end
                 continue
-            # The rest of this segment holds no record.
+            # The rest of this segment has no record.
             buffer = run.mapping(segment)
             short = len(buffer) < run.segment_bytes
             following = _next_good(run, segment.end, stop, checksum)
             here = segment.start + at
             if short and here == run.limit:
-                detail = ""  # bytes behind its limit do not concern a reader
+                detail = ""  # bytes beyond its limit do not concern a reader
             elif short and at >= len(buffer):
                 detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
             elif here in blank or used_end(run, segment, at) == at:
@@ -295,20 +295,20 @@ def join_segments(
                 position = doubted = here
                 continue
             kind: Literal["bad_record", "segment_size"] = "segment_size" if short else "bad_record"
-            yield Bad(kind, here, following[1], detail or "zeros where records should be")
+            yield Bad(kind, here, following[1], detail or "zeros instead of records")
             position = following[1]
         except FileNotFoundError:
             if on_front is None or not run.is_gone(segment):
                 raise
             if not run.starts or run.min_offset > segment.start:
-                # Retention may have passed all that a reader with a limit sees.
+                # Retention may have passed everything that a reader with a limit sees.
                 position = run.min_offset if run.starts else stop if run.limit is None else min(stop, run.limit)
                 on_front(position)
     yield End(position, "")
 
 
 def _next_segment(run: SegmentRun, position: int, stop: int) -> Segment | None:
-    """Return the segment that holds `position`, or else the next one that begins before `stop`, or None."""
+    """Return the segment that contains `position`, or else the next one that begins before `stop`, or None."""
     here = run.find(position)
     if here is None:
         starts = run.starts
@@ -318,7 +318,7 @@ def _next_segment(run: SegmentRun, position: int, stop: int) -> Segment | None:
 
 
 def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) -> tuple[Segment, int] | None:
-    """Return the first record that verifies from the segment of `position` on: (its segment, its offset).
+    """Return the first record that verifies from the segment of `position` on, as (its segment, its offset).
     Returns None if there is none in the segments that begin before `stop`."""
     while (segment := _next_segment(run, position, stop)) is not None:
         found = first_good_in(run, segment, 0, checksum)

@@ -1,4 +1,4 @@
-"""Choice of where recovery begins to read a log, if it has to read it at all (format#opening)."""
+"""Position at which recovery begins to read a log, if it must read it at all (format#opening)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["ScanStart", "WholeLogNeededError"]
 
 
 class WholeLogNeededError(Exception):
-    """A queue lacks units below the range that is read: read everything."""
+    """A queue lacks units below the range being read, so everything must be read."""
 
 
 class ScanStart:
-    """Decides where to read a log that has segments. With `whole` always from its front."""
+    """Decides where to start reading a log that has segments. With `whole` it is always the front."""
 
     def __init__(self, parts: StoreParts, *, whole: bool) -> None:
         self._parts = parts
         self._whole = whole
         self._first = parts.log_files.starts[0]
         self.last_record = -1
-        """Physical offset of the record that `clean_end` found to be the last one."""
+        """Physical offset of the log's last record as found by `clean_end`."""
         self.last_store_timestamp_ms = 0
 
     def clean_end(self, log_start: int) -> int | None:
-        """Return the end of the log if the last close vouches for it, or None if the log must be read.
+        """Return the end of the log if the last close proves it, or None if the log must be read.
         `log_start` is where the log should begin (format#opening). Raises WholeLogNeededError if a queue has lost
         files."""
         parts = self._parts
@@ -36,7 +36,7 @@ class ScanStart:
         if self._whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
             return None
         if checkpoint.queues is not None and checkpoint.queues != parts.queue_table.digest():
-            raise WholeLogNeededError  # a queue has lost files: its next number would be one that was used
+            raise WholeLogNeededError  # a queue has lost files, so it would use a queue offset again
         end = checkpoint.clean_end
         run = parts.log_files
         if end < self._first or end > run.end or log_start < self._first:
@@ -44,7 +44,7 @@ class ScanStart:
         if any(p.kind != "segment_name" for p in parts.load_problems):
             return None
         if run.starts[-1] >= end and run.starts[-1] != self._first:
-            return None  # a segment of another log, such as one that an older copy of this log was copied over
+            return None  # a segment of another log, such as a longer log that this one was copied over
         if end > self._first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
             return None
         if goes_on(run, end):
@@ -60,9 +60,9 @@ class ScanStart:
         record = record_at(self._parts.log_files, start, self._parts.checksum)
         if record is None:
             return False
-        behind = start + record.total_size
+        after = start + record.total_size
         queue = self._parts.queue_table.get(record.topic, record.queue_id)
-        if (behind != end and not self._blank_between(behind, end)) or queue is None:
+        if (after != end and not self._blank_between(after, end)) or queue is None:
             return False
         if not 0 <= record.queue_offset < queue.max_offset:
             return False
@@ -82,7 +82,7 @@ class ScanStart:
         )
 
     def start(self) -> int:
-        """Return S (format#opening), always the start of a segment."""
+        """Return S (format#opening), which is always the start of a segment."""
         if self._whole or not self._parts.has_checkpoint or not len(self._parts.queue_table):
             return self._first
         start = self._start_by_checkpoint()
@@ -109,9 +109,9 @@ class ScanStart:
         return self._first
 
     def _last_units_hold(self, mark: int, end: int | None) -> bool:
-        """Return True if the newest unit of each queue leads to its record.
-        Units at or beyond `mark` are not checked, since they are read anyway. With `end` no unit may point at or beyond
-        it."""
+        """Return True if the newest unit of each queue points to its record.
+        Units at or beyond `mark` are not checked, since they are read anyway. With `end`, units must not point at or
+        beyond it."""
         parts = self._parts
         for queue in parts.queue_table:
             physical, size, slot = queue.last_message()
@@ -121,7 +121,7 @@ class ScanStart:
                 if physical < 0 and queue.max_offset > queue.first_offset():
                     units = queue.units(queue.max_offset - 1, 1)
                     if not is_void(units)[0]:
-                        return False  # a negative offset is no unit
+                        return False  # a negative offset is not a unit
                 continue
             if end is not None and physical >= end:
                 return False

@@ -1,9 +1,9 @@
 """Assignment of queue offsets ("slots") to records. Recovery, verify and export share this class.
 
     a queue offset that                              the record gets
-    follows that of the record before                that slot
-    jumps over no more than lost records explain     that slot, with a gap in front of it
-    its unit and its neighbors contradict            their slot (profile `rocketmq`: no checksum covers the number)
+    follows the previous record's offset             that slot
+    jumps over no more than lost records explain     that slot, with a gap before it
+    its unit and its neighbors contradict            their slot (profile `rocketmq`: no checksum covers the offset)
     nothing supports                                 no slot
 
 Records are taken in log order. Records of an earlier generation of their topic are left out (`TopicGenerations`).
@@ -46,14 +46,14 @@ MAX_SLOT = (1 << 63) // 64
 """Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""
 
 LOST_SEGMENTS = 1024
-"""If a unit points farther behind the end of the log, the unit is damaged, and no segment is lost."""
+"""A unit that points more segments than this beyond the end of the log is damaged, and shows no lost segment."""
 _TRIED = 64
-"""Maximum number of units to examine in search of one that leads to its record. Some may be damaged."""
+"""Maximum number of units to examine when searching for one that points to its record. Some may be damaged."""
 _NONE = 0, -1
 Leads = Callable[[ConsumeQueue, int, int], bool]
-"""Returns True if the record at a physical offset (third argument) has the given slot."""
+"""Function that returns True if the record at a physical offset (third argument) has the given slot."""
 FirstSlot = Callable[[ConsumeQueue, int], tuple[int | None, int]]
-"""Returns what `first_slot_in_range` does, for a queue and the smallest number seen."""
+"""Function with the result of `first_slot_in_range`, given a queue and the smallest queue offset seen."""
 
 
 class Placed(NamedTuple):
@@ -63,17 +63,17 @@ class Placed(NamedTuple):
     first: int
     """Slot of the first record."""
     expected: int
-    """Slot behind the record before these, or `first` if it is unknown. Slots between are a gap."""
+    """Slot after the record before these, or `first` if it is unknown. Slots between the two are a gap."""
     units: npt.NDArray[np.void]
     is_first: bool
     """True if no record of the queue came before."""
     seen: int
-    """Physical end of the record before these, or 0 if it is unknown."""
+    """Physical end of the record before these, or 0 if unknown."""
 
 
 class Behind(NamedTuple):
-    """Slots behind the last record of a queue.
-    Records of [first, inside) are lost within the log. Those of [inside, stop) were behind its end, at `places`."""
+    """Slots after the last record of a queue.
+    Records of [first, inside) are lost within the log. Records of [inside, stop) were beyond its end, at `places`."""
 
     first: int
     inside: int
@@ -92,15 +92,15 @@ class Misnumbered(NamedTuple):
 
     def finding(self, segment_bytes: int) -> Finding:
         """Return the finding about this record."""
-        rest = "" if self.slot is None else f"; by its unit and neighbours it is {self.slot}"
+        rest = "" if self.slot is None else f"; according to its unit and neighbours it is {self.slot}"
         name = f"{self.queue.topic}/{self.queue.queue_id}"
-        detail = f"queueOffset {self.said} of {name} does not follow those around it{rest}"
+        detail = f"queueOffset {self.said} of {name} does not follow its neighbours{rest}"
         kind: Kind = "bad_record" if self.slot is None else "queue_offset"
         return Finding(kind, *place_in_file(self.physical_offset, segment_bytes), self.size, detail)
 
 
 class SlotAssigner:
-    """Assigns slots to the records of a log. `first_slot` is called when a queue's first record is met."""
+    """Assigns slots to the records of a log. `first_slot` is called for a queue's first record."""
 
     def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum, first_slot: FirstSlot) -> None:
         self.generations = TopicGenerations(run, queues, checksum)
@@ -109,7 +109,7 @@ class SlotAssigner:
         self._checksum = checksum
         self._first_slot = first_slot
         self._last: dict[ConsumeQueue, tuple[int, int]] = {}
-        """By queue: the slot behind the last one that was assigned, and the end of that slot's record."""
+        """By queue: the slot after the last assigned one, and the end of that slot's record."""
 
     def place(
         self, rows: Rows, wanted: Callable[[str, int], bool] | None = None
@@ -117,15 +117,14 @@ class SlotAssigner:
         """Yield the slots of the records in `rows`, and a Finding for a topic that cannot be a folder name.
 
         The records before these must have been placed. `wanted` chooses queues by topic and queue id. None means all.
-        The caller must handle each result before it asks for the next one, since units of the queue may be read
-        then.
+        The caller must handle each result before it asks for the next one, since that may read units of the queue.
         """
         for topic, queue_id, chosen, said, units, follow in rows.listed():
             if wanted is not None and not wanted(topic, queue_id):
                 continue
             if queue_id < 0 or not is_path_safe(topic):
                 file, at = place_in_file(int(rows.physical_offset[chosen[0]]), self._run.segment_bytes)
-                yield Finding("unsafe_name", file, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
+                yield Finding("unsafe_name", file, at, 0, f"topic {topic!r}, queue {queue_id} cannot be a folder name")
                 continue
             queue = self._queues.create(topic, queue_id)
             kept = self.generations.current(queue, said, units["physical_offset"])
@@ -142,7 +141,7 @@ class SlotAssigner:
                 slots, runs = said, [(0, len(said))]
             else:
                 physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
-                # In the other profile the checksum covers the number, so no unit contradicts it.
+                # In the other profile the checksum covers the offset, so units cannot contradict it.
                 doubted = self._checksum == "crc32-body"
                 leads = self.generations.leads_to_record
                 slots, runs, odd = sort_out(expected, seen, said, physical, sizes, queue, leads, doubted=doubted)
@@ -157,11 +156,11 @@ class SlotAssigner:
                 expected = first + high - low
                 last = units[high - 1]
                 seen = int(last["physical_offset"]) + int(last["size"])
-                # Records without a slot do not count. Their number is lost, so the next record's jumps by one.
+                # Records without a slot do not count. Their offset is lost, so the next record's offset jumps by one.
                 self._last[queue] = expected, seen
 
     def is_met(self, queue: ConsumeQueue) -> bool:
-        """Return True if a record of the queue has been given a slot."""
+        """Return True if a record of the queue was given a slot."""
         return queue in self._last
 
     def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
@@ -181,14 +180,14 @@ class SlotAssigner:
         self._last.clear()
 
     def behind_last(self, queue: ConsumeQueue, start: int) -> tuple[int, int]:
-        """Return the slot behind a queue's last record, and the end of that record. Reading began at `start`."""
+        """Return the slot after a queue's last record, and the end of that record. Reading began at `start`."""
         if queue in self._last:
             return self._last[queue]
         found, seen = first_slot_in_range(queue, start, None)
         return queue.max_offset if found is None else found, seen
 
     def behind(self, queue: ConsumeQueue, start: int, end: int) -> Behind:
-        """Return the slots behind a queue's last record. Reading began at `start`, and the log ends at `end`."""
+        """Return the slots after a queue's last record. Reading began at `start`, and the log ends at `end`."""
         first, seen = self.behind_last(queue, start)
         inside = self.behind_lost(queue, first, seen, end)
         far = max(end, self._run.end) + LOST_SEGMENTS * self._run.segment_bytes
@@ -200,8 +199,9 @@ class SlotAssigner:
     def lost_tail(
         self, queues: Iterable[ConsumeQueue], start: int, end: int, mark: int, what: str = ""
     ) -> Finding | None:
-        """Return the finding about records that were behind the end of the log, or None if nothing shows one.
-        Units of `queues` may lead there, or the log had been synced up to `mark`. `what` says what is there now."""
+        """Return the finding about records that existed beyond the end of the log, or None without evidence.
+        Evidence are units of `queues` that point there, or a sync of the log up to `mark`. `what` describes the bytes
+        there now."""
         tails = [places for queue in queues if len(places := self.behind(queue, start, end).places)]
         if end >= mark and not tails:
             return None
@@ -209,17 +209,17 @@ class SlotAssigner:
         if tails:
             last = max(int(places[-1]) for places in tails)
             count = sum(map(len, tails))
-            reasons.append(f"{count} units of {len(tails)} queues lead to records behind it, the last one at {last}")
+            reasons.append(f"{count} units of {len(tails)} queues point to records after it, the last one at {last}")
             mark = max(mark, last)
         return Finding("lost_tail", *place_in_file(end, self._run.segment_bytes), mark - end, "; ".join(reasons))
 
     def behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
-        """Return the slot behind the last one from `first` on that a lost record may have had.
+        """Return the slot after the last one from `first` on that a lost record may have had.
 
-        No queue offset may be used twice, so the units of lost records count. Such records lay one behind the other
-        between `seen`, the end of the record before `first`, and `end`, the end of the log. A unit that points
-        elsewhere, leads to an existing record, or lacks room for its record is not of this queue. If it counted, the
-        next record would get a wrong queue offset.
+        No queue offset may be used twice, so the units of lost records count. Such records were contiguous between
+        `seen`, the end of the record before `first`, and `end`, the end of the log. A unit that points elsewhere,
+        points to an existing record, or lacks room for its record is not of this queue. If it counted, the next record
+        would get a wrong queue offset.
         """
         for at, units in queue.chunks(first, queue.max_offset):
             least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
@@ -235,7 +235,7 @@ class SlotAssigner:
 def unit_findings(
     queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
 ) -> Iterator[Finding]:
-    """Yield a finding for each run of `wrong` units that lie together in one file. They begin at slot `first`."""
+    """Yield a finding for each run of contiguous `wrong` units in one file. They begin at slot `first`."""
     slots = np.flatnonzero(wrong) + first
     if not len(slots):
         return
@@ -246,7 +246,7 @@ def unit_findings(
 
 
 def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
-    """Return the smallest plausible queueOffset of one queue's records that lie at `physical`, ascending.
+    """Return the smallest plausible queueOffset of one queue's records at `physical`, which ascends.
     An offset is plausible if it is not too far from the median for the bytes between the first record and the last."""
     middle = int(np.median(offsets))
     room = int(physical[-1] - physical[0]) // MIN_RECORD_BYTES + 1
@@ -254,12 +254,12 @@ def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int
 
 
 def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
-    """Return the first slot of the range that is read, and the end of the record before that slot.
+    """Return the first slot of the range being read, and the end of the record before that slot.
 
-    That is the first slot whose unit does not belong to a record below `start`. Units grow along the queue, so this
-    looks backwards from its end, or from the offset `least` if that is lower. A void unit below `least` counts as one
-    of a record below `start`: an earlier recovery let the queue begin behind it. If no file reaches back to `least`,
-    the slot is None: the queue begins with the first number seen.
+    It is the first slot whose unit does not belong to a record below `start`. Units ascend along the queue, so the
+    search goes backwards from its end, or from the offset `least` if that is lower. A void unit below `least` counts as
+    one of a record below `start`, since an earlier recovery let the queue begin after it. If no file reaches back to
+    `least`, the slot is None: the queue begins with the first offset seen.
     """
     if not queue.list_files() or (least is not None and least < queue.first_offset()):
         return (None if least is not None else queue.max_offset), 0
@@ -276,9 +276,9 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
 
 
 def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs [low, high) of slots before `stop` whose units wrongly point behind `start`.
-    The log begins at `start`, and retention has taken the records of slots before `stop`. So these units have no record
-    and are to become void. A queue whose first file begins with one would begin there (format#queue-start)."""
+    """Yield the runs [low, high) of slots before `stop` whose units wrongly point beyond `start`.
+    The log begins at `start`, and retention has removed the records of slots before `stop`. So these units have no
+    record and must become void. A queue whose first file begins with one would begin there (format#queue-start)."""
     for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
         wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
         for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
@@ -296,18 +296,18 @@ def sort_out(
     *,
     doubted: bool = True,
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
-    """Find the slots of one queue's records, which lie at `physical` in the log and hold `offsets`.
+    """Find the slots of one queue's records, which are at `physical` in the log and contain `offsets`.
 
     Returns (the slot of each record, index ranges of consecutive slots in order, indices of the records without a
-    slot). `expected` is the slot behind the record before these, which ends at `seen`. It is None if there is no such
+    slot). `expected` is the slot after the record before these, which ends at `seen`. It is None if there is no such
     record.
 
     A queue offset is wrong if another record has it already, if it jumps further than lost records could explain, or if
-    later records contradict it. In profile `rocketmq` no checksum covers it (`doubted`). To believe it would void the
-    slots of the other records. Such a record gets the slot whose unit leads to it, if its neighbours leave room for
-    that, or else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that
-    another record has. A free queue offset whose unit leads to the record is right, whatever is missing before it.
-    With `queue` None no units are read. `leads` says whether a unit leads to the record of its slot.
+    later records contradict it. In profile `rocketmq` no checksum covers it (`doubted`). Accepting it would void the
+    slots of the other records. Such a record gets the slot whose unit points to it, if its neighbours leave room for
+    it, or else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that
+    another record has. A free queue offset whose unit points to the record is right, whatever is missing before it.
+    With `queue` None no units are read. `leads` returns whether a unit points to the record of its slot.
     """
     count = len(offsets)
     asked = queue if doubted else None
@@ -322,7 +322,7 @@ def sort_out(
     said = offsets
     if asked is not None:
         offsets = _by_units(asked, expected, offsets, physical, sizes, leads)
-    # The smallest number of the records behind. A record with a greater number leaves no slot for that record.
+    # The smallest offset of the later records. A record with a greater offset leaves no slot for that record.
     wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
     runs: list[tuple[int, int]] = []
@@ -358,13 +358,13 @@ def sort_out(
 
 
 def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
-    """Return True if the unit of a slot leads to the record of that slot."""
+    """Return True if the unit of a slot points to the record of that slot."""
     physical, size, _ = queue.units(slot, 1)[0].tolist()
     return size > 0 and leads(queue, slot, physical)
 
 
 def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the units that lead to another place than `physical`."""
+    """Return a mask of the units that point elsewhere than `physical`."""
     contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
     return contrary
 
@@ -377,8 +377,8 @@ def _by_units(
     sizes: npt.NDArray[np.int32],
     leads: Leads,
 ) -> npt.NDArray[np.int64]:
-    """Return `offsets`, corrected by units where a number does not fit its neighbours.
-    The corrected number is the slot whose unit leads to the record."""
+    """Return `offsets`, corrected by units where an offset does not fit its neighbours.
+    The corrected offset is the slot whose unit points to the record."""
     low = int(np.median(offsets)) - len(offsets) if expected is None else expected
     found = np.full(len(offsets), -1, np.int64)
     displaced = []
@@ -386,7 +386,7 @@ def _by_units(
         order = np.argsort(units["physical_offset"], kind="stable")
         nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
         own = np.clip(offsets - at, 0, len(units) - 1)
-        for chosen in (nearest, own):  # the record's own number is preferred if its unit leads to the record
+        for chosen in (nearest, own):  # the record's own offset is preferred if its unit points to the record
             here = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
             found[here] = at + chosen[here]
         for i in np.flatnonzero(_contrary(units[own], physical) & (at + own == offsets)).tolist():
@@ -396,8 +396,8 @@ def _by_units(
     fixed[displaced] = -1
     for i in np.flatnonzero((found >= 0) & (found != offsets)).tolist():
         before = max(fixed[:i].max(initial=-1), -1 if expected is None else expected - 1)
-        behind = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
-        if before < found[i] < behind:
+        after = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
+        if before < found[i] < after:
             fixed[i] = found[i]
     return fixed
 
@@ -406,17 +406,17 @@ class TopicGenerations:
     """Classifies records by topic generation: the current one or an earlier one.
 
     A Java broker that deletes a topic removes the folders of its queues. The records stay in the commitlog until
-    retention takes them. The queues of the next generation count from 0 again:
+    retention removes them. The queues of the next generation count from 0 again:
 
         log      0 1 2 ... 89 | 0 1 2 ... 14         of one queue
-        files                   0 1 2 ... 14         slot 0 leads to the second 0
+        files                   0 1 2 ... 14         slot 0 points to the second 0
 
-    A record is of an earlier generation if it lies before all records that the queue lists, and its queue offset is not
-    below that of the first listed one. A log of one generation has no such record, since offsets before the first
-    listed one are smaller. So a lost unit, or one that leads elsewhere, is still missed.
+    A record is of an earlier generation if it is before all records that the queue lists, and its queue offset is not
+    below the offset of the first listed one. A log of one generation has no such record, since offsets before the first
+    listed one are smaller. So a lost unit, or one that points elsewhere, is still noticed.
 
-    The answer for a queue rests on its files as they were when they were first asked for. A topic that mqstore deleted
-    needs none of this: the place of its deletion is known (`log.deleted`).
+    The result for a queue depends on its files at the first call. A topic deleted by mqstore needs none of this, since
+    the position of its deletion is known (`log.deleted`).
     """
 
     def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum) -> None:
@@ -449,7 +449,7 @@ class TopicGenerations:
         return end <= place and least >= slot
 
     def leads_to_record(self, queue: ConsumeQueue, slot: int, physical: int) -> bool:
-        """Return True if the record at a physical offset verifies and is that of a slot."""
+        """Return True if the record at a physical offset verifies and belongs to a slot."""
         record = record_at(self._run, physical, self._checksum)
         if record is None:
             return False
@@ -457,8 +457,8 @@ class TopicGenerations:
 
     def _begin(self, queue: ConsumeQueue, offset: int, physical: int) -> tuple[int, int]:
         """Return the slot and the physical offset that delimit the earlier generations of a queue.
-        Their records have at least that slot and lie before that offset. Returns (0, -1) if the record `offset` at
-        `physical`, and all behind it, are of the current generation."""
+        Their records have at least that slot and are below that offset. Returns (0, -1) if the record `offset` at
+        `physical`, and all later ones, are of the current generation."""
         if physical < (place := self._queues.deleted.get(queue.topic, 0)):
             return 0, place
         if physical >= self._listed.get(queue, 1 << 62):
@@ -473,18 +473,18 @@ class TopicGenerations:
 
     @staticmethod
     def _is_behind_one_listed(queue: ConsumeQueue, offset: int, physical: int) -> bool:
-        """Return True if a unit shows that a record is listed, or lies behind a listed record."""
+        """Return True if a unit shows that a record is listed, or follows a listed record."""
         if not queue.max_offset:
             return False
         unit = queue.units(max(0, min(offset, queue.max_offset - 1)), 1)
         return bool(unit["size"][0] > 0 and unit["physical_offset"][0] <= physical and not is_void(unit)[0])
 
     def _first_listed(self, queue: ConsumeQueue) -> tuple[int, int]:
-        """Return the first slot whose unit leads to its record, and the least physical offset so far.
-        The latter is the least of all units up to that slot. Returns (0, -1) if there is no such slot."""
+        """Return the first slot whose unit points to its record, and the least physical offset so far.
+        That is the least of all units up to that slot. Returns (0, -1) if there is no such slot."""
         tried, place = 0, 1 << 62
         first, end = queue.first_offset(), queue.max_offset
-        near = min(first + _TRIED, end)  # mostly enough, and much less than a whole file
+        near = min(first + _TRIED, end)  # usually enough, and much less than a whole file
         for at, units in chain(queue.held(first, near), queue.held(near, end)):
             for i in np.flatnonzero((units["size"] > 0) & ~is_void(units))[: _TRIED - tried].tolist():
                 physical = int(units["physical_offset"][i])

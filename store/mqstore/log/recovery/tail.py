@@ -1,6 +1,6 @@
-"""Removal of the bytes behind the end of a log (format#zeros).
+"""Removal of the bytes after the end of a log (format#zeros).
 
-Useful bytes are kept under `cut/` first. Then the bytes are zeroed, or deleted with their segment."""
+Useful bytes are first kept under `cut/`. Then the bytes are zeroed, or deleted with their segment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
 __all__ = ["COPY_BYTES", "Tail", "free_cut_path", "save_bytes"]
 
 COPY_BYTES = 1 << 20
-"""Number of bytes of a log that are copied at a time."""
+"""Number of bytes of a log copied at a time."""
 
 
 class Tail:
-    """Cuts a log at its end. Changes are noted in `report`, and made only with `writing`."""
+    """Cuts a log at its end. Changes are added to `report`, and made only with `writing`."""
 
     def __init__(self, parts: StoreParts, report: RecoveryReport, *, writing: bool) -> None:
         self._parts = parts
@@ -32,7 +32,7 @@ class Tail:
 
     def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
         """Return the ranges from `position` on that are not zeros, one for each segment.
-        With `blank` the segment of `position` is left out. A record at the start of a range is in it as a whole, even
+        With `blank` the segment of `position` is left out. A record at the start of a range is included in full, even
         if it ends in zeros."""
         run = self._parts.log_files
         found = []
@@ -64,14 +64,14 @@ class Tail:
 
     def _save(self, begin: int, stop: int) -> str:
         """Copy [begin, stop) of the log to a new file under `cut/` and return its path.
-        In a dry run the file is only named."""
+        In a dry run, only return the path."""
         path = free_cut_path(self._parts.root, begin, self._parts.clock.now_ms(), self._report.kept)
         if self._writing:
             save_bytes(Path(path), self._bytes_of(begin, stop), self._parts.fs)
         return path
 
     def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
+        """Yield (position after `begin`, bytes there) of [begin, stop), which is in one segment."""
         segment = self._parts.log_files.find(begin)
         assert segment is not None
         buffer = self._parts.log_files.mapping(segment)
@@ -80,12 +80,12 @@ class Tail:
             yield segment.start + at - begin, buffer[at : min(at + COPY_BYTES, end)]
 
     def cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
-        """Write zeros from `end` to the end of its segment, and remove the segments behind.
+        """Write zeros from `end` to the end of its segment, and remove later segments.
         `cuts` are the ranges that are not zeros. With `keep` they are copied first."""
         run, report = self._parts.log_files, self._report
         for begin, stop in cuts:
             name, at = place_in_file(begin, run.segment_bytes)
-            # The detail is about the bytes behind the last record, and not about later segments.
+            # The detail describes the bytes after the last record, not later segments.
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
             if keep:
@@ -105,11 +105,11 @@ class Tail:
         # A segment that begins at the end is kept if it is the only one, so that the log keeps its position.
         doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
         report.changed |= bool(doomed)
-        told = {begin - begin % run.segment_bytes for begin, _ in cuts}
+        listed = {begin - begin % run.segment_bytes for begin, _ in cuts}
         report.truncated += [
             Cut(place_in_file(s.start, run.segment_bytes)[0], 0, 0, "unused file")
             for s in doomed
-            if s.start not in told
+            if s.start not in listed
         ]
         if self._writing:
             if doomed:
@@ -118,8 +118,8 @@ class Tail:
 
 
 def free_cut_path(root: Path, start: int, now_ms: int, taken: Collection[str]) -> str:
-    """Return a path under `cut/` for bytes from physical offset `start` on.
-    It does not exist, and is not `taken` by a plan."""
+    """Return a new path under `cut/` for bytes from physical offset `start` on.
+    It does not exist, and is not in `taken`, the paths of a plan."""
     name = f"{start:020d}-{now_ms}"
     names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
     paths = (root / "cut" / name for name in names)

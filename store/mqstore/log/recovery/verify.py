@@ -6,7 +6,7 @@ verify` prints them, tests assert on them, and `mqstore recover` repairs them.
 The log is read in ranges (`ranges.py`). `Verifier.findings` reads and joins them one after the other, or joins results
 of `Verifier.check` from other processes (`mqstore.jobs.verifying`). A range alone is enough to check records, units
 (`compare`) and index entries (`tally`). Checks that need the order of the log (`units`, `straight`, `tails`) follow
-when all ranges of a segment are there.
+when all ranges of a segment are available.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ __all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
 
 _ENTRIES_TALLIED = 1 << 20
-"""Number of index entries, 20 bytes each, that are looked up at once.
+"""Number of index entries, 20 bytes each, looked up at once.
 All entries of a log may need more memory than there is."""
 
 Gap = tuple[str, int, int, int]
-"""Queue offsets whose records are lost: (topic, queue id, first offset, offset behind the last)."""
+"""Queue offsets whose records are lost: (topic, queue id, first offset, offset after the last)."""
 
 
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
     """Yield (path within the store, its check or None) of the JSON files except the manifest.
-    These are the files in `config` and `config/spark`, and those that the patterns in `checks` find. A file counts even
-    if only its backup exists."""
+    These are the files in `config` and `config/spark`, and those matched by the patterns in `checks`. A file counts
+    even if only its backup exists."""
     known: dict[str, Check] = {
         TXN_FILE: TxnState.from_json,
         KNOWN_FILE: check_known,
@@ -81,7 +81,7 @@ def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, 
 
 def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check | None]]:
     """Return the files of `json_tables`, and the manifest if it has a backup.
-    A store whose manifest has no good copy cannot be opened at all."""
+    A store without a good copy of the manifest cannot be opened at all."""
     manifest: list[tuple[str, Check | None]] = [(MANIFEST, None)] if (root / f"{MANIFEST}.bak").exists() else []
     return [*manifest, *json_tables(root, checks)]
 
@@ -124,13 +124,13 @@ class Verifier:
         self.messages = 0
         self.bytes = 0
         self.body_checksum_only = 0
-        """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
+        """Number of records whose checksum covers only their body. Altered properties and headers go unnoticed."""
         self.unlisted = 0
         """Number of findings that were left out because a range had more than `max_errors`."""
         self.read_again = 0
-        """Number of ranges that had to be read again, from another position."""
+        """Number of ranges that had to be read again from another position."""
         self.done_bytes = 0
-        """Bytes of the log that have been read, for a progress bar. In the end equal to `total_bytes`."""
+        """Bytes of the log read so far, for a progress bar. At the end equal to `total_bytes`."""
         self._parts = parts
         self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
         self._run, self._queues, self.index = parts.log_files, parts.queue_table, parts.index
@@ -140,12 +140,12 @@ class Verifier:
         self.is_live = live
         """True if a writer had the store when this began, or was noticed since."""
         self.until = until
-        """Beside a writer, the end of the part of the log that is checked."""
+        """End of the part of the log that is checked while a writer runs."""
         self._until = 1 << 62 if until is None else until
-        # When a check beside a writer began, all bytes before this end had been written.
+        # When a check beside a running writer began, all bytes before this end had been written.
         self._watermark: int | None = self._until if live else None
         self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
-        """Returns the physical offset from which the next opening takes bad bytes for a torn tail."""
+        """Function that returns the physical offset from which the next opening treats bad bytes as a torn tail."""
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
@@ -153,25 +153,25 @@ class Verifier:
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.min_offset
-        # Beside a writer the first segment may have come since the listing; an unfinished bulk append may hide it.
+        # While a writer runs, the first segment may be newer than the listing. An unfinished bulk append may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
         self.front = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
-        """Physical offset where the log begins, as far as known. Beside a writer, retention moves it.
+        """Physical offset where the log begins, as far as known. While a writer runs, retention moves it.
         If all segments are lost, recovery continues the log there."""
         self._cut_from = 1 << 62
-        """Physical offset where a torn tail begins. Units that lead to it go with it."""
+        """Physical offset where a torn tail begins. Units that point to it are cut with it."""
         self._end: int | None = None
-        """End of the log if no writer has it. Units of records behind it are one finding, `lost_tail`."""
+        """End of the log if no writer runs. Units of records after it make one finding, `lost_tail`."""
 
     def findings(
         self, results: Iterable[RangeResult] = (), index_findings: Iterable[Finding] | None = None
     ) -> Iterator[Finding]:
         """Yield a finding for each fault of the store.
 
-        `results` are those of `check` for ranges of the log, in any order. Other ranges are read here. `index_findings`
-        are likewise those of `Index.check_file`. At most `max_errors` findings of a range are listed. `unlisted` counts
-        the others.
+        `results` are results of `check` for ranges of the log, in any order. Other ranges are read here.
+        `index_findings` are likewise results of `Index.check_file`. At most `max_errors` findings of a range are
+        listed. `unlisted` counts the others.
         """
         yield from self.folders()
         if self._run.starts:
@@ -186,14 +186,14 @@ class Verifier:
         yield from self.json_files()
 
     def _has_writer(self) -> bool:
-        """Return True if a writer has the store by now. Called only if something seems to be wrong.
-        A writer may have come since this began, and its messages are not checked. Asking costs a look at the lock."""
+        """Return True if a writer has the store now. Called only if something seems to be wrong.
+        A writer may have opened it since this began, and its messages are not checked. The call reads the lock."""
         self.is_live = self.is_live or writer_alive(self._root, self._fs)
         return self.is_live
 
     @cached_property
     def _dispatched_end(self) -> int:
-        """Physical offset from which on records may not have been dispatched when the writer was killed."""
+        """Physical offset from which records may not have been dispatched when the writer was killed."""
         if self._checkpoint.dispatched is not None:
             return self._checkpoint.dispatched
         end = max((sum(queue.last_message()[:2]) for queue in self._queues), default=0)
@@ -201,19 +201,19 @@ class Verifier:
 
     @property
     def watermark(self) -> int:
-        """Physical offset below which the log had been synced (format#watermark)."""
+        """Physical offset below which the log was synced (format#watermark)."""
         if self._watermark is None:
             self._watermark = self._parts.watermark()
         return self._watermark
 
     def front_moved(self, front: int) -> None:
-        """Continue at `front`, where the log begins by now. Of the queues only their units are known then."""
+        """Continue at `front`, where the log now begins. Of the queues only their units are known then."""
         self.front = max(self.front, front)
         self.slots.forget()
 
     def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the records that retention has not taken meanwhile.
-        It takes a record before its unit and its index entries. Called only if something seems to be wrong, since it
+        """Return a mask of the records that retention has not removed meanwhile.
+        It removes a record before its unit and its index entries. Called only if something seems to be wrong, since it
         lists the log again if there is a writer."""
         front = 0
         if self._has_writer():
@@ -222,7 +222,7 @@ class Verifier:
         kept: npt.NDArray[np.bool_] = physical >= front
         return kept
 
-    # -- the log and what each record asks for ----------------------------------------------------------------------
+    # -- the log and the values derived from each record ------------------------------------------------------------
 
     def folders(self) -> Iterator[Finding]:
         """Yield findings about the names and lengths of files, and about the checkpoint."""
@@ -230,25 +230,25 @@ class Verifier:
             yield from self._unfinished
         yield from self.segments()
         for name in self._queues.unsafe_names:
-            yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
-        short = self._queues.short_files if self._clean else {}  # else a power cut leaves such files
+            yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "this folder name cannot be a queue")
+        short = self._queues.short_files if self._clean else {}  # after an unclean end a power cut explains them
         for path, length in short.items():
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
         if not self._parts.has_checkpoint and self._run.starts and not self.is_live:  # a writer saves it every second
-            detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
+            detail = "missing, or not a checkpoint; opening will read the whole log"
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
         elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
-            # In the other profile a Java broker may have been at work, which is no fault.
+            # In the other profile a Java broker may have written it, which is not a fault.
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
     def segments(self) -> Iterator[Finding]:
-        """Yield findings about names and lengths of the log's files, and about a lost manifest, which tells lengths."""
+        """Yield findings about names and lengths of the log's files, and about a lost manifest, which has lengths."""
         if derived := self._parts.manifest.derived:
             yield Finding("bad_json", MANIFEST, 0, 0, derived)
         for problem in self._problems:
-            # The scan finds a gap, but not what lies in front of the log or behind its end.
+            # The scan finds a gap, but not a problem before the start of the log or after its end.
             if problem.kind != "missing_segment" or not self.front <= problem.position < self._run.end:
                 yield finding_of(problem, self._run.segment_bytes)
         if self._is_empty and self.front:
@@ -258,12 +258,12 @@ class Verifier:
         return place_in_file(position, self._run.segment_bytes)
 
     def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
-        """Return the log in ranges that `check` can read on their own. Raises ConfigError for a bad size."""
+        """Return the log in ranges that `check` can read separately. Raises ConfigError for a bad size."""
         return cut_ranges(self._run, range_bytes, self._until)
 
     def check(self, piece: LogRange, start: int | None = None) -> RangeResult | None:
-        """Check the records of a range, their units and index entries. Returns None if retention took them.
-        A record has to begin at `start`, counted from the segment's start. None means wherever the first record
+        """Check the records of a range, their units and index entries. Returns None if retention removed them.
+        A record must begin at `start`, counted from the segment's start. None means wherever the first record
         verifies."""
         wanted: list[Wanted] = []
         waiting = 0
@@ -295,7 +295,7 @@ class Verifier:
         return result
 
     def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
-        """Return a `Stitcher` of `results`. Ranges whose result is missing or does not fit are read by it."""
+        """Return a `Stitcher` of `results`. It reads ranges whose result is missing or does not fit."""
         return Stitcher(
             *(self._run, self._checksum, results, self.check), watermark=self.torn_from, on_front=self.front_moved
         )
@@ -346,7 +346,7 @@ class Verifier:
 
     def _in_order(self, parts: SegmentParts, queues: Collection[tuple[str, int]]) -> Iterator[Finding]:
         events = scan_segment(self._run, parts.segment, parts.start, self._checksum)
-        with suppress(FileNotFoundError):  # retention took it meanwhile
+        with suppress(FileNotFoundError):  # retention removed it meanwhile
             for event in until_torn(events, self.torn_from):
                 if isinstance(event, Good):
                     yield from self.units(self.rows_of(event), queues)
@@ -355,23 +355,23 @@ class Verifier:
         return self._queues.rows_of(good.buffer, good.headers, good.base)
 
     def bad(self, event: Bad) -> Finding:
-        """Return the finding about a part of the log that holds no record."""
+        """Return the finding about a part of the log that has no record."""
         name, at = self._place(event.start)
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
     def end(self, end: End, *, units: bool = False) -> Iterator[Finding]:
-        """Yield findings about the end of the log. With `units`, for which all records must have been taken, those of
-        units that lead behind it too."""
+        """Yield findings about the end of the log. With `units`, all records must have been taken, and findings about
+        units that point beyond the end are included."""
         if self.is_live:
-            return  # a record may be half-way in
+            return  # a record may be half-written
         name, at = self._place(end.position)
-        known = self._checkpoint.flushed is not None or end.detail  # else finding the watermark reads the log
+        known = self._checkpoint.flushed is not None or end.detail  # otherwise finding the watermark reads the log
         once = self.watermark if known else end.position
-        behind = [segment for segment in self._run.segments() if segment.start > end.position]
-        torn = bool(end.detail) and end.position >= once  # its units go with it
+        later = [segment for segment in self._run.segments() if segment.start > end.position]
+        torn = bool(end.detail) and end.position >= once  # then its units are cut with it
         queues = self._queues if units and not torn else ()
         lost = self.slots.lost_tail(queues, self.front, end.position, once, f"; {end.detail or 'zeros'}")
-        if (lost or end.detail or behind) and self._has_writer():
+        if (lost or end.detail or later) and self._has_writer():
             return
         self._end = end.position
         if lost:
@@ -380,11 +380,11 @@ class Verifier:
             self._cut_from = end.position
             why = end.detail
             if end.torn:
-                why += "; of whole records behind it, `mqstore recover` keeps all, and opening moves all to cut/"
+                why += "; `mqstore recover` keeps whole records after it, opening moves them all to cut/"
             yield Finding("torn_tail", name, at, self._run.segment_bytes - at, why)
-        for segment in behind:
+        for segment in later:
             if used := used_end(self._run, segment):
-                why = "the log ends before it" if end.torn else "the log ends before it, and what it holds is no record"
+                why = "the log ends before it" if end.torn else "the log ends before it, and it has no valid record"
                 yield Finding("torn_tail", self._place(segment.start)[0], 0, used, why)
 
     # -- consume queues ---------------------------------------------------------------------------------------------
@@ -404,24 +404,24 @@ class Verifier:
             yield from self._compare(queue, first, units)
 
     def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
-        """Yield what `SlotAssigner.place` does, with a finding for each record in another slot than it says."""
+        """Yield the results of `SlotAssigner.place`, with a finding for each record whose slot is not its offset."""
         for found in self.slots.place(rows, wanted):
             yield found.finding(self._run.segment_bytes) if isinstance(found, Misnumbered) else found
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
-        """Return the first slot as recovery does, or None beside a writer if retention may be taking files."""
+        """Return the first slot as recovery does, or None while a writer runs if retention may be removing files."""
         found = first_slot_in_range(queue, self.front, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
 
     def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
-        """Take a run `[first, stop)` of queue offsets whose units were compared. It must follow.
-        Yields findings about units in front of it. Its last record ends at `last_end`."""
+        """Accept a run `[first, stop)` of queue offsets whose units were compared. It must follow.
+        Yields findings about units before it. Its last record ends at `last_end`."""
         if not self.slots.is_met(queue):
             yield from self._front(queue, first)
         self.slots.advance(queue, stop, last_end)
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
-        """Yield findings about units before slot `stop` whose records retention cannot have taken."""
+        """Yield findings about units before slot `stop` whose records retention cannot have removed."""
         for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
             wrong = (units["physical_offset"] >= self.front) & ~is_void(units)
             yield from self._leading_nowhere(queue, at, units, wrong)
@@ -445,7 +445,7 @@ class Verifier:
         found = queue.units(first, len(wanted))
         wrong = differing(found, queue.as_kept(found, wanted))
         if wrong.any() and not self.is_live and self._has_writer():
-            yield from self._compare(queue, first, wanted)  # without what it has put since
+            yield from self._compare(queue, first, wanted)  # without the writer's new messages
         elif wrong.any():
             wrong &= self._is_kept(wanted["physical_offset"])
             missing = found["size"] == 0
@@ -459,10 +459,8 @@ class Verifier:
             for kind, mask, detail in reasons:
                 yield from unit_findings(queue, kind, first, wrong & mask, detail)
 
-    def _no_record(
-        self, queue: ConsumeQueue, stretches: Iterable[tuple[int, npt.NDArray[np.void]]]
-    ) -> Iterator[Finding]:
-        for at, units in stretches:
+    def _no_record(self, queue: ConsumeQueue, chunks: Iterable[tuple[int, npt.NDArray[np.void]]]) -> Iterator[Finding]:
+        for at, units in chunks:
             yield from self._leading_nowhere(queue, at, units, ~is_void(units))
 
     def _leading_nowhere(
@@ -476,13 +474,13 @@ class Verifier:
             yield from unit_findings(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
 
     def tails(self) -> Iterator[Finding]:
-        """Yield findings about units behind the last record of each queue. All records must have been taken."""
+        """Yield findings about units after the last record of each queue. All records must have been taken."""
         for queue in self._queues:
             first = inside = stop = queue.max_offset
             if self._end is not None:
                 first, inside, stop, _ = self.slots.behind(queue, self.front, self._end)
             if not self.slots.is_met(queue):
-                yield from self._front(queue, inside)  # no record of this queue is in the log
+                yield from self._front(queue, inside)  # the log has no record of this queue
                 first = inside
             yield from self._no_record(queue, chain(queue.held(first, inside), queue.held(stop, queue.max_offset)))
 
@@ -508,7 +506,7 @@ class Verifier:
         return 0 if self.is_live else self.watermark
 
     def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
-        """Return how the index differs from these entries, all of `wanted_of`."""
+        """Return how the index differs from these entries, which are results of `wanted_of`."""
         if wanted and self._has_writer():
             wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
         found = tally_index(self.index, wanted)
@@ -517,7 +515,7 @@ class Verifier:
         return found
 
     def _kept_of(self, wanted: Sequence[Wanted]) -> list[Wanted] | None:
-        """Return the entries whose records retention has not taken, or None if it has taken none of them."""
+        """Return the entries whose records retention has kept, or None if it has kept all."""
         masks = [self._is_kept(physical) for _, physical, _ in wanted]
         if all(mask.all() for mask in masks):
             return None
@@ -534,8 +532,8 @@ class Verifier:
 
 def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
     """Yield each range of the log with its number of faults and its first fault as text, or None.
-    Faults are bytes that are no record, wrong units, and keys that the index lacks. Bad bytes reach to the next record,
-    or to where the log should have ended."""
+    Faults are bytes that are not a record, wrong units, and keys that the index lacks. Bad bytes reach to the next
+    record, or to where the log should have ended."""
     fitting: list[RangeResult] = []
     outside: list[tuple[int, Finding]] = []
     for event in verifier.stitcher().events() if verifier.total_bytes else ():
@@ -547,14 +545,14 @@ def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str 
             outside += [(event.position, finding) for finding in verifier.end(event)]
     within = {bad.start for result in fitting for bad in result.bads}
     starts = [result.range.base + result.range.low for result in fitting]
-    behind: dict[int, list[Finding]] = {}
+    later: dict[int, list[Finding]] = {}
     for position, finding in outside:
-        if position not in within:  # it belongs to the range that it begins in, or lies behind
-            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+        if position not in within:  # it belongs to the range in which it begins, or after which it begins
+            later.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
     for number, result in enumerate(fitting):
         of_index = list(result.index.findings(verifier.index))
         of_queues = (finding for part in result.queues.values() for finding in part.findings)
-        more = behind.get(number, [])
+        more = later.get(number, [])
         first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
-        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
-        yield result, result.errors + len(more) + len(of_index), told
+        text = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), text

@@ -1,6 +1,6 @@
 """Watermark of a log: bytes below it were synced when a writer last had the store (format#watermark).
 
-docs/recovery.md#torn-or-damaged has the rule by which bytes are damage or a torn tail. `scanner.until_torn` applies it.
+docs/recovery.md#torn-or-damaged has the rule that separates damage from a torn tail. `scanner.until_torn` applies it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mqstore.log.recovery.scanner import End, Good, goes_on, record_at, scan_log
 __all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
 
 NEVER_TORN = 1 << 62
-"""Used as the watermark if all bad bytes are damage."""
+"""Watermark for the case that all bad bytes are damage."""
 
 
 def watermark(
@@ -23,13 +23,13 @@ def watermark(
 ) -> int:
     """Return the watermark, a physical offset, of a log that is not empty and that no writer has open.
 
-    `clean` means that the store was closed. `start` is the first physical offset that the caller reads, the start of a
-    segment. None means the front of the log. May read the headers of the log from there on.
+    `clean` means that the store was closed. `start` is the first physical offset that the caller reads, and the start
+    of a segment. None means the front of the log. May read the headers of the log from there on.
     """
     if clean:
         end = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
         if checkpoint.flushed is None or goes_on(run, end):
-            # All that a closed log holds was synced. One that goes on there has another store's checkpoint, or none.
+            # A closed log was synced completely. A log that continues there has another store's checkpoint, or none.
             return max(end, written_end(run, run.min_offset if start is None else start, checksum))
         return end
     if checkpoint.flushed is not None:
@@ -37,8 +37,8 @@ def watermark(
     stamp = checkpoint.physic_msg_timestamp_ms
     if stamp <= 0:
         return run.min_offset
-    # In a Java store all records before that time had been flushed. Times grow along the log, so look at the first
-    # record of each segment, then inside the last segment that begins before that time.
+    # In a Java store all records before that time were flushed. Times ascend along the log, so check the first record
+    # of each segment, then search the last segment that begins before that time.
     begin = run.min_offset
     for candidate in run.starts:
         first = first_record_time(run, candidate, checksum)
@@ -62,7 +62,7 @@ def first_record_time(run: SegmentRun, start: int, checksum: Checksum) -> int | 
 
 def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
     """Return the end of a cleanly closed log, by following the lengths of records from `start`.
-    `start` is the start of a segment. Records that do not verify count, since they had been written."""
+    `start` is the start of a segment. Records that do not verify count, since they were written."""
     end = start
     for event in scan_log(run, start, checksum, checksums=False):
         end = event.position if isinstance(event, End) else event.end

@@ -1,1 +1,1 @@
-"""Snapshots: a copy of a store as of one moment, while others use it."""
+"""Snapshots: a copy of a store as of one time, while others use it."""

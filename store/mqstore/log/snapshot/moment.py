@@ -1,18 +1,18 @@
-"""State of a store at one moment, while others use it: the files that a snapshot copies (`take.py`).
+"""State of a store at one time, while others use it: the files that a snapshot copies (`take.py`).
 
     first    the small files, read to memory: manifest, checkpoint, `config/`, `local_offsets/`. Waiting bundles of the
              inbox and the timer's files are copied to a folder aside
-    then     the end of the log: behind the last whole record, or the start of a bulk append under way
-    again    the files that must not have changed in between, or all begins again: the tables of topics and groups and
-             the record of bulk appends. Their identity is compared, since a change may have been undone
+    then     the end of the log: after the last whole record, or at the start of an unfinished bulk append
+    again    the files that must not have changed in between, or everything starts again: the tables of topics and
+             groups and the record of bulk appends. Their identity is compared, since a change may have been undone
     last     the large files, without hurry: queues, and the segments below that end. The oldest segments are held open,
-             so that retention takes none. Then `has_changed` says whether somebody else has opened the store since, or
-             whether a writer that was just opening it has cut the log
+             so that retention cannot remove them. Then `has_changed` checks whether another process has opened the
+             store since, or a writer that was opening it has cut the log
 
 Committed offsets are as old as the log or older, as after any crash: messages may be redelivered, but none is skipped.
-A process that has the store open for writing saves everything, and lets its services stand still until the end of the
-log is known. Then the log has nothing of theirs that the small files do not know, such as a delivered delayed message.
-A topic that a record names is in the table. A bundle is recorded as appended, or it waits.
+A process that has the store open for writing saves everything, and pauses its services until the end of the log is
+known. Then the log has nothing of theirs that the small files do not have, such as a delivered delayed message. A topic
+that a record names is in the table. A bundle is recorded as appended, or it waits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _HELD: Final = 256
 """Maximum number of segments held open. While these are copied, retention hardly reaches later ones."""
 _SMALL: Final = ("config", "local_offsets")
 _TIMER: Final = ("timerlog", "timerwheel")
-_BULK: Final = ("batchconsumequeue", "consumequeue", "consumequeue_ext")  # units lead into the last of these
+_BULK: Final = ("batchconsumequeue", "consumequeue", "consumequeue_ext")  # units may point into the last of these
 _DEFINITIONS: Final = ("config/topics.json", "config/subscriptionGroup.json", TXN_FILE)
 _UNTOLD: Final = frozenset(
     {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
 )
-"""Names of files that nobody misses, that are rebuilt, or that have a separate rule."""
+"""Names of files that nobody needs, that are rebuilt, or that have a separate rule."""
 
 
 Saved = Callable[[Callable[[], "Moment | None"]], "Moment | None"]
@@ -64,7 +64,7 @@ Saved = Callable[[Callable[[], "Moment | None"]], "Moment | None"]
 
 
 class Found(NamedTuple):
-    """A file to copy. `name` is its path within the store."""
+    """File to copy. `name` is its path within the store."""
 
     name: str
     length: int
@@ -73,11 +73,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """State of a store at one moment.
+    """State of a store at one time.
 
-    `live` is true if somebody had the store open for writing. `small` has contents by name. `end` is the end of the
-    log, or without a writer the end of its files. `segments` hold the log, ascending. `held` has descriptors of the
-    first ones, by start. `bundles` are those that wait. `aside` are the files that were copied meanwhile."""
+    `live` is true if a writer had the store open. `small` has contents by name. `end` is the end of the log, or without
+    a writer the end of its files. `segments` are those of the log, ascending. `held` has descriptors of the first ones,
+    by start. `bundles` are waiting ones. `aside` are the files that were copied meanwhile."""
 
     live: bool
     small: Mapping[str, bytes]
@@ -88,7 +88,7 @@ class Moment:
     aside: tuple[Found, ...]
     identity: tuple[object, ...]
     tail: bytes = b""
-    """If there is a writer, the last bytes before the end of the log."""
+    """Last bytes before the end of the log, if there is a writer."""
     written: int = 0
     """`end`, or without a writer the end of the records. The next writer continues there or before."""
 
@@ -97,7 +97,7 @@ class Moment:
         return min(segment.length, self.end - segment.start) if self.live else None
 
     def is_done(self, segment: Segment) -> bool:
-        """Return True if a segment is full and a later one has records, so nobody writes to it any more."""
+        """Return True if a segment is full and a later one has records, so that it is never written again."""
         return segment is not self.segments[-1] and segment.length == segment.size and segment.end <= self.written
 
 
@@ -105,20 +105,20 @@ class Original:
     """The store at `root`. Opening it raises the errors of opening for reading."""
 
     folders: Final = ("commitlog", "index", *_SMALL, *_TIMER, *_BULK)
-    """Names of the folders that hold its files."""
+    """Names of the folders that contain its files."""
 
     def __init__(self, root: Path, config: StoreConfig, saved: Saved | None = None) -> None:
-        """`saved` is around each look at the store: `Broker.saved` of the process that has it open for writing."""
+        """`saved` wraps each look at the store: `Broker.saved` of the process that has it open for writing."""
         self.root = root
         self._saved = saved
         self.left: list[str] = []
-        """A sentence for each thing in the directory that is not copied and that somebody may miss."""
+        """A sentence for each thing in the directory that is not copied and that a user may miss."""
         self._fs: FileSystem = QUIET
         self.manifest = manifests.resolve(
             root, writer=False, create=False, profile=None, config=config, clock=SYSTEM_CLOCK, fs=QUIET
         )
         config = replace(config, retention=None)
-        if not self.manifest.has_file:  # else only the index files, which are not copied, show these sizes
+        if not self.manifest.has_file:  # otherwise only the index files, which are not copied, show these sizes
             slots, entries = self.manifest.index_slots, self.manifest.index_entries
             config = replace(config, index_slots=slots, index_entries=entries)
         self.config = config
@@ -131,20 +131,21 @@ class Original:
         """Examine the store until nothing that matters has changed meanwhile. Raises StoreBusyError.
         `bring` copies the files that must be copied meanwhile, again for each attempt. None copies nothing. `opened`
         closes the files that are held open."""
-        begun = time.monotonic()
+        started = time.monotonic()
         while True:
             with ExitStack() as held:
-                if bring is not None and self._saved is not None:  # bundles may be large, and a copied one is not again
+                # Bundles may be large, so copy them before services pause. A copied bundle is not copied again.
+                if bring is not None and self._saved is not None:
                     with suppress(FileNotFoundError):
                         bring([*self._bundles(inbox_state(self.root, self._fs).waiting)])
                 look = partial(self._look, held, bring)
                 if (found := look() if self._saved is None else self._saved(look)) is not None:
                     opened.push(held.pop_all())
                     return found
-            if (took := time.monotonic() - begun) > _PATIENCE_S:
+            if (took := time.monotonic() - started) > _PATIENCE_S:
                 raise StoreBusyError(
-                    f"{self.root}: its topics, groups or splices have changed whenever they were looked at, for "
-                    f"{took:.0f} s: try again when it is calmer"
+                    f"{self.root}: topics, groups or bulk appends changed during every attempt for {took:.0f} s. "
+                    "Try again when fewer changes are made"
                 )
             time.sleep(_PAUSE_S)
 
@@ -160,7 +161,7 @@ class Original:
         if odd - before:
             self._odd_before = odd
             return None
-        # A later bundle had not been promised. One that is appended meanwhile changes the record of bulk appends.
+        # A later bundle was not promised. One that is appended meanwhile changes the record of bulk appends.
         bundles = inbox_state(self.root, self._fs).waiting
         aside = [*self._aside(bundles)]
         try:
@@ -171,7 +172,7 @@ class Original:
         intent = self._intents.pending()
         pending = intent if live else None
         if pending is not None and self.manifest.profile == "rocketmq":
-            # A Java broker may have continued after a killed mqstore. Then its records stay, as at an opening.
+            # A Java broker may have continued after a killed mqstore. Then its records stay, as in an opening.
             self._run.limit = None
             self._run.load()
             if doubt(pending, self._run, self.manifest.checksum, None, from_backup=False):
@@ -179,11 +180,11 @@ class Original:
         self._run.limit = None if pending is None else pending.start
         self._run.load()
         if pending is not None and TXN_FILE in small:
-            # The log of the copy ends where the bulk append began, so there is nothing to undo.
+            # The log of the copy ends where the bulk append started, so there is nothing to undo.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
         if (noted := decode(self._read("checkpoint") or b"").log_start) is not None:
-            # The log start must be that of the listing: retention saves it before it deletes segments.
+            # The log start must match the listing: retention saves it before it deletes segments.
             small["checkpoint"] = encode(replace(decode(small.get("checkpoint", b"")), log_start=noted)).ljust(
                 FILE_BYTES, b"\0"
             )
@@ -202,7 +203,7 @@ class Original:
 
     @staticmethod
     def _odd(small: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        """Yield the backups in a state that may only last a moment, with their content.
+        """Yield the backups in a state that may be temporary, with their content.
         A Java broker writes a backup in place, and removes a file before it renames the new one to it."""
         for name, content in small.items():
             if name.endswith(".bak"):
@@ -222,12 +223,12 @@ class Original:
         return held
 
     def has_changed(self, moment: Moment) -> bool:
-        """Return True if the log may be another one by now.
-        That is, somebody else has opened the store for writing since, or the writer was still opening it and has cut
-        the log."""
+        """Return True if the log may be another one now.
+        The cause is another process that opened the store for writing since, or a writer that was still opening it and
+        cut the log."""
         came = not moment.live and writer_alive(self.root, self._fs)
-        told_by = slice(2 if moment.live else None)  # a writer changes the other two all the time
-        return came or self._identity()[told_by] != moment.identity[told_by] or self._is_cut(moment)
+        compared = slice(2 if moment.live else None)  # a writer changes the other two all the time
+        return came or self._identity()[compared] != moment.identity[compared] or self._is_cut(moment)
 
     def _is_cut(self, moment: Moment) -> bool:
         if not moment.tail:
@@ -235,7 +236,7 @@ class Original:
         last = moment.segments[-1]
         try:
             return self._tail(last, moment.end) != moment.tail
-        except FileNotFoundError:  # retention takes from the front
+        except FileNotFoundError:  # retention removes from the front
             self._run.limit = None
             self._run.load()
             return self._run.min_offset <= last.start
@@ -256,7 +257,7 @@ class Original:
         return None
 
     def _written_end(self, checkpoint: bytes) -> int:
-        """Return the end of the last whole record of a log with a writer. The next one may be half written."""
+        """Return the end of the last whole record of a log with a writer. The next one may be half-written."""
         segments = self._run.segments()
         # The next segment may exist already, and be empty. A Java broker creates it long before.
         while len(segments) > 1 and self._is_empty(segments[-1]):
@@ -270,7 +271,7 @@ class Original:
             end = start
             for event in scan_log(self._run, start, self.manifest.checksum):
                 if isinstance(event, Bad) and event.start == start != last.start:
-                    break  # the checkpoint is wrong, or the disk is
+                    break  # the checkpoint is wrong, or the disk is damaged
                 end = event.position if isinstance(event, End) else event.end
             else:
                 return end
@@ -280,14 +281,14 @@ class Original:
         return not any(self._run.mapping(segment)[:8]) and not used_end(self._run, segment)
 
     def bulk(self) -> Iterator[Found]:
-        """Yield the files that may be copied without hurry, apart from the segments."""
+        """Yield the files that may be copied without hurry, without the segments."""
         for folder in _BULK:
             yield from self._files(folder)
         for folder in _SMALL:
             yield from (each for each in self._files(folder) if each.rocksdb)
 
     def tell_left(self, moment: Moment) -> None:
-        """Note the things in the directory that are not copied."""
+        """List the things in the directory that are not copied."""
         known = {*_UNTOLD, *_SMALL, *_TIMER, *_BULK, "commitlog", *moment.small}
         for name in self._fs.scandir(self.root):
             if name not in known:
@@ -295,9 +296,9 @@ class Original:
         if (log := self.root / "commitlog").is_dir():
             for name in self._fs.scandir(log):
                 if segment_start(name) is None and f"commitlog/{name}" not in moment.small:
-                    self._leave(f"commitlog/{name}: no segment")
+                    self._leave(f"commitlog/{name}: not a segment")
         if refused := inbox_state(self.root, self._fs).refused:
-            self._leave(f"inbox/refused: bundles that could not be spliced, {len(refused)} of them")
+            self._leave(f"inbox/refused: {len(refused)} bundles that could not be appended")
 
     def _read_small(self) -> Iterator[tuple[str, bytes]]:
         """Yield the small files: (name, content).
@@ -343,7 +344,7 @@ class Original:
             return
         taken = {*folders, *(name for name, _ in files)}
         for name in names:
-            if name not in taken and os.path.lexists(path / name):  # and not gone meanwhile
+            if name not in taken and os.path.lexists(path / name):  # and not removed meanwhile
                 self._leave(f"{folder}/{name}: neither a file nor a folder")
         rocksdb = rocksdb or any(name == "CURRENT" for name, _ in files)
         if rocksdb and writer_alive(self.root, self._fs):

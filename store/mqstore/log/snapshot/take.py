@@ -1,20 +1,20 @@
-"""Copy of a store as of one moment, while others put to it (spark#snapshot).
+"""Copy of a store as of one time, while others put to it (spark#snapshot).
 
-The copy is a store that was closed cleanly. It holds what the original would hold if its writer had been killed at a
-moment during the call (`moment.py`). Segments are copied from the oldest to the newest. If retention deletes one before
-it is copied, the copy begins again with a later moment, which has the relocated messages. It also begins again if
-somebody else has opened the store, and perhaps cut it.
+The copy is a store that was closed cleanly. Its content is that of the original after a kill of its writer at some
+time during the call (`moment.py`). Segments are copied from the oldest to the newest. If retention deletes one before
+it is copied, the copy starts again at a later time, and so includes the relocated messages. It also starts again if
+another process has opened the store, and perhaps cut it.
 
 Then `repair.recover_store` reads the whole copy, as after a crash. It builds the index, which is changed in place and
-hard to copy, and repairs queues where the writer was just writing. So every byte of the log has been read back before
-the copy gets its name:
+hard to copy, and repairs queues that the writer was changing. So every byte of the log has been read back before the
+copy gets its name:
 
     DEST.partial-XXXXXXXX/store/     --rename--> DEST
-                          aside/     files copied during the moment, moved to store/ at the end
+                          aside/     files copied during the snapshot's time, moved to store/ at the end
 
-With `link`, segments that are complete are not copied but get a second name (hard links), at no cost of space and
-hardly any of time. A recovery that has to cut such a segment, or to write to it, copies it first (`SegmentWriter.own`).
-Nobody else writes to it, except a Java broker that finds damage.
+With `link`, complete segments are not copied but get a second name (hard links), which costs no space and hardly any
+time. A recovery that must cut such a segment, or write to it, copies it first (`SegmentWriter.own`). Nothing else
+writes to it, except a Java broker that finds damage.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SnapshotPlan:
     store: str
     snapshot: str
     writer_alive: bool
-    """True if somebody had the store open for writing."""
+    """True if a writer had the store open."""
     log_start: int
     log_end: int
     """End of the copied log. Without a writer, the end of its files."""
@@ -80,7 +80,7 @@ class SnapshotPlan:
     free_bytes: int
     """Number of free bytes on the file system of the copy."""
     left: tuple[str, ...]
-    """A sentence for each thing in the directory that is not copied and that somebody may miss."""
+    """A sentence for each thing in the directory that is not copied and that a user may miss."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, under the names of `mqstore snapshot --json`."""
@@ -104,9 +104,9 @@ class SnapshotReport:
     messages: int = 0
     """Number of records that verified."""
     findings: list[Finding] = field(default_factory=list)
-    """Faults of the copy, which the original has too."""
+    """Faults of the copy, which the original has, too."""
     truncated: list[Cut] = field(default_factory=list)
-    """Ranges that the copy lacks, as an opening of the original would cut them."""
+    """Ranges that the copy lacks, since an opening of the original would cut them."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def plan_snapshot(
     link: bool = False,
     config: StoreConfig | None = None,
 ) -> SnapshotPlan:
-    """Return what `snapshot_store` would do now. Changes nothing. Raises what that raises."""
+    """Return the plan of `snapshot_store`. Changes nothing. Raises the same errors."""
     original = Original(Path(resolved(path)), config or StoreConfig())
     place = _checked(original, target, link)
     with ExitStack() as opened:
@@ -146,14 +146,14 @@ def snapshot_store(
     saved: Saved | None = None,
     fs: FileSystem = REAL,
 ) -> SnapshotReport:
-    """Copy the store at `path`, in use or not, to `target`, a new or empty folder. See the module.
+    """Copy the store at `path`, in use or not, to `target`, a new or empty folder. The module describes how.
 
-    The copy has all that was put, committed and created before the call, and a prefix of what comes meanwhile. It has
+    The copy has everything that was put, committed and created before the call, and a prefix of later changes. It has
     the store id of the original. The original is not changed, except that with `link` its complete segments get a
-    second name. `config` and `json_checks` are as in `recover_store`, `saved` as in `Original`. `progress(bytes done,
-    total bytes)` is called while copying and while reading back.
+    second name. `recover_store` describes `config` and `json_checks`, `Original` describes `saved`. `progress(bytes
+    done, total bytes)` is called while copying and while reading back.
 
-    An error or Ctrl-C removes the copy. A kill leaves `TARGET.partial-` with eight letters, which you have to remove.
+    An error or Ctrl-C removes the copy. A kill leaves `TARGET.partial-` with eight letters, which you must remove.
     Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, ConfigError for an unusable target,
     StoreBusyError if the store keeps changing, StoreFullError, ReadOnlyStoreError and StoreIOError.
 
@@ -166,7 +166,7 @@ def snapshot_store(
     ...         report.messages, report.findings, copy.clean_shutdown, [bytes(m.body) for m in copy.read("orders")]
     (1, [], True, [b'hello'])
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     original = Original(Path(resolved(path)), config or StoreConfig(), saved)
     place = _checked(original, target, link)
     parents: list[Path] = []
@@ -179,16 +179,16 @@ def snapshot_store(
             fs.replace(work / "store", place)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise ConfigError(f"{place} has come meanwhile, and is left as it is: name another folder") from error
+                raise ConfigError(f"{place} was created meanwhile, and is unchanged. Name another folder") from error
             raise
         fs.sync_directory(place.parent)
         parents.clear()
     finally:
-        with suppress(OSError):  # the first error says more
+        with suppress(OSError):  # the first error is more useful
             fs.remove_tree(work)
             for folder in reversed(parents):
                 fs.rmdir(folder)
-    report.seconds = time.monotonic() - begun
+    report.seconds = time.monotonic() - started
     return report
 
 
@@ -203,7 +203,7 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     except UnicodeEncodeError:
         length = 0
     if not text or "\0" in text or (not length and text.strip(os.sep)):
-        raise ConfigError(f"{text!r} is no name of a folder")
+        raise ConfigError(f"{text!r} is not a folder name")
     head, name = os.path.split(text.rstrip(os.sep))
     place = Path(resolved(head or os.curdir), name)
     if name in ("", os.curdir, os.pardir):
@@ -211,29 +211,29 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     root = Path(os.path.realpath(original.root))
     real = Path(os.path.realpath(place))
     folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
-    if any(_identity(each) in folders for each in (real, *real.parents)):  # by a mount or by a link of the store too
-        raise ConfigError(f"{text} lies in the store itself: name a folder outside of {original.root}")
+    if any(_identity(each) in folders for each in (real, *real.parents)):  # also by a mount, or by a link in the store
+        raise ConfigError(f"{text} is inside the store. Name a folder outside of {original.root}")
     if real in root.parents:
-        raise ConfigError(f"{text} is above the store: name a folder that does not exist yet")
+        raise ConfigError(f"{text} is above the store. Name a folder that does not exist yet")
     if os.path.lexists(place):
         if os.path.islink(place) or not place.is_dir() or QUIET.scandir(place):
-            raise ConfigError(f"{text} is there already: name a folder that does not exist yet, or is empty")
+            raise ConfigError(f"{text} already exists. Name a folder that does not exist yet, or is empty")
         if os.path.ismount(place):
-            raise ConfigError(f"{text} is a mount point, which no folder can be renamed to: name one below it")
+            raise ConfigError(f"{text} is a mount point, to which no folder can be renamed. Name a folder below it")
     above = _existing(place)
     if not above.is_dir():
-        raise ConfigError(f"{text}: {above} is no folder")
+        raise ConfigError(f"{text}: {above} is not a folder")
     made_in = _existing(place.parent)
     if not os.access(made_in, os.W_OK | os.X_OK):
         raise_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), made_in, "mkdir")
     if length + len(_SUFFIX) + 8 > os.pathconf(made_in, "PC_NAME_MAX"):
         raise ConfigError(
-            f"{text}: the name is too long by what a copy is called while it is made: choose a shorter one"
+            f"{text}: the name is too long, since the unfinished copy has a longer one. Choose a shorter name"
         )
     if link:
         with suppress(FileNotFoundError):  # a store without a log
             if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
-                raise ConfigError(f"link: {text} lies on another file system than {original.root}: leave it out")
+                raise ConfigError(f"link: {text} is on another file system than {original.root}. Copy without link")
     return place
 
 
@@ -254,7 +254,7 @@ def _existing(folder: Path) -> Path:
 def _make_parents(folder: Path, fs: FileSystem, made: list[Path]) -> None:
     for name in folder.relative_to(there := _existing(folder)).parts:
         there /= name
-        with suppress(FileExistsError):  # created meanwhile: if it is no folder, the next call says so
+        with suppress(FileExistsError):  # created meanwhile. If it is not a folder, the next call reports it
             fs.mkdir(there)
             made.append(there)
         fs.sync_directory(there.parent)
@@ -290,7 +290,7 @@ def _plan(original: Original, moment: Moment, place: Path, link: bool) -> Snapsh
 
 
 def _is_linked(segment: Segment, moment: Moment) -> bool:
-    # A second name would be one of the link itself, and its target may lie on another disk.
+    # A second name would be a name of the link itself, and its target may be on another disk.
     return moment.is_done(segment) and not os.path.islink(segment.path)
 
 
@@ -315,7 +315,7 @@ class _Making:
         self._fs = fs
         self._meter = _Meter(progress)
         self._bundles: dict[str, object] = {}
-        """Identity of each bundle that is copied in full, by name."""
+        """Identity of each bundle copied in full, by name."""
 
     def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
         """Make the copy, in order and on disk, and return the report."""
@@ -330,7 +330,7 @@ class _Making:
             json_checks=json_checks,
             fs=self._fs,
         )
-        # Not earlier, since opening a store for writing appends the waiting bundles.
+        # Only now, since opening a store for writing appends the waiting bundles.
         for name in self._fs.scandir(self._aside):
             self._fs.replace(self._aside / name, self._store / name)
         self._give_to_owner(roots)
@@ -346,15 +346,15 @@ class _Making:
                 plan = _plan(original, moment, self._place, self._link)
                 self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
                 self._meter.add(sum(each.length for each in moment.aside))
-                self._fs.remove_tree(self._store)  # left by an earlier attempt
+                self._fs.remove_tree(self._store)  # from an earlier attempt
                 with suppress(_GoneError), self._copy_to(self._store) as copy:
                     self._bring_rest(copy, moment)
                     copy.sync()
                     if not original.has_changed(moment):
                         return plan
         raise StoreBusyError(
-            f"{original.root}: opened by others, or cut by retention, each of {_STARTS} times before it was copied; "
-            "try again when it is calmer"
+            f"{original.root}: another process opened it, or retention shortened it, during each of {_STARTS} attempts "
+            "to copy it. Try again later"
         )
 
     def _copy_to(self, target: Path) -> TreeCopy:
@@ -394,7 +394,7 @@ class _Making:
         for name, content in moment.small.items():
             copy.content(name, content)
         for each in self._original.bulk():
-            with suppress(FileNotFoundError):  # deleted with its topic or by retention; the log decides what counts
+            with suppress(FileNotFoundError):  # deleted with its topic or by retention. The log decides what counts
                 self._file(copy, each.name)
         copy.folder("commitlog")
         for segment in moment.segments:
@@ -421,7 +421,7 @@ class _Making:
             copy.file(name, fd, length)
 
     def _of_root(self) -> dict[int, str]:
-        """Return the files of the copy that belong to root, by inode. Empty if this process is not root's."""
+        """Return the files of the copy owned by root, by inode. Empty if this process does not run as root."""
         found: dict[int, str] = {}
         for folder, _, names in os.walk(self._store.parent) if os.geteuid() == 0 else ():
             for path in (folder, *(os.path.join(folder, name) for name in names)):
@@ -431,9 +431,9 @@ class _Making:
         return found
 
     def _give_to_owner(self, roots: Mapping[int, str]) -> None:
-        """Give the files that the recovery made to the owner of the store.
-        Files that were root's in the original stay root's. A link may have led to their content elsewhere, or the file
-        may be shared."""
+        """Give the files that the recovery created to the owner of the store.
+        Files owned by root in the original stay root's. A link may have led to their content elsewhere, or the file may
+        be shared."""
         owner = QUIET.stat(self._original.root)
         if (owner.st_uid, owner.st_gid) != (0, 0):
             for inode, path in self._of_root().items():
@@ -454,7 +454,7 @@ class _Meter:
         self._total = 0
         self._done = 0
         self._half = 0
-        self._told = 0
+        self._shown = 0
 
     def begin(self, total: int) -> None:
         self._total = total
@@ -473,5 +473,5 @@ class _Meter:
 
     def _tell(self, done: int) -> None:
         if self._progress is not None and self._total:
-            self._told = max(self._told, min(done, self._total))
-            self._progress(self._told, self._total)
+            self._shown = max(self._shown, min(done, self._total))
+            self._progress(self._shown, self._total)
