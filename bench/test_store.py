@@ -16,11 +16,12 @@ from bench import peers, servers
 from bench.harness import Ask, Load, Side, Work, each
 from bench.peers import BATCH
 from bench.sides import PUT, READ, fill, filled, outgoing, put, read, run_together
+from mqstore.broker.road import SendOptions
 
 BODIES = pytest.mark.parametrize("body", [128, 1024])
 SEGMENTS = 200
 MANY = {128: 400_000, 1024: 100_000}
-TAG_AND_KEYS = mqstore.SendOptions(tag="paid", keys=["o-7", "c-9"])
+TAG_AND_KEYS = SendOptions(tag="paid", keys=["o-7", "c-9"])
 
 
 @BODIES
@@ -286,7 +287,7 @@ def test_open(ask: Ask) -> None:
 @contextmanager
 def dispatch(directory: Path, load: Load) -> Iterator[Work]:
     # With a clock of its own a store starts no threads, so nothing is dispatched before `dispatch`.
-    config = mqstore.StoreConfig(clock=mqstore.engine.SystemClock())
+    config = mqstore.StoreConfig(clock=mqstore.clock.SystemClock())
     with mqstore.open(directory / "store", config=config) as store:
         store.create_topic(load.topic)
         for body in load.bodies():

@@ -51,13 +51,15 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.selection import group_queue
-from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
+from mqstore.engine import Finding
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
 from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS
 from mqstore.layout.record import BODY_AT_V4
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
+from mqstore.log.store import MessageStore
 from mqstore_tools import render
 from mqstore_tools.inspect import show_store
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_told, json_option

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from mqstore import PullConsumer, PushConsumer, Queue, QueueRef, SimpleConsumer, Store, Task, Transaction
-from mqstore.admin import Broker
+from mqstore import PullConsumer, PushConsumer, Queue, QueueRef, SimpleConsumer, Store, Task
+from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.locks import QueueLocks
@@ -20,6 +20,7 @@ from mqstore.broker.topics import TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.client.delivery import Delivery
 from mqstore.client.producer import Producer
+from mqstore.client.transaction import Transaction
 
 __all__ = ["CALLS", "CLOSING", "Things", "names_of", "opened"]
 
@@ -32,7 +33,6 @@ NOT_CALLED = frozenset(
         "Broker.run_once",  # for applications that own the clock, as the other four
         "Producer.run_once",
         "PushConsumer.run_once",
-        "PushConsumer.run_on_loop",
         "Transactions.run_once",
         "PushConsumer.run",  # waits for a signal
         "Store.to_arrow",  # needs pyarrow, and reads as `Store.iter` does
@@ -40,10 +40,25 @@ NOT_CALLED = frozenset(
 )
 
 
+USED_BY_AIO = frozenset(
+    [
+        *(
+            "Queue._get_at_once",
+            "Queue._when_ready",
+            "SimpleConsumer._when_ready",
+            "PullConsumer._when_ready",
+            "PullConsumer._take",
+        ),
+        *("Task._ack_at_once", "Delivery._ack_at_once"),
+    ]
+)
+"""Private methods that do what the public ones of `mqstore.aio` do."""
+
+
 def names_of() -> set[str]:
-    """Return the names of all public methods and properties that are called."""
+    """Return the names of all methods and properties that are called: the public ones, and `USED_BY_AIO`."""
     public = {f"{kind.__name__}.{name}" for kind in CLASSES for name in dir(kind) if not name.startswith("_")}
-    return public - NOT_CALLED
+    return public - NOT_CALLED | USED_BY_AIO
 
 
 class Things:
@@ -250,7 +265,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Queue.empty": lambda x: x.queue.empty(),
     "Queue.full": lambda x: x.queue.full(),
     "Queue.get": lambda x: x.queue.get(timeout=0.01),
-    "Queue.get_at_once": lambda x: x.queue.get_at_once(),
+    "Queue._get_at_once": lambda x: x.queue._get_at_once(),
     "Queue.get_many": lambda x: x.queue.get_many(3),
     "Queue.get_nowait": lambda x: x.queue.get_nowait(),
     "Queue.join": lambda x: x.queue.join(timeout=0.01),
@@ -261,9 +276,9 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Queue.qsize": lambda x: x.queue.qsize(),
     "Queue.shutdown": lambda x: x.queue.shutdown(),
     "Queue.task_done": lambda x: x.queue.task_done(),
-    "Queue.when_ready": lambda x: x.queue.when_ready(_nothing).cancel(),
+    "Queue._when_ready": lambda x: x.queue._when_ready(_nothing).cancel(),
     "Task.ack": lambda x: x.tasks[0].ack(),
-    "Task.ack_at_once": lambda x: x.tasks[0].ack_at_once(),
+    "Task._ack_at_once": lambda x: x.tasks[0]._ack_at_once(),
     "Task.attempt": lambda x: x.tasks[0].attempt,
     "Task.expires_at": lambda x: x.tasks[0].expires_at,
     "Task.extend": lambda x: x.tasks[0].extend(60),
@@ -298,7 +313,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "SimpleConsumer.subscribe": lambda x: x.simple.subscribe("t"),
     "SimpleConsumer.subscriptions": lambda x: x.simple.subscriptions,
     "SimpleConsumer.unsubscribe": lambda x: x.simple.unsubscribe("none"),
-    "SimpleConsumer.when_ready": lambda x: x.simple.when_ready(_nothing).cancel(),
+    "SimpleConsumer._when_ready": lambda x: x.simple._when_ready(_nothing).cancel(),
     "PullConsumer.assign": lambda x: x.pull.assign(_ONE),
     "PullConsumer.assignment": lambda x: x.pull.assignment(),
     "PullConsumer.close": lambda x: x.pull.close(),
@@ -312,9 +327,9 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "PullConsumer.resume": lambda x: x.pull.resume(),
     "PullConsumer.seek": lambda x: x.pull.seek(_ONE, 0),
     "PullConsumer.subscribe": lambda x: x.pull.subscribe("t"),
-    "PullConsumer.take": lambda x: x.pull.take(0, 1, 1),
+    "PullConsumer._take": lambda x: x.pull._take(0, 1, 1),
     "PullConsumer.unsubscribe": lambda x: x.pull.unsubscribe("none"),
-    "PullConsumer.when_ready": lambda x: x.pull.when_ready(_nothing).cancel(),
+    "PullConsumer._when_ready": lambda x: x.pull._when_ready(_nothing).cancel(),
     "Delivery.attempt": lambda x: x.delivery.attempt,
     "Delivery.expires_at": lambda x: x.delivery.expires_at,
     "Delivery.receipt": lambda x: x.delivery.receipt,
@@ -322,7 +337,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Delivery.settled": lambda x: x.delivery.settled,
     "Delivery.message": lambda x: x.delivery.message.body,
     "Delivery.ack": lambda x: x.delivery.ack(),
-    "Delivery.ack_at_once": lambda x: x.delivery.ack_at_once(),
+    "Delivery._ack_at_once": lambda x: x.delivery._ack_at_once(),
     "Delivery.extend": lambda x: x.delivery.extend(60),
     "Delivery.nack": lambda x: x.delivery.nack(),
     "Delivery.reject": lambda x: x.delivery.reject("why"),

@@ -402,9 +402,9 @@ def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None
                 1,
             )
         for way in (1, ("to", 0), ("to", 0, "end")):
-            assert kernel.restore([message], 0, b"m", {message.encoded_properties: way}, (), []) == 0
+            assert kernel.restore([message], 0, b"m", {message._encoded_properties: way}, (), []) == 0
         copies: list[Any] = []
-        assert kernel.restore([message], 0, b"\2m", {message.encoded_properties: ("to", 3, b"end")}, (), copies) == 1
+        assert kernel.restore([message], 0, b"\2m", {message._encoded_properties: ("to", 3, b"end")}, (), copies) == 1
         assert copies == [(message, "to", 3, b"end")]
 
 
@@ -488,7 +488,7 @@ def test_a_property_alone_is_what_it_is_among_all(pieces: list[bytes], topic: by
     batch: Any = SimpleNamespace(buffer=before + record + b"A\1after\2")
     message = Message(batch, len(before), 0)
     expected = decode_properties(b"".join(pieces))
-    assert [message.stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
+    assert [message._stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
     assert (message.tag, message.message_group) == (expected.get("TAGS"), expected.get("__SHARDINGKEY"))
     assert message.keys == tuple(filter(None, expected.get("KEYS", "").split(" ")))
 

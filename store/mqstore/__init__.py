@@ -16,8 +16,8 @@ Everything begins with `mqstore.open`. Then
     store.put, store.read            messages of a topic, by number                help(mqstore.Store)
     mqstore.aio                      all of it for asyncio                         help(mqstore.aio)
     mqstore.errors                   what all of it raises                         help(mqstore.errors)
-    mqstore.admin                    topics, groups, dead letters                  help(mqstore.admin)
-    mqstore.engine                   the message store below                       help(mqstore.engine)
+    mqstore.admin                    look into a directory, and change it          help(mqstore.admin)
+    mqstore.engine                   messages and damage in its files, clocks      help(mqstore.engine)
 
 and on a shell: `mqstore --help`.
 """
@@ -28,19 +28,16 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from mqstore.broker.filters import Filter
 from mqstore.broker.groups import RetryPolicy, backoff, exponential
-from mqstore.broker.road import SendOptions
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
 from mqstore.client.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
 from mqstore.client.interceptors import Consumed, Interceptor
-from mqstore.client.producer import Producer, Selector
+from mqstore.client.producer import Producer
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.simpleconsumer import SimpleConsumer
-from mqstore.client.transaction import Transaction
 from mqstore.client.workers import cancelled
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
@@ -68,8 +65,6 @@ __all__ = [
     "Consumed",
     "Delivery",
     "Durability",
-    "Duration",
-    "Filter",
     "Interceptor",
     "MQStoreError",
     "Message",
@@ -87,15 +82,12 @@ __all__ = [
     "Retention",
     "Retry",
     "RetryPolicy",
-    "Selector",
-    "SendOptions",
     "SendReceipt",
     "SimpleConsumer",
     "SimulatedClock",
     "Store",
     "StoreConfig",
     "Task",
-    "Transaction",
     "backoff",
     "cancelled",
     "exponential",

@@ -1,21 +1,95 @@
-"""Administration of a store: topics, groups, dead letters, and what consumers have in flight.
+"""Administration of a store: topics, groups, dead letters, what consumers have in flight, and store directories.
 
-`Store.broker` gives the broker of a store that is open for writing; these are the types that it takes and returns.
+`Store.broker` is the broker of a store that is open for writing. The first names are the types that it takes and
+returns. The others work on a directory, for operators: `look` and `inspect_store` read it, also beside a broker, and
+`offline` changes it while no broker runs.
 
 >>> import mqstore, tempfile
->>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-...     store.broker.topics.create("orders", queues=4).write_queues
+>>> with tempfile.TemporaryDirectory() as folder:
+...     with mqstore.open(folder) as store:
+...         store.broker.topics.create("orders", queues=4).write_queues
+...     with look(folder) as opened:
+...         opened.topics.names(), opened.group_names()
 4
+(['orders'], [])
 """
 
 from __future__ import annotations
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.groups import GroupConfig
-from mqstore.broker.pop.orderinfo import Suspended
-from mqstore.broker.topics import TopicConfig
-from mqstore.client.consumerstats import ConsumerStats
-from mqstore.client.simpleconsumer import PendingInfo
+import os
+import time
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["Broker", "ConsumerStats", "DeadLetters", "GroupConfig", "PendingInfo", "Suspended", "TopicConfig"]
+from mqstore.broker.admin import contents
+from mqstore.broker.admin.cut import cut_messages, restore_cut
+from mqstore.broker.admin.inspect import inspect_broker
+from mqstore.broker.admin.offline import Offline, look, offline
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.groups import default_retry
+from mqstore.broker.names import check_group, check_user_topic, retry_topics
+from mqstore.client.preparing import check_options, options_of
+from mqstore.files.filesystem import REAL
+from mqstore.files.quiet import QUIET
+from mqstore.log.outgoing import OutgoingMessage
+from mqstore.log.recovery import repair
+from mqstore.log.snapshot.take import SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.options import DEFAULT_MESSAGE_BYTES, StoreConfig
+
+__all__ = [
+    "DeadLetters",
+    "Offline",
+    "check_group",
+    "check_message",
+    "check_user_topic",
+    "cut_messages",
+    "default_retry",
+    "inspect_store",
+    "look",
+    "offline",
+    "plan_snapshot",
+    "rebuild_config",
+    "restore_cut",
+    "retry_topics",
+    "snapshot",
+]
+
+
+def check_message(message: OutgoingMessage, max_message_size: int | None = None) -> None:
+    """Raise InvalidMessageError or ConfigError if a store with this limit of bodies refuses the message.
+    None: the limit of a new store. Topic and queue of the message are not checked."""
+    check_options(
+        message.body,
+        options_of(message),
+        now_ms=time.time_ns() // 1_000_000,
+        max_delay=StoreConfig().max_delay,
+        max_message_size=DEFAULT_MESSAGE_BYTES if max_message_size is None else max_message_size,
+    )
+
+
+def inspect_store(
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Return what the store at `path` contains, as `mqstore inspect --json` prints it. Changes nothing.
+    `progress` is called with (bytes done, all bytes). Raises NotAStoreError, CorruptStoreError (the manifest),
+    UnsupportedStoreError, and StoreIOError."""
+    return {**contents.inspect_store(path, progress=progress), "broker": inspect_broker(path)}
+
+
+def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False) -> list[str]:
+    """Replace the bad JSON files of a store by defaults, and return a sentence about each. What they had is lost.
+    With `dry_run` return what would be done. Raises NotAStoreError, and StoreLockedError if a writer has the store."""
+    fs = QUIET if dry_run else REAL
+    return repair.rebuild_config(path, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=fs)
+
+
+def snapshot(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    link: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> SnapshotReport:
+    """Copy the store at `path`, in use by another process or not, to the folder `target`, as `Store.snapshot` does."""
+    return snapshot_store(path, target, link=link, progress=progress, json_checks=CONFIG_CHECKS)

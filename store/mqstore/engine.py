@@ -1,36 +1,33 @@
-"""The engine under queues and consumers: message store, clocks, reports of opening and checking.
+"""The message store below queues and consumers: clocks, messages and damage in its files, reports about it.
 
-For tools and tests. An application needs `mqstore.open`; the engine of an open store is `Store.log`.
+For tools and tests. An application needs `mqstore.open`.
 
->>> import tempfile
->>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-...     _ = store.put("orders", b"hello")
-...     [message.body for message in store.read("orders")], [*store.verify()]
-([b'hello'], [])
+>>> import mqstore, tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     with mqstore.open(folder) as store:
+...         _ = store.put("orders", b"hello", queue_id=0)
+...     with StoreFiles(folder) as files:
+...         [[message.body for message in found] for found in files.log()]
+[[b'hello']]
 """
 
 from __future__ import annotations
 
-from mqstore.clock import Clock, SimulatedClock, SystemClock
-from mqstore.log.reader import GetResult, StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
-from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport
-from mqstore.log.stats import StoreStats
-from mqstore.log.store import MessageStore
+from mqstore.clock import Clock, SimulatedClock
+from mqstore.layout.properties import user_properties
+from mqstore.log.message import row_of
+from mqstore.log.readonly import ReadOnlyMessageStore  # noqa: F401  (not public: tests import it from here)
+from mqstore.log.recovery.report import Finding
+from mqstore.log.store import MessageStore  # noqa: F401
+from mqstore.log.storefiles import StoreFiles
+from mqstore.native import described as compiled_parts
 
 __all__ = [
     "Clock",
-    "Cut",
     "Finding",
-    "GetResult",
-    "MessageStore",
-    "ReadOnlyMessageStore",
-    "RecoveryReport",
     "SimulatedClock",
-    "SnapshotPlan",
-    "SnapshotReport",
-    "StoreReader",
-    "StoreStats",
-    "SystemClock",
+    "StoreFiles",
+    "compiled_parts",
+    "row_of",
+    "user_properties",
 ]

@@ -166,7 +166,7 @@ class Retention:
 class StoreConfig:
     """Options of `mqstore.open`. Sizes are bytes, durations seconds or `timedelta`.
 
-    >>> StoreConfig(segment_bytes=1 << 20).flush_pages
+    >>> StoreConfig(segment_bytes=1 << 20).default_queues
     4
     """
 
@@ -188,9 +188,7 @@ class StoreConfig:
     retention: Retention | None = None
     """Retention policy. None deletes only by `clean` and `drop_before`. For a broker None means `Retention()`."""
     flush_interval: Duration = 0.5
-    """Time between two checks of the flusher, which syncs if `flush_pages` are dirty."""
-    flush_pages: int = 4
-    """Number of dirty 4 KiB pages that make an interval flush worth its sync."""
+    """Time between two checks of the flusher, which syncs if four pages of 4 KiB are dirty."""
     flush_thorough: Duration = 10.0
     """Time between two syncs of all dirty pages."""
     flush_timeout: Duration = 5.0
@@ -233,7 +231,6 @@ class StoreConfig:
             ("index_slots", 1, _INT_MAX),
             ("index_entries", 2, _INT_MAX),
             ("max_message_size", 0, _INT_MAX),
-            ("flush_pages", 0, _INT_MAX),
             ("max_mappings", 4, _INT_MAX),
         ):
             if getattr(self, name) is not None:

@@ -69,9 +69,8 @@ class Task(Lease):
     `Retry` and `Reject` are obeyed and not raised again.
 
     >>> import mqstore, tempfile
-    >>> from mqstore.engine import MessageStore
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.admin.Broker(MessageStore(folder)) as broker:
-    ...     queue = Queue(broker, "jobs", codec=mqstore.JSON)
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     queue = store.queue("jobs", codec=mqstore.JSON)
     ...     queue.put({"page": 7})
     ...     with queue.get() as task:
     ...         task.value, task.attempt, queue.qsize()
@@ -289,19 +288,19 @@ class Queue:
         If `block`, it waits for at most `timeout` seconds. Raises QueueEmpty without an item, QueueShutDown after
         `shutdown`."""
         timeout_s = None if timeout is None else seconds(timeout, "timeout")
-        task = self.get_at_once(visibility)
+        task = self._get_at_once(visibility)
         if task is None:
             task = Task(self._context, self._take(1, block, timeout_s, visibility)[0], self._codec)
         self._last.task = task
         return task
 
-    def get_at_once(self, visibility: Duration | None = None) -> Task | None:
+    def _get_at_once(self, visibility: Duration | None = None) -> Task | None:
         """Get an item that is prefetched, without waiting for a lock or the disk, for callers such as an event loop.
         None does not mean that there is none: then call `get`. `task_done` does not count it."""
         if self._shut:
             return None
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
+        found = self._broker._pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
         return Task(self._context, found[0], self._codec) if found else None
 
     def get_nowait(self) -> Task:
@@ -382,7 +381,7 @@ class Queue:
             return ((self.name, None),)
         return (self.name, None), (self._retries, None)
 
-    def when_ready(self, callback: Callable[[], object]) -> Wait:
+    def _when_ready(self, callback: Callable[[], object]) -> Wait:
         """Call `callback()` once, when another `get(block=False)` may find an item, or the queue is shut.
         This is for callers that wait without a thread, such as an event loop.
 

@@ -320,7 +320,7 @@ static PyMemberDef located_members[] = {
 static PyGetSetDef located_attributes[] = {
     {"body", (getter)located_body, NULL,
      "The body as it was sent. Raises FormatError if a compressed body cannot be decompressed.", NULL},
-    {"encoded_properties", (getter)located_encoded_properties, NULL,
+    {"_encoded_properties", (getter)located_encoded_properties, NULL,
      "The bytes of the properties, as stored (format#properties).", NULL},
     {"message_id", (getter)located_message_id, NULL,
      "Offset message id, the address of this stored copy (format#ids).", NULL},
@@ -344,9 +344,9 @@ static PyGetSetDef located_attributes[] = {
 };
 
 static PyMethodDef located_methods[] = {
-    {"plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
+    {"_plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
      "(header, stored body) of a record with two IPv4 hosts and no open transaction; None for any other."},
-    {"stored_property", (PyCFunction)located_stored_property, METH_O,
+    {"_stored_property", (PyCFunction)located_stored_property, METH_O,
      "One of `stored_properties`, found without decoding the others; None if it has no such property."},
     {NULL},
 };

@@ -73,7 +73,7 @@ def run(path: Path, seed: int, **options: Any) -> tuple[object, ...]:
         sources += store.read("from", 0, receipt.offset, 1)
     for properties in blobs(draw, 90):
         message = draw.choice(sources)
-        if message.plain_parts() is None or b"INNER_" in properties:
+        if message._plain_parts() is None or b"INNER_" in properties:
             pairs = decode_properties(properties).items()
             delays.raw(1, {name: value for name, value in pairs if value and "\x01" not in value})
         else:

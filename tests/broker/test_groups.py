@@ -45,13 +45,13 @@ def test_a_popped_message_waits_a_second_first(attempt: int, delay_ms: int) -> N
 
 @pytest.mark.parametrize("far", [15, 16, 17, 18, 100, FOR_EVER])
 def test_behind_the_end_of_the_standard_delays_two_hours_stay_two_hours(far: int) -> None:
-    assert RetryPolicy().next_delay_ms(far) == 2 * HOUR
+    assert RetryPolicy()._next_delay_ms(far) == 2 * HOUR
     assert RetryPolicy().delay_ms(far + 3) == 2 * HOUR
 
 
 def test_a_negative_count_of_retries_counts_as_none() -> None:
-    assert RetryPolicy().next_delay_ms(-1) == 10 * SECOND
-    assert RetryPolicy.exponential().next_delay_ms(-1) == 5 * SECOND
+    assert RetryPolicy()._next_delay_ms(-1) == 10 * SECOND
+    assert RetryPolicy.exponential()._next_delay_ms(-1) == 5 * SECOND
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_a_policy_of_ones_own_starts_with_its_first_entry_in_every_model(
 ) -> None:
     config = GroupConfig("g", retry_policy=policy)
     assert [config.delay_ms(attempt) for attempt in range(1, len(expected_ms) + 1)] == expected_ms
-    assert [policy.next_delay_ms(r) for r in range(len(expected_ms))] == expected_ms
+    assert [policy._next_delay_ms(r) for r in range(len(expected_ms))] == expected_ms
 
 
 def test_an_exponent_has_a_bound_so_that_no_attempt_number_takes_for_ever() -> None:
     policy = RetryPolicy.exponential(1, 10**6, 7200)
-    assert policy.delay_ms(2**31) == policy.next_delay_ms(2**31) == 2 * HOUR
+    assert policy.delay_ms(2**31) == policy._next_delay_ms(2**31) == 2 * HOUR
     slow = RetryPolicy.exponential(0.001, 2, timedelta(days=36_500))
-    assert slow.next_delay_ms(32) == slow.next_delay_ms(33) == 2**32
+    assert slow._next_delay_ms(32) == slow._next_delay_ms(33) == 2**32
 
 
 @pytest.mark.parametrize("attempt", [0, -1])
@@ -431,13 +431,13 @@ def test_a_policy_that_replaces_another_leaves_nothing_of_it(groups: _Groups) ->
 
 @pytest.mark.parametrize("stored", [{}, {"customizedRetryPolicy": {}}, {"customizedRetryPolicy": {"next": []}}])
 def test_a_policy_without_a_list_is_the_standard_one(stored: dict[str, Any]) -> None:
-    assert RetryPolicy.from_json(stored) == RetryPolicy()
+    assert RetryPolicy._from_json(stored) == RetryPolicy()
 
 
 def test_numbers_below_zero_in_a_file_wait_for_nothing() -> None:
-    listed = RetryPolicy.from_json({"customizedRetryPolicy": {"next": [-5, 7]}})
+    listed = RetryPolicy._from_json({"customizedRetryPolicy": {"next": [-5, 7]}})
     assert [listed.delay_ms(1), listed.delay_ms(2)] == [0, 7]
-    grown = RetryPolicy.from_json({"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": -1, "multiplier": -2}})
+    grown = RetryPolicy._from_json({"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": -1, "multiplier": -2}})
     assert [grown.delay_ms(n) for n in (1, 2)] == [0, 0]
 
 

@@ -15,7 +15,7 @@ from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import START_GROUP, QueueKey
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import delete_group, open_parts, open_tables
+from mqstore.broker.parts import open_parts, open_tables
 from mqstore.broker.published import publish
 from mqstore.files.quiet import QUIET
 from mqstore.log.readonly import ReadOnlyMessageStore
@@ -212,6 +212,6 @@ def test_an_operator_who_deletes_the_group_of_a_closed_store_deletes_it(tmp_path
     owner.store.close()
     owner.publish(4)
     with offline(owner.path) as opened:
-        delete_group(opened.parts, "sp")
+        opened.delete_group("sp")
     with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
         assert group_names(open_tables(store)) == []

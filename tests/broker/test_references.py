@@ -147,7 +147,7 @@ def test_each_attempt_refers_to_the_one_before(bench: Bench) -> None:
         assert (retry.attempt, retry.body) == (attempt, BODY)
         waiting = bench.store.at(bench.broker.send_back("g", retry.physical_offset).physical_offset)
         assert offset < retry.physical_offset < waiting.physical_offset
-        assert waiting.whole().body == BODY
+        assert waiting._whole().body == BODY
         bench.broker.commit("g", RETRY, 0, retry.offset + 1)
         bench.busy()
         bench.clean()
@@ -345,7 +345,7 @@ def test_record_that_cannot_be_restored_and_has_no_body_is_passed_over(bench: Be
     receipt = bench.broker.put("orders", BODY, queue_id=0)
     origin = bench.store.at(receipt.physical_offset)
     properties = {"DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "no number"}
-    for flags, body in ((0x701, origin.reference()), (0x701, bytes(REFERENCE_BYTES)), (0x701, b"short")):
+    for flags, body in ((0x701, origin._reference()), (0x701, bytes(REFERENCE_BYTES)), (0x701, b"short")):
         bench.store.append(SCHEDULE_TOPIC, 2, body, properties=properties, sys_flag=flags)
     bench.jump(HOUR_MS)
     letters = bench.broker.dead_letters("CID_RMQ_SYS_SCHEDULE")

@@ -9,7 +9,7 @@ import pytest
 
 import mqstore
 from mqstore import Store
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 from tests.client.pushsupport import PushBench
 
 

@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any, cast
 
 from mqstore import PushConsumer, Queue, SimpleConsumer, SimulatedClock, Store
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 from mqstore.client.poppush import PopEngine
 from mqstore.client.waits import Waits
 from mqstore.client.workers import Workers

@@ -47,14 +47,6 @@ TWINS = [
 ]
 NOT_THERE = {
     (mqstore.Store, "broker"),  # and `log`, an attribute: by way of `store.sync`
-    (mqstore.Queue, "when_ready"),  # what a loop waits by
-    (mqstore.Queue, "get_at_once"),
-    (mqstore.SimpleConsumer, "when_ready"),
-    (mqstore.PullConsumer, "when_ready"),
-    (mqstore.Task, "ack_at_once"),  # what the asyncio classes are made of
-    (mqstore.Delivery, "ack_at_once"),
-    (mqstore.PullConsumer, "take"),
-    (mqstore.PushConsumer, "run_on_loop"),
     (mqstore.PushConsumer, "halt"),  # the store's way to close
     (mqstore.Store, "halt"),
     (mqstore.Store, "close_halted"),

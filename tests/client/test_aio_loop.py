@@ -122,13 +122,13 @@ async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store)
     broker = store.sync.broker
     await (await store.queue("jobs")).put_many([b"0", b"1", b"2"])
     [delivery] = broker.pop("jobs", "jobs")
-    assert broker.pop_at_once("nobody", "jobs", 1, 60_000, False) == []
+    assert broker._pop_at_once("nobody", "jobs", 1, 60_000, False) == []
     for n, invisible_ms in ((33, 60_000), (1, 50), (1, 50_000_000)):
-        assert broker.pop_at_once("jobs", "jobs", n, invisible_ms, False) == []
+        assert broker._pop_at_once("jobs", "jobs", n, invisible_ms, False) == []
     assert broker.groups.get("nobody") is None
     assert broker.stats().in_flight == 1
-    assert len(broker.pop_at_once("jobs", "jobs", 1, 60_000, False)) == 1
-    assert broker.ack_at_once("jobs", "jobs", [delivery.receipt]) == 1
+    assert len(broker._pop_at_once("jobs", "jobs", 1, 60_000, False)) == 1
+    assert broker._ack_at_once("jobs", "jobs", [delivery.receipt]) == 1
     assert broker.stats().in_flight == 1
 
 

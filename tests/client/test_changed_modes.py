@@ -197,7 +197,7 @@ def test_a_receive_that_waits_hears_of_the_retry_topic_of_reading(bench: PushBen
     with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
         assert consumer.receive(wait=0) == []
         called: list[int] = []
-        consumer.when_ready(lambda: called.append(1))
+        consumer._when_ready(lambda: called.append(1))
         bench.advance(5)
         assert called == [1]
         [delivery] = consumer.receive(wait=0)
@@ -220,7 +220,7 @@ def test_a_receive_that_waits_hears_of_letters_of_a_group_that_read(bench: PushB
     with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
         assert consumer.receive(wait=0) == []
         called: list[int] = []
-        consumer.when_ready(lambda: called.append(1))
+        consumer._when_ready(lambda: called.append(1))
         bench.broker.dead_letters("g").replay()
         bench.settle()
         assert called == [1]

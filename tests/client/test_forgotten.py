@@ -24,7 +24,7 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import QueueEmpty, QueueRef, Store
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import StoreLockedError
 from tests.client.support import until

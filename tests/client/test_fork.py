@@ -100,11 +100,11 @@ RETURNING = frozenset(
         *("Broker.wait", "Members.get", "Transactions.get", "Transactions.open_count"),
         *("TopicTable.entered", "TopicTable.get", "TopicTable.need", "TopicTable.problems"),
         *("GroupTable.get", "GroupTable.may_read", "GroupTable.names"),
-        *("Queue.full", "Queue.get_at_once", "Producer.closed", "SimpleConsumer.closed"),
+        *("Queue.full", "Queue._get_at_once", "Producer.closed", "SimpleConsumer.closed"),
         *("SimpleConsumer.subscriptions", "PullConsumer.closed"),
-        *("Task.attempt", "Task.expires_at", "Task.message", "Task.settled", "Task.value", "Task.ack_at_once"),
+        *("Task.attempt", "Task.expires_at", "Task.message", "Task.settled", "Task.value", "Task._ack_at_once"),
         *("Delivery.attempt", "Delivery.expires_at", "Delivery.message", "Delivery.receipt", "Delivery.received_at"),
-        *("Delivery.settled", "Delivery.ack_at_once"),
+        *("Delivery.settled", "Delivery._ack_at_once"),
         *CLOSING,
     ]
 )

@@ -108,7 +108,7 @@ def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(bench: Bench)
     for receipt in receipts:
         flip(bench.path / "commitlog" / f"{0:020}", receipt.physical_offset + receipt.size - 1)
     called: list[bool] = []
-    consumer.when_ready(lambda: called.append(True))
+    consumer._when_ready(lambda: called.append(True))
     bench.advance(2)
     assert called
     consumer.receive(wait=0)

@@ -23,10 +23,10 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import MQStoreError, QueueRef, Store, StoreConfig, jobs
-from mqstore.admin import Broker, DeadLetters
+from mqstore.admin import DeadLetters
+from mqstore.broker.broker import Broker
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import MissingFileError, QueueEmpty
-from mqstore.log.recovery.recover import RecoverOptions
 from tests.client.support import ended, in_thread, until
 from tests.tools.support import mqstore as command
 
@@ -112,7 +112,7 @@ QUEUE: dict[str, Call] = {
     "empty": lambda queue: queue.empty(),
     "full": lambda queue: queue.full(),
     "get": lambda queue: _settled(queue, lambda task: task.ack()),
-    "get_at_once": lambda queue: queue.get_at_once(),
+    "_get_at_once": lambda queue: queue._get_at_once(),
     "get_many": lambda queue: _settled(queue, lambda task: [task.ack(), queue.get_many(3)]),
     "get_nowait": lambda queue: queue.get_nowait(),
     "join": lambda queue: queue.join(0.001),
@@ -123,7 +123,7 @@ QUEUE: dict[str, Call] = {
     "qsize": lambda queue: queue.qsize(),
     "shutdown": lambda queue: None,  # it changes only memory
     "task_done": lambda queue: _settled(queue, lambda task: queue.task_done()),
-    "when_ready": lambda queue: queue.when_ready(lambda: None).cancel(),
+    "_when_ready": lambda queue: queue._when_ready(lambda: None).cancel(),
 }
 BROKER: dict[str, Call] = {
     "committed": lambda broker: broker.committed("g", "t", 0),
@@ -166,7 +166,7 @@ TABLES: dict[str, tuple[Callable[[Store], Any], dict[str, Call]]] = {
 
 def test_calls_are_complete() -> None:
     for kind, table in ((Store, STORE), (mqstore.Queue, QUEUE)):
-        assert {name for name in dir(kind) if name[0] != "_"} - NO_FILE == set(table)
+        assert {name for name in dir(kind) if name[0] != "_"} - NO_FILE == {name for name in table if name[0] != "_"}
     for kind, table in ((Broker, BROKER), (MessageStore, LOG)):
         assert set(table) <= set(dir(kind))
 
@@ -248,7 +248,7 @@ JOBS: Mapping[str, Callable[[Any, Path], Any]] = {
     "dlq_resend": lambda stores, _: jobs.dlq_resend(stores, dry_run=True),
     "export_parquet": lambda stores, out: jobs.export_parquet(stores, out / "lake"),
     "lag_report": lambda stores, _: jobs.lag_report(stores),
-    "recover": lambda stores, _: jobs.recover(stores, options=RecoverOptions(dry_run=True)),
+    "recover": lambda stores, _: jobs.recover(stores, dry_run=True),
     "trace": lambda stores, _: jobs.trace(stores, key="k"),
     "traffic_report": lambda stores, _: jobs.traffic_report(stores),
     "verify": lambda stores, _: jobs.verify(stores),
@@ -319,7 +319,7 @@ def test_every_call_names_a_directory_that_is_gone(
         except Exception as error:
             errors[name] = error
     assert not {name: error for name, error in errors.items() if not isinstance(error, MissingFileError)}
-    assert silent <= {"full", "get_at_once", "shutdown", "stats"}  # in memory; `stats` shows the error
+    assert silent <= {"full", "_get_at_once", "shutdown", "stats"}  # in memory; `stats` shows the error
     assert "removed or moved" in store.stats().errors["directory"]
     for thread, outcome in (waiting, following):
         assert isinstance(ended(thread, outcome), MissingFileError)

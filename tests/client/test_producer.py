@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import Message, OutgoingMessage, QueueRef, SendReceipt, SimulatedClock
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 from mqstore.broker.selection import java_selector_queue
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.producer import Producer

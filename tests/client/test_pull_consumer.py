@@ -545,7 +545,7 @@ def test_what_is_asked_of_a_closed_consumer_is_an_error(broker: Broker) -> None:
         lambda: consumer.assign(Q[0]),
         lambda: consumer.commit(),
         lambda: consumer.seek(Q[0], 0),
-        lambda: consumer.when_ready(print),
+        lambda: consumer._when_ready(print),
     ]
     for call in calls:
         with pytest.raises(StoreClosedError):
@@ -901,7 +901,7 @@ def test_a_poll_that_waits_keeps_the_locks(broker: Broker, clock: SimulatedClock
     look(consumer)
     ready = threading.Event()
     for _ in range(6):
-        consumer.when_ready(ready.set)
+        consumer._when_ready(ready.set)
         clock.advance(19_999)
         broker.run_once()
         assert not ready.is_set()
@@ -920,7 +920,7 @@ def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> No
     consumer = subscribed(broker)
     look(consumer)
     calls: list[int] = []
-    consumer.when_ready(lambda: calls.append(1))
+    consumer._when_ready(lambda: calls.append(1))
     broker.run_once()
     assert calls == []
     put(broker, "a", queue_id=2)
@@ -935,11 +935,11 @@ def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> No
 def test_what_is_there_already_calls(broker: Broker) -> None:
     consumer = subscribed(broker)
     calls: list[int] = []
-    consumer.when_ready(lambda: calls.append(1))  # a poll would join the group
+    consumer._when_ready(lambda: calls.append(1))  # a poll would join the group
     assert calls == [1]
     look(consumer)
     put(broker, "a")
-    consumer.when_ready(lambda: calls.append(2))
+    consumer._when_ready(lambda: calls.append(2))
     broker.run_once()
     assert calls == [1, 2]
 
@@ -948,7 +948,7 @@ def test_a_callback_that_is_cancelled_is_not_called(broker: Broker) -> None:
     consumer = subscribed(broker)
     look(consumer)
     calls: list[int] = []
-    ready = consumer.when_ready(lambda: calls.append(1))
+    ready = consumer._when_ready(lambda: calls.append(1))
     ready.cancel()
     ready.cancel()
     assert parked(broker) == 0
@@ -978,7 +978,7 @@ def test_news_of_every_kind_call(broker: Broker, news: Callable[[Broker, PullCon
     look(consumer)
     consumer.pause(Q[1])
     calls: list[int] = []
-    consumer.when_ready(lambda: calls.append(1))
+    consumer._when_ready(lambda: calls.append(1))
     broker.run_once()
     assert calls == []
     news(broker, consumer)
@@ -993,7 +993,7 @@ def test_a_commit_that_is_due_calls(broker: Broker, clock: SimulatedClock) -> No
     look(consumer)
     look(consumer)
     calls: list[int] = []
-    consumer.when_ready(lambda: calls.append(1))
+    consumer._when_ready(lambda: calls.append(1))
     clock.advance(5000)
     broker.run_once()
     assert calls == [1]
@@ -1008,7 +1008,7 @@ def test_a_topic_that_is_gone_does_not_call_again_and_again(broker: Broker) -> N
     broker.topics.delete("orders", force=True)
     look(consumer)
     calls: list[int] = []
-    consumer.when_ready(lambda: calls.append(1))
+    consumer._when_ready(lambda: calls.append(1))
     broker.run_once()
 
     assert calls == []
@@ -1017,7 +1017,7 @@ def test_a_topic_that_is_gone_does_not_call_again_and_again(broker: Broker) -> N
 def test_a_callback_that_fails_harms_nobody(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     consumer = subscribed(broker)
     look(consumer)
-    consumer.when_ready(lambda: 1 // 0)
+    consumer._when_ready(lambda: 1 // 0)
     look(subscribed(broker, "c2"))
 
     assert "ZeroDivisionError" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 
 import mqstore
 from mqstore import Queue, RetryPolicy
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 from mqstore.broker.mechanism import Housekeeper
 from mqstore.signalsafe import Bell
 from tests.broker.support import full
@@ -127,7 +127,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
     called: list[str] = []
 
     def interrupted(self: Bell, timeout_s: float) -> None:
-        queue.when_ready(lambda: called.append("another"))
+        queue._when_ready(lambda: called.append("another"))
         queue.put(b"a")
         bench.advance(0)  # it is called for the one who waits
         assert called == []
@@ -145,7 +145,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
 def test_being_called_when_there_is_something(bench: Bench) -> None:
     queue = bench.queue()
     called: list[int] = []
-    waits = [queue.when_ready(lambda i=i: called.append(i)) for i in range(3)]
+    waits = [queue._when_ready(lambda i=i: called.append(i)) for i in range(3)]
     bench.advance(0)
     assert called == []
     queue.put(b"a")
@@ -162,7 +162,7 @@ def test_being_called_when_there_is_something(bench: Bench) -> None:
     bench.advance(0)
     assert called == [0, 1]
     assert parked(bench.broker) == 0
-    queue.when_ready(lambda: called.append(9))  # it is there already
+    queue._when_ready(lambda: called.append(9))  # it is there already
     bench.advance(0)
     assert called == [0, 1, 9]
 
@@ -171,10 +171,10 @@ def test_being_called_when_there_is_something(bench: Bench) -> None:
 def test_being_called_when_the_queue_is_shut(bench: Bench, immediate: bool) -> None:
     queue = bench.queue()
     called: list[int] = []
-    queue.when_ready(lambda: called.append(0))
+    queue._when_ready(lambda: called.append(0))
     queue.shutdown(immediate)
     assert called == [0]
-    assert queue.when_ready(lambda: called.append(1)).over
+    assert queue._when_ready(lambda: called.append(1)).over
     assert called == [0, 1]
     assert parked(bench.broker) == 0
 
@@ -699,7 +699,7 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
     queue.put(b"a")
     queue.get()
     with monkeypatch.context() as patch:
-        for name in ("ack", "ack_at_once"):
+        for name in ("ack", "_ack_at_once"):
             patch.setattr(bench.broker, name, full)
         with pytest.raises(mqstore.errors.StoreFullError):
             queue.task_done()

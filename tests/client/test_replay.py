@@ -12,7 +12,7 @@ import pytest
 
 import mqstore
 from mqstore import Reject, RetryPolicy, SimulatedClock, Store, StoreConfig
-from mqstore.admin import Broker
+from mqstore.broker.broker import Broker
 
 LONG_S = 30.0
 
@@ -122,7 +122,7 @@ def test_who_waits_for_an_item_is_called_by_a_replay(store: Store, ordered: bool
     jobs.put(b"poison")
     jobs.get().reject("bad")
     ready = threading.Event()
-    jobs.when_ready(ready.set)
+    jobs._when_ready(ready.set)
     assert not ready.is_set()
     jobs.dead_letters.replay()
     assert ready.wait(LONG_S)

@@ -18,6 +18,7 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
+from mqstore.client.simpleconsumer import PendingInfo
 from tests.client.popsupport import Bench
 from tests.client.pushsupport import Told, hook
 from tests.client.support import ended, failing, in_thread, parked, until, waits_of
@@ -399,7 +400,7 @@ def test_pending_tells_what_is_in_flight(bench: Bench) -> None:
     [delivery] = consumer.receive(wait=0)
     expires = datetime.fromtimestamp(bench.clock.now_ms() / 1000 + 30, UTC)
     [info] = consumer.pending()
-    assert info == mqstore.admin.PendingInfo("K1", mqstore.QueueRef("t", 2), 0, 1, expires)
+    assert info == PendingInfo("K1", mqstore.QueueRef("t", 2), 0, 1, expires)
     delivery.nack(5)
     bench.advance(5)
     [again] = consumer.receive(wait=0)
@@ -615,8 +616,8 @@ def test_a_turn_that_came_from_two_topics_is_passed_on(bench: Bench, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "add_pop_waiter", noted)
-        first.when_ready(lambda: called.append("first"))
-    second.when_ready(lambda: called.append("second"))
+        first._when_ready(lambda: called.append("first"))
+    second._when_ready(lambda: called.append("second"))
     for waiter, _ in chosen:  # the broker lets go of it in both, before it calls
         assert bench.broker.remove_waiter(waiter)
     for _, callback in chosen:
@@ -630,7 +631,7 @@ def test_who_was_called_looks_first_where_it_was_called(bench: Bench) -> None:
     for _ in range(4):  # whichever topic has the next turn
         consumer, other = bench.consumer("t", "u", "v"), bench.consumer("t", "u", "v")
         called.clear()
-        consumer.when_ready(lambda: called.append("one"))
+        consumer._when_ready(lambda: called.append("one"))
         bench.put(b"u", topic="u")
         assert called == ["one"]
         bench.store.put("t", b"t")
@@ -644,7 +645,7 @@ def test_who_was_called_looks_first_where_it_was_called(bench: Bench) -> None:
 def test_who_was_called_and_does_not_come_passes_it_on(bench: Bench) -> None:
     consumers = [bench.consumer("t", "u") for _ in range(3)]
     called: list[int] = []
-    waits = [each.when_ready(lambda i=i: called.append(i)) for i, each in enumerate(consumers)]
+    waits = [each._when_ready(lambda i=i: called.append(i)) for i, each in enumerate(consumers)]
     bench.put(b"a")
     assert called == [0]
     waits[0].cancel()
@@ -666,7 +667,7 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
         return waiter
 
     monkeypatch.setattr(bench.broker, "add_pop_waiter", interrupted)
-    consumer.when_ready(lambda: called.append("one"))
+    consumer._when_ready(lambda: called.append("one"))
     assert called == ["one"]
     assert parked(bench.broker) == 0
 
@@ -674,7 +675,7 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
 def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(bench: Bench) -> None:
     consumer = bench.consumer("t", "u")
     called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
+    consumer._when_ready(lambda: called.append("one"))
     bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
     bench.put(b"a")
     assert called == ["one"]
@@ -693,7 +694,7 @@ def test_who_was_called_and_fails_passes_it_on(
 ) -> None:
     consumer = bench.consumer("t", "u")
     called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
+    consumer._when_ready(lambda: called.append("one"))
     bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
     bench.put(b"a")
     assert called == ["one"]
@@ -708,7 +709,7 @@ def test_who_was_called_and_fails_passes_it_on(
 def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
     consumer = bench.store.simple_consumer("g", {"t": "red"})
     called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
+    consumer._when_ready(lambda: called.append("one"))
     bench.put(b"a", tag="blue")
     assert called == []
     bench.put(b"b", tag="red")
@@ -719,7 +720,7 @@ def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
 def test_news_of_other_kinds_call_too(bench: Bench, event: str) -> None:
     consumer = bench.consumer("t", "later")
     called: list[str] = []
-    consumer.when_ready(lambda: called.append("one"))
+    consumer._when_ready(lambda: called.append("one"))
     {
         "close": consumer.close,
         "subscribe": lambda: consumer.subscribe("u"),
@@ -734,7 +735,7 @@ def test_who_asks_a_closed_consumer_is_called_at_once(bench: Bench) -> None:
     consumer = bench.consumer()
     consumer.close()
     called: list[str] = []
-    assert consumer.when_ready(lambda: called.append("one")).over
+    assert consumer._when_ready(lambda: called.append("one")).over
     assert called == ["one"]
 
 

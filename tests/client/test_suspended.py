@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import Message, PushConsumer, QueueRef, Reject, RetryPolicy
-from mqstore.admin import Suspended
+from mqstore.broker.pop.orderinfo import Suspended
 from tests.client.orderlysupport import Bench
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)

@@ -72,7 +72,7 @@ def produce(path: Path, pipe: int, seed: int) -> None:
     def say(kind: bytes, value: int = 0) -> None:
         os.write(pipe, _ACK.pack(kind, value))
 
-    config = StoreConfig(**SIZES, flush_interval=0.005, flush_pages=1)
+    config = StoreConfig(**SIZES, flush_interval=0.005, flush_thorough=0.005)
     while True:
         say(b"o")
         store = MessageStore(path, config=config)

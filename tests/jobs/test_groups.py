@@ -12,7 +12,6 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.names import QueueKey
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
@@ -221,7 +220,7 @@ def test_a_group_without_dead_letters_is_known_and_one_that_has_only_letters_too
 def test_letters_that_were_let_go_of_do_not_count(letters: Path, tmp_path: Path) -> None:
     shutil.copytree(letters, tmp_path / "s")
     with offline(tmp_path / "s") as opened:
-        DeadLetters(opened.parts, "audit").purge(before_offset=2)
+        opened.dead_letters("audit").purge(before_offset=2)
 
     rows = dlq_report([letters, tmp_path / "s"], groups=["audit"]).rows
 

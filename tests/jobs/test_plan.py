@@ -84,9 +84,9 @@ def test_options_choose_queues_and_bounds(store: Path, options: dict[str, str], 
 def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(40))
     with offline(path) as opened:
-        opened.parts.topics.create("t", queues=2)
-        opened.parts.groups.create("g")
-        opened.parts.offsets.commit(QueueKey("g", "t", 0), 7)
+        opened.topics.create("t", queues=2)
+        opened.groups.create("g")
+        opened.offsets.commit(QueueKey("g", "t", 0), 7)
     assert planned(path, subscribe="t", startingGroup="g") == {("t", 0): (7, 10), ("t", 1): (0, 10)}
     with pytest.raises(ConfigError, match="no store knows progress"):
         planned(path, startingGroup="nobody")
@@ -177,7 +177,7 @@ def test_a_topic_without_a_message_is_there(tmp_path: Path) -> None:
     """A query of it failed, as of one that no store has."""
     path = write_store(tmp_path / "s", many(8))
     with offline(path) as opened:
-        opened.parts.topics.create("empty", queues=2)
+        opened.topics.create("empty", queues=2)
     for wanted in ({"subscribe": "empty"}, {"assign": '{"empty":[1]}'}, {"startingOffsets": '{"empty":{"1":0}}'}):
         assert ("empty", 1) not in planned(path, **wanted)
     with pytest.raises(TopicNotFoundError, match="'empty', queue 2"):

@@ -194,7 +194,7 @@ def with_an_image_inside(path: Path) -> Path:
         store_timestamp_ms=1,
         checksum=checksum,
     )
-    body_at = at - large.physical_offset - large.record_bytes().index(bytes(2_000))
+    body_at = at - large.physical_offset - large._record_bytes().index(bytes(2_000))
     body = bytes(body_at) + image
     return written(body + bytes(2_000 - len(body)))
 

@@ -316,7 +316,7 @@ BAD_OPTIONS: list[dict[str, Any]] = [
     {"segment_bytes": 1023}, {"segment_bytes": 1 << 31}, {"consumequeue_units": 0}, {"consumequeue_units": 1 << 30},
     {"index_slots": 0}, {"index_entries": 1}, {"max_message_size": -1}, {"flush_interval": -1},
     {"flush_timeout": float("nan")},
-    {"group_hash": "md5"}, {"delay_levels": ""}, {"delay_levels": "1s 5x"}, {"max_mappings": 3}, {"flush_pages": -1},
+    {"group_hash": "md5"}, {"delay_levels": ""}, {"delay_levels": "1s 5x"}, {"max_mappings": 3},
 ]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_a_copy_is_in_no_light_queue(foreign: Callable[[str], Path]) -> None:
     path = foreign("light")
     with opened(path, "rw") as store:
         message = next(store.iter("orders", 0))
-        store.copy_many([(message, "elsewhere", 0, message.encoded_properties)])
+        store.copy_many([(message, "elsewhere", 0, message._encoded_properties)])
         store.append("elsewhere", 0, b"again", properties=message.stored_properties())
         store.dispatch()
         assert store.offsets("%LMQ%a", 0) == (0, 8)

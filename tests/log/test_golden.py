@@ -43,7 +43,7 @@ def test_every_message_of_a_java_store_is_read_field_by_field(golden: Golden, na
                 assert message.body == base64.b64decode(line["body"])
                 assert bytes(message.body_view) == base64.b64decode(line.get("stored_body") or line["body"])
                 assert message.tags_code == line["tags_code"]
-                assert struct.unpack_from(">ii", message.record_bytes(), 4) == (line["magic"], line["body_crc"])
+                assert struct.unpack_from(">ii", message._record_bytes(), 4) == (line["magic"], line["body_crc"])
                 count += 1
         assert count == java.of("store")[0]["readable"]
 

@@ -120,7 +120,7 @@ def test_an_unknown_durability_is_refused_before_anything_is_written(store: Mess
 
 def test_a_store_opened_for_reading_has_no_way_to_change_it(tmp_path: Path) -> None:
     changing = (
-        *("put", "put_many", "append", "copy_many", "outlet", "flush", "dispatch", "run_once"),
+        *("put", "put_many", "append", "copy_many", "_outlet", "flush", "dispatch", "run_once"),
         *("splice", "take_inbox", "clean", "drop_before"),
     )
     with open_store(tmp_path / "s") as writer:
@@ -255,7 +255,7 @@ def test_version_2_begins_where_a_topic_has_more_than_127_bytes(store: MessageSt
     store.put_many(topic, [b"two"])
     store.append(topic, 0, b"three")
     messages = store.read(topic)
-    assert [struct.unpack_from(">i", m.record_bytes(), 4)[0] for m in messages] == [magic] * 3
+    assert [struct.unpack_from(">i", m._record_bytes(), 4)[0] for m in messages] == [magic] * 3
     assert [(m.topic, m.body) for m in messages] == [(topic, b"one"), (topic, b"two"), (topic, b"three")]
     assert messages[0].size == HEADER + (magic == V2) + len(topic) + len(b"oneTAGS\1T\2")
     assert list(store.verify()) == []
@@ -292,7 +292,7 @@ def test_the_worked_vector_byte_by_byte(tmp_path: Path, profile: Any, checksum: 
         assert receipt.message_id == "C0A8010A00002A9F0000000000000400"
         assert receipt.unique_key == "7F00000104D218B4AAC208A2B1C00000"
         (message,) = store.read("OrderTopic", 1, 5)
-        assert message.record_bytes() == VECTOR[:8] + bytes.fromhex(checksum) + VECTOR[12:]
+        assert message._record_bytes() == VECTOR[:8] + bytes.fromhex(checksum) + VECTOR[12:]
     assert units_of(tmp_path / "s", "OrderTopic", 1)[5] == struct.unpack(
         ">qiq", bytes.fromhex("0000000000000400000000b0000000000027a807")
     )
@@ -303,7 +303,7 @@ def test_hosts_of_either_family_lie_where_the_vector_has_them(tmp_path: Path) ->
     with open_store(tmp_path / "s", store_host="[::1]:124") as store:
         receipt = store.append(topic, 0, b"x", born_host="[1050:0:0:0:5:600:300c:326b]:123", born_timestamp_ms=77)
         (message,) = store.read(topic)
-        record = message.record_bytes()
+        record = message._record_bytes()
         assert record[:8].hex() == "00000109daa320ab"
         assert record[36:40].hex() == "00000030"
         assert record[48:68].hex() == "105000000000000000050600300c326b0000007b"
@@ -326,7 +326,7 @@ def test_all_four_mixtures_of_host_families(tmp_path: Path, profile: Any, store_
         assert (first.store_host, first.reconsume_times, first.flag) == (store_host, 5, -2)
         assert first.store_timestamp_ms == receipt.store_timestamp_ms
         # an IPv4 address written as IPv6 may come back in either notation, but with its bytes
-        assert first.record_bytes()[39] & 0x10 == (0x10 if born_host.startswith("[") else 0)
+        assert first._record_bytes()[39] & 0x10 == (0x10 if born_host.startswith("[") else 0)
         assert [(m.body, m.flag) for m in others] == [(b"put", 9), (b"many", 0), (b"more", -9)]
         assert store.get_by_id(receipt.message_id).body == b"body"
         assert list(store.verify()) == []

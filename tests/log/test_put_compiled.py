@@ -153,7 +153,7 @@ def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], st
         assert door.left == ([(("t", b"body", 0), options)] if stored is None else [])
         if stored is not None:
             [message] = store.read("t")
-            assert (message.encoded_properties, message.flag) == (stored, options.get("flag", 0))
+            assert (message._encoded_properties, message.flag) == (stored, options.get("flag", 0))
             assert receipt.unique_key == options.get("unique_key", receipt.message_id)
 
 

@@ -230,7 +230,7 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
         for i in range(3):
             receipt = store.put("t", b"body %d" % i, tag="T", keys="k", properties={"n": "v"}, flag=i)
     with open_store(tmp_path / "s", "r") as store:
-        whole = [m.record_bytes() for m in store.read("t")]
+        whole = [m._record_bytes() for m in store.read("t")]
     size = receipt.size
     segment = tmp_path / "s" / "commitlog" / f"{0:020d}"
     for position in range(size, 2 * size):
@@ -238,7 +238,7 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
         with open_store(tmp_path / "s", "r") as store:
             # What another process's writer may still be doing is stopped before.
             store.records.checker.passes_over_bad = mode == "rw"
-            assert [m.record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
+            assert [m._record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
             assert store.stats().bad_records == 1
             with pytest.raises(LookupError):
                 store.at(size)

@@ -159,7 +159,7 @@ def body_of(message: Message) -> bytes | str:
 
 def told(result: GetResult) -> tuple[Any, ...]:
     messages = [
-        (m.offset, m.physical_offset, m.tags_code, body_of(m), m.queue, m.size, m.record_bytes())
+        (m.offset, m.physical_offset, m.tags_code, body_of(m), m.queue, m.size, m._record_bytes())
         for m in result.messages
     ]
     return result.status, messages, result.next_offset, result.min_offset, result.max_offset

@@ -22,7 +22,7 @@ import pytest
 
 from mqstore import MQStoreError, Retention, StoreConfig
 from mqstore.broker.published import publish
-from mqstore.engine import MessageStore, SnapshotPlan, SnapshotReport
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError, ReadOnlyStoreError, StoreBusyError, StoreIOError
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
@@ -35,7 +35,7 @@ from mqstore.log.recovery.tail import Tail
 from mqstore.log.snapshot import moment as looking
 from mqstore.log.snapshot import take as module
 from mqstore.log.snapshot.moment import Original
-from mqstore.log.snapshot.take import plan_snapshot, snapshot_store
+from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem, deaths
@@ -77,7 +77,7 @@ def told(path: Path) -> dict[tuple[str, int], list[tuple[int, int, bytes]]]:
     """(offset, physical offset, record) of all that the queues of a store list."""
     with open_store(path, "r") as store:
         return {
-            (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.record_bytes()) for m in store.iter(*ref)]
+            (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m._record_bytes()) for m in store.iter(*ref)]
             for ref in all_queues(store)
         }
 

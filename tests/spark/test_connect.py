@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.engine import ReadOnlyMessageStore
+import mqstore
 
 _PROGRAM = r"""
 import sys, pathlib
@@ -61,6 +61,6 @@ def test_relative_paths_are_refused_and_absolute_ones_work(tmp_path: Path) -> No
         "absolute 2",
         *(f"{name} True" for name in ("write", "read", "stream from", "stream to")),
     ], run.stderr[-4000:]
-    with ReadOnlyMessageStore(tmp_path / "streamed") as store:
-        assert [m.body for queue in store.queues("orders") for m in store.iter(*queue)] == [b"one", b"two"]
+    with mqstore.open(tmp_path / "streamed", "r") as store:
+        assert [message.body for queue in store.log.queues("orders") for message in store.log.iter(*queue)] == [b"one", b"two"]
     assert not list(tmp_path.rglob("relative"))

@@ -356,7 +356,7 @@ def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: 
             writer.dispatch()
             yield from walk_log(*arguments)
 
-        monkeypatch.setattr("mqstore_tools.export.walk_log", walk_later)
+        monkeypatch.setattr("mqstore.log.storefiles.walk_log", walk_later)
         result = mqstore("export", tmp_path / "s")
 
     assert result.exit_code == 0

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.engine import StoreReader
-from mqstore.options import Durability
+from mqstore import Durability
+from mqstore.jobs import verify
 from mqstore_tools.render import progress, show_bytes, show_tables
 from mqstore_tools.shared import StoreCommand
 
@@ -93,40 +93,36 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
 
 
 def _put(path: Path, body: bytes, count: int, durability: Durability = "append") -> int:
-    with mqstore.engine.MessageStore(path, durability=durability) as store:
+    with mqstore.open(path, durability=durability) as store:
         put = store.put
         for _ in range(count):
-            put(_TOPIC, body)
+            put(_TOPIC, body, queue_id=0)
     return count
 
 
 def _put_many(path: Path, body: bytes, count: int) -> int:
     done = 0
-    with mqstore.engine.MessageStore(path) as store:
+    with mqstore.open(path) as store:
         while done < count:
-            done += len(store.put_many(_TOPIC, [body] * min(_MANY, count - done)))
+            done += len(store.put_many(_TOPIC, [body] * min(_MANY, count - done), queue_id=0))
     return done
 
 
-def _reader(path: Path, body: bytes, count: int, read: Callable[[StoreReader], int]) -> Callable[[], int]:
+def _reader(path: Path, body: bytes, count: int, read: Callable[[Path], int]) -> Callable[[], int]:
     _put_many(path, body, count)
-
-    def run() -> int:
-        with mqstore.engine.ReadOnlyMessageStore(path) as store:
-            return read(store)
-
-    return run
+    return lambda: read(path)
 
 
-def _read_messages(store: StoreReader) -> int:
+def _read_messages(path: Path) -> int:
     offset = 0
-    while messages := store.read(_TOPIC, 0, offset, _MANY):
-        for message in messages:
-            _ = message.body
-        offset += len(messages)
+    with mqstore.open(path, "r") as store:
+        while messages := store.read(_TOPIC, 0, offset, _MANY):
+            for message in messages:
+                _ = message.body
+            offset += len(messages)
     return offset
 
 
-def _verify(store: StoreReader) -> int:
-    verifier = store.verifier()
-    return verifier.messages if not list(verifier.findings()) else -1
+def _verify(path: Path) -> int:
+    report = verify(path)
+    return report.messages if report.ok else -1

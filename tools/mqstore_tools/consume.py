@@ -19,14 +19,8 @@ from typing import Any, Final
 import click
 
 import mqstore
-from mqstore import RetryPolicy
-from mqstore.admin import Broker
-from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
-from mqstore.broker.filters import as_filter
-from mqstore.broker.groups import GroupConfig, default_retry
-from mqstore.broker.names import QueueKey, check_group, check_user_topic, pop_retry_topic, retry_topic
-from mqstore.broker.parts import Tables
-from mqstore.broker.reading import Reads
+from mqstore import RetryPolicy, Store
+from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
@@ -184,7 +178,7 @@ def consume(
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
     with mqstore.open(directory, create=False) as store:
-        policy = _policy(store.broker, asked, max_attempts, retry_delay)
+        policy = _policy(store, asked, max_attempts, retry_delay)
         source = Source(store, run, asked, policy)
         began = time.monotonic()
         shown = argv is not None or not sys.stdout.isatty()  # nothing else is printed on that terminal
@@ -216,12 +210,10 @@ def _argv(command: str, *, shell: bool) -> list[str]:
     return argv
 
 
-def _policy(
-    broker: Broker, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]
-) -> RetryPolicy | None:
+def _policy(store: Store, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]) -> RetryPolicy | None:
     """Return the retry policy for the group, None for its own. UsageError for --ordered without order."""
-    _check_names(broker, asked)
-    known = broker.groups.get(asked.group)
+    _check_names(store, asked)
+    known = store.broker.groups.get(asked.group)
     if known is not None and asked.ordered and not known.orderly:
         raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
     if max_attempts is None and not retry_delay:
@@ -231,16 +223,16 @@ def _policy(
     return RetryPolicy(attempts, retry_delay) if retry_delay else before.with_attempts(attempts)
 
 
-def _check_names(broker: Broker, asked: Asked) -> None:
+def _check_names(store: Store, asked: Asked) -> None:
     """Raise now what a consumer would refuse only when its group has come into being."""
     check_group(asked.group)
     for topic in asked.topics:
-        if broker.topics.get(topic) is None:
+        if store.broker.topics.get(topic) is None:
             check_user_topic(topic)
     if asked.sql is not None:
-        broker.filter(asked.sql, "SQL92")
+        store.broker.filter(asked.sql, "SQL92")
     else:
-        as_filter(asked.tags)
+        store.broker.filter(asked.tags)
 
 
 def _progress_of(run: Run, source: Source) -> tuple[int, int]:
@@ -287,9 +279,9 @@ def _text(summary: dict[str, Any]) -> str:
 
 def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
     """Print what the group has before it. Changes nothing."""
-    with planning(directory) as tables:
-        missing = [topic for topic in topics if tables.topics.get(topic) is None]
-        rows = _plan(tables, group, [topic for topic in topics if topic not in missing], start)
+    with planning(directory) as opened:
+        missing = [topic for topic in topics if opened.topics.get(topic) is None]
+        rows = opened.pending(group, [topic for topic in topics if topic not in missing], start)
     total = sum(row["messages"] for row in rows)
     if json_output:
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
@@ -298,40 +290,3 @@ def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | 
         note(f"topic {topic} is not there; it would be waited for")
     columns = ("topic", "queue>", "goes on at>", "end>", "messages>", "in flight>")
     console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
-
-
-def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) -> list[dict[str, Any]]:
-    """Return a row for each queue, retry queues included."""
-    begins = start or (tables.groups.get(group) or GroupConfig(group)).start
-    reads = Reads(tables)
-    pops = pop_view(tables, tables.clock.now_ms())
-    known = lag_of(tables, group, pops) if group in group_names(tables) else []
-    lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
-    queues = [(topic, i) for topic in topics for i in range(tables.topics.need(topic).read_queues)]
-    again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
-    queues += sorted(key for key in lags if key[0] in again)
-    rows = []
-    for topic, queue_id in queues:
-        lag = lags.get((topic, queue_id))
-        begin = _begin(reads, topic, queue_id, begins) if lag is None else max(lag.first, lag.committed or 0)
-        end = reads.max_offset(topic, queue_id)
-        rows.append(
-            {
-                "topic": topic,
-                "queue_id": queue_id,
-                "from": begin,
-                "end": end,
-                "messages": max(0, end - begin) if lag is None else lag.messages,
-                "in_flight": pops.count(QueueKey(group, topic, queue_id)),
-            }
-        )
-    return rows
-
-
-def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
-    """Return the offset at which a group starts. An integer is ms since the epoch."""
-    if start == "earliest":
-        return reads.min_offset(topic, queue_id)
-    if start == "latest":
-        return reads.max_offset(topic, queue_id)
-    return reads.offset_for_time(topic, queue_id, start)

@@ -1,4 +1,4 @@
-"""`mqstore cut`: list, print and restore what recovery has cut (`mqstore.broker.admin.cut`)."""
+"""`mqstore cut`: list, print and restore what recovery has cut."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from typing import Any
 import click
 
 from mqstore import Message
-from mqstore.broker.admin import cut as library
-from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore, StoreReader
-from mqstore.errors import FormatError, StoreIOError
-from mqstore.files.beneath import REFUSED
-from mqstore.files.lock import refuse_beside_writer
-from mqstore.files.quiet import QUIET
-from mqstore.layout.compression import MissingPackageError
+from mqstore.admin import cut_messages, restore_cut
+from mqstore.engine import Finding
+from mqstore.errors import FormatError
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
 from mqstore_tools.render import VERSION, Told, as_json, export_row, note, print_json, progress, safe, when
@@ -64,39 +60,40 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
     stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
     """
     told = Told(json_output)
-    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
-        found = library.cut_files(store, files)
+    before = f'{as_json(VERSION)[:-1]}, "files": ['  # printed once there is no error
+    count = 0
+    for file, found in cut_messages(directory, files):
+        contents = _Contents(found, told)
         if json_output:
-            print(f'{as_json(VERSION)[:-1]}, "files": [')
-        for i, file in enumerate(found):
-            tally = library.Tally(file.name)
-            rows = (_row(message) for message in _messages(store, file, tally, told))
-            if json_output:
-                _print_json(file, tally, rows, last=i + 1 == len(found))
-            else:
-                _print_text(tally, rows)
-        if json_output:
-            print("]}")
-        elif not found:
-            note("nothing was cut, or all of it was restored")
+            print(before + f'{{"file": {as_json(file.name)}, "physical_offset": {file.start}, "messages": [')
+            before = ","
+            _print_json(contents)
+        else:
+            _print_text(file.name, contents)
+        count += 1
+    if json_output:
+        print("]}" if count else before + "]}")
+    elif not count:
+        note("nothing was cut, or all of it was restored")
     if told.findings:
         ctx.exit(FINDINGS)
 
 
-def _messages(store: StoreReader, file: library.CutFile, tally: library.Tally, told: Told) -> Iterator[Message]:
-    """Yield the whole messages of a file. All else is told and counted."""
-    try:
-        for item in library.contents(store, file):
+class _Contents:
+    """Whole messages of a file, to iterate over. All else is reported and counted."""
+
+    def __init__(self, found: Iterator[Message | Finding], told: Told) -> None:
+        self._found, self._told = found, told
+        self.messages = self.other_bytes = 0
+
+    def __iter__(self) -> Iterator[Message]:
+        for item in self._found:
             if isinstance(item, Finding):
-                tally.other_bytes += item.length
-                told.tell(item)
+                self.other_bytes += item.length
+                self._told.tell(item)
             else:
-                tally.messages += 1
+                self.messages += 1
                 yield item
-    except StoreIOError as error:
-        if error.errno not in REFUSED:
-            raise
-        told.tell(Finding("bad_record", f"cut/{file.name}", 0, 0, str(error.strerror)))
 
 
 def _row(message: Message) -> dict[str, Any]:
@@ -112,17 +109,16 @@ def _row(message: Message) -> dict[str, Any]:
     }
 
 
-def _print_json(file: library.CutFile, tally: library.Tally, rows: Iterator[dict[str, Any]], *, last: bool) -> None:
-    """Print a file as a member of a list. Its messages may be too many to hold them all."""
-    print(f'{{"file": {as_json(file.name)}, "physical_offset": {file.start}, "messages": [')
-    for i, row in enumerate(rows):
-        print(("," if i else "") + as_json(row))
-    print(f'], "count": {tally.messages}, "other_bytes": {tally.other_bytes}}}' + ("" if last else ","))
+def _print_json(contents: _Contents) -> None:
+    """Print the rest of a file's object. Its messages may be too many to hold them all."""
+    for i, message in enumerate(contents):
+        print(("," if i else "") + as_json(_row(message)))
+    print(f'], "count": {contents.messages}, "other_bytes": {contents.other_bytes}}}')
 
 
-def _print_text(tally: library.Tally, rows: Iterator[dict[str, Any]]) -> None:
-    print(safe(tally.file))
-    for row in rows:
+def _print_text(name: str, contents: _Contents) -> None:
+    print(safe(name))
+    for row in map(_row, contents):
         facts = [
             f"{row['topic']}/{row['queue_id']}@{row['queue_offset']}",
             f"at {row['physical_offset']}",
@@ -132,7 +128,7 @@ def _print_text(tally: library.Tally, rows: Iterator[dict[str, Any]]) -> None:
         facts += [f"tag={row['tag']}"] if row["tag"] is not None else []
         facts += [f"keys={' '.join(row['keys'])}"] if row["keys"] else []
         print(safe("    " + "  ".join(facts)))
-    print(f"    {tally.messages} messages, {tally.other_bytes} bytes that are no message")
+    print(f"    {contents.messages} messages, {contents.other_bytes} bytes that are no message")
 
 
 @cut.command(
@@ -161,22 +157,22 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
     told on stderr, and the exit code is 1 then.
     """
     told = Told(json_output)
-    count = 0
-    with ReadOnlyMessageStore(directory, fs=QUIET) as store, lines(output, directory) as target:
-        found = library.cut_files(store, files)
-        for file in found:
-            for message in _messages(store, file, library.Tally(file.name), told):
+    count = of_files = 0
+    with lines(output, directory) as target:
+        for file, found in cut_messages(directory, files):
+            of_files += 1
+            for message in _Contents(found, told):
                 try:
                     line = as_json(export_row(message))
-                except (FormatError, MissingPackageError) as error:
+                except (FormatError, ImportError) as error:
                     at = message.physical_offset - file.start
                     detail = f"left out, its body does not inflate: {error}"
                     told.tell(Finding("bad_record", f"cut/{file.name}", at, message.size, detail))
                     continue
                 target.write(line + "\n")
                 count += 1
-    summary = {"ok": not told.findings, "messages": count, "files": len(found)}
-    told.sum_up(summary, f"exported {count} messages of {len(found)} files", output)
+    summary = {"ok": not told.findings, "messages": count, "files": of_files}
+    told.sum_up(summary, f"exported {count} messages of {of_files} files", output)
     if told.findings:
         ctx.exit(FINDINGS)
 
@@ -211,48 +207,31 @@ def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_ru
     they speak of old places. Exit code 1 when messages cannot be restored, or bytes are no message.
     """
     with progress("restoring") as report:
-        done = (_plan if dry_run else _restore)(directory, files, report)
+        restored = restore_cut(directory, files, dry_run=dry_run, progress=report)
+    done = restored.as_dict()
     if json_output:
-        print_json({"dry_run": dry_run, **_as_dict(done)})
+        print_json({"dry_run": dry_run, **done})
     else:
         _tell(done, dry_run=dry_run)
-    if any(tally.refused or tally.other_bytes for tally in done.files):
+    if any(each["refused"] or each["other_bytes"] for each in done["files"]):
         ctx.exit(FINDINGS)
 
 
-def _plan(directory: Path, files: tuple[str, ...], report: library.Progress) -> library.Restore:
-    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
-        refuse_beside_writer(directory, QUIET)
-        return library.restore(store, files, dry_run=True, progress=report)
-
-
-def _restore(directory: Path, files: tuple[str, ...], report: library.Progress) -> library.Restore:
-    with MessageStore(directory, create=False) as store:
-        return library.restore(store, files, progress=report)
-
-
-def _as_dict(done: library.Restore) -> dict[str, Any]:
-    queues = []
-    for ref, count in sorted(done.queues.items()):
-        first, end = done.offsets.get(ref, (None, None))
-        row = {**ref._asdict(), "messages": count, "first_offset": first, "end_offset": end}
-        queues.append(row)
-    return {"files": [tally.as_dict() for tally in done.files], "queues": queues}
-
-
-def _tell(done: library.Restore, *, dry_run: bool) -> None:
-    for tally in done.files:
-        facts = [f"{tally.appended} {'to append' if dry_run else 'appended'}"]
+def _tell(done: dict[str, Any], *, dry_run: bool) -> None:
+    for each in done["files"]:
+        facts = [f"{each['appended']} {'to append' if dry_run else 'appended'}"]
         for count, what in (
-            (tally.in_place, "still in the log"),
-            (tally.repeated, "also in an earlier file"),
-            (tally.bookkeeping, "notes of the engine left out"),
-            *((count, f"not restored: {reason}") for reason, count in tally.refused.items()),
+            (each["in_place"], "still in the log"),
+            (each["repeated"], "also in an earlier file"),
+            (each["bookkeeping"], "notes of the engine left out"),
+            *((count, f"not restored: {reason}") for reason, count in each["refused"].items()),
         ):
             facts += [f"{count} {what}"] if count else []
-        facts += [f"{tally.other_bytes} bytes are no message"] if tally.other_bytes else []
-        print(safe(f"{tally.file}: {tally.messages} messages, {', '.join(facts)}"))
-    for (topic, queue_id), (first, end) in sorted(done.offsets.items()):
-        print(safe(f"{topic}/{queue_id}: offsets {first} to before {end}"))
-    if not done.files:
+        facts += [f"{each['other_bytes']} bytes are no message"] if each["other_bytes"] else []
+        print(safe(f"{each['file']}: {each['messages']} messages, {', '.join(facts)}"))
+    for queue in done["queues"]:
+        if queue["first_offset"] is not None:
+            place = f"{queue['topic']}/{queue['queue_id']}"
+            print(safe(f"{place}: offsets {queue['first_offset']} to before {queue['end_offset']}"))
+    if not done["files"]:
         note("nothing was cut, or all of it was restored")

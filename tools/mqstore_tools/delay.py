@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from mqstore.broker.admin.inspect import delay_levels, is_waiting, timer_view
-from mqstore.broker.admin.offline import offline
+from mqstore.admin import look, offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
-from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, tell
+from mqstore_tools.opened import DefaultGroup, dry_run_option, planning, tell
 from mqstore_tools.render import note, show_tables, when
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
@@ -49,11 +48,11 @@ def show(directory: Path, json_output: bool) -> None:
     their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those on disk: a
     running broker is some seconds ahead.
     """
-    with looking(directory) as parts:
-        levels = [view._asdict() for view in delay_levels(parts)]
-        timer = timer_view(parts)
-    found = {"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}}
-    cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms), "-"]]
+    with look(directory) as opened:
+        found = opened.delays()
+    timer = found["timer"]
+    waiting = ["timer", "any", "-", "-", timer["waiting"], when(timer["next_due_ms"]), "-"]
+    cells = [*map(delay_cells, found["levels"]), waiting]
     show_tables(found, ("", DELAY_COLUMNS, cells), json_output=json_output)
 
 
@@ -75,8 +74,8 @@ def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json
     Exit code 1 when there is nothing to cancel: it was delivered, it is due, or there never was such a message.
     """
     if dry_run:
-        with planning(directory) as parts:
-            cancelled = is_waiting(parts, handle, parts.clock.now_ms())
+        with planning(directory) as opened:
+            cancelled = opened.cancel(handle, dry_run=True)
     else:
         with offline(directory) as opened:
             cancelled = opened.cancel(handle)

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import click
 
-from mqstore.broker.admin.inspect import group_names
-from mqstore.broker.admin.offline import offline
-from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.parts import Tables
-from mqstore.errors import GroupNotFoundError
-from mqstore.log.reader import to_ms
+from mqstore.admin import Offline, look, offline
 from mqstore_tools.many import on_spark, spark_option, stores_argument
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
+from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, moment, planning, tell, to_ms, yes_option
 from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
@@ -90,18 +85,8 @@ def list_(
     show_tables(found, counts, why, json_output=json_output, empty="no dead letters")
 
 
-def _letters(tables: Tables, group: str) -> DeadLetters:
-    """Return the dead letters of a group. GroupNotFoundError if there is no trace of the group."""
-    letters = DeadLetters(tables, group)
-    if tables.topics.get(letters.topic) is None and group not in group_names(tables):
-        raise GroupNotFoundError(
-            f"{tables.store.path} has no group {group!r}: no dead letters, no settings, no progress"
-        )
-    return letters
-
-
-def _ms(when_: datetime | None) -> int | None:
-    return None if when_ is None else to_ms(when_)
+def _ms(before: datetime | None) -> int | None:
+    return None if before is None else to_ms(before)
 
 
 @dlq.command(
@@ -133,8 +118,8 @@ def show(
     """
     printed: set[int] = set()
     fine = True
-    with looking(directory) as tables:
-        for letter in _letters(tables, group).select(offsets=chosen or None, stop_ms=_ms(before)):
+    with look(directory) as opened:
+        for letter in opened.dead_letters(group).select(offsets=chosen or None, stop_ms=_ms(before)):
             fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
             printed.add(letter.offset)
     missing = ", ".join(map(str, sorted(set(chosen) - printed)))
@@ -242,11 +227,12 @@ def purge(
     They are never listed or replayed again, and no longer hold disk space, which comes back as segments are dropped.
     """
 
-    def change(tables: Tables, *, dry_run: bool) -> int:
-        return _letters(tables, group).purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
+    def change(opened: Offline, *, dry_run: bool) -> int:
+        letters = opened.dead_letters(group)
+        return letters.purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
 
-    with planning(directory) as tables:
-        count = change(tables, dry_run=True)
+    with planning(directory) as opened:
+        count = change(opened, dry_run=True)
     row = {"dry_run": dry_run, "group": group, "count": count}
     if dry_run or not count:
         text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"
@@ -254,5 +240,5 @@ def purge(
         return
     ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
     with offline(directory) as opened:
-        row["count"] = change(opened.parts, dry_run=False)
+        row["count"] = change(opened, dry_run=False)
     tell(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,9 @@ from typing import Any, TextIO
 
 import click
 
-from mqstore import MQStoreError, QueueRef
-from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
+from mqstore import Message, MQStoreError, QueueRef
+from mqstore.engine import Finding, StoreFiles
 from mqstore.errors import FormatError
-from mqstore.files.quiet import QUIET
-from mqstore.files.segment import place_in_file
-from mqstore.jobs.selection import Selection
-from mqstore.layout.compression import MissingPackageError
-from mqstore.log.message import Message
-from mqstore.log.records import RemovedBodyError
-from mqstore.log.recovery.verify import Verifier
-from mqstore.log.walk import walk_log
 from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
 from mqstore_tools.render import (
     Told,
@@ -118,7 +110,7 @@ def export(
     )
     if to is not None:
         given = {"columns": names(columns), "partition_by": names(partition_by) or ()}
-        _to_folder(messages.select(), to, given, master, json_output=json_output)
+        _to_folder(messages, to, given, master, json_output=json_output)
         return
     topics = messages.topics
     if len(messages.stores) > 1:
@@ -127,27 +119,19 @@ def export(
     if queue_id is not None and len(topics) != 1:
         raise click.UsageError("--queue-id goes with one --topic")
     with findings_told():  # the warning that queues are lost: here they are not needed
-        store = ReadOnlyMessageStore(directory, fs=QUIET)
+        files = StoreFiles(directory)
     told = Told(json_output)
-    with store:
-        if store.parts.has_all_queues():
-            for topic in topics:
-                _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
-        verifier = store.verifier()
-        began = verifier.front
-        found = _Found(store, verifier, told, topics, queue_id, from_offset or 0, raw_bodies)
+    with files:
+        found = _Found(files, told, topics, queue_id, from_offset or 0, raw_bodies)
         count = 0
-        with (
-            progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)),
-            lines(output, directory) as file,
-        ):
-            for line in found.lines() if max_messages != 0 else ():
+        with progress("exporting") as report, lines(output, directory) as file:
+            for line in found.lines(report) if max_messages != 0 else ():
                 file.write(line + "\n")
                 count += 1
                 if count == max_messages:
                     break
         found.tell_not_inflated()
-    note_front(began, verifier.front)
+    note_front(*files.front)
     summary = {"ok": not told.findings and not found.missing, "messages": count, "queues": len(found.queues)}
     summary["missing"] = found.missing
     missing = f", {found.missing} messages are missing" if found.missing else ""
@@ -156,11 +140,11 @@ def export(
         ctx.exit(FINDINGS)
 
 
-def _to_folder(selection: Selection, to: str, given: dict[str, Any], master: str | None, *, json_output: bool) -> None:
+def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str | None, *, json_output: bool) -> None:
     with usable():
         from mqstore.jobs import export_parquet
     with on_spark(master) as spark, progress("exporting", of_bytes=False) as report:
-        done = export_parquet(selection, to, **given, spark=spark, progress=report)
+        done = export_parquet(messages.select(), to, **given, spark=spark, progress=report)
     if json_output:
         print_json(done.to_dict())
         return
@@ -180,19 +164,11 @@ def _to_folder(selection: Selection, to: str, given: dict[str, Any], master: str
     console().print(table("", ("", ""), facts))
 
 
-def _check_queue(store: StoreReader, topic: str, queue_id: int | None) -> None:
-    """Raise TopicNotFoundError for a missing topic or queue."""
-    store.queues(topic)
-    if queue_id is not None:
-        store.offsets(topic, queue_id)
-
-
 @dataclass
 class _Found:
     """Messages of the chosen queues as the log has them. Missing ones are told and counted."""
 
-    store: StoreReader
-    verifier: Verifier
+    files: StoreFiles
     told: Told
     topics: tuple[str, ...]
     queue_id: int | None
@@ -205,40 +181,30 @@ class _Found:
     not_inflated: Counter[str] = field(default_factory=Counter)
     """Number of messages left out, by the reason, where a package is missing."""
 
-    def lines(self) -> Iterator[str]:
-        """Yield messages in the order of the log, as JSON."""
-        for messages in self.messages():
+    def lines(self, progress: Callable[[int, int], None]) -> Iterator[str]:
+        """Yield messages in the order of the log, as JSON. Raises TopicNotFoundError."""
+        for messages in self.messages(progress):
             for message in messages:
                 try:
                     yield as_json(export_row(message, raw_body=self.raw_bodies))
-                except MissingPackageError as error:
+                except ImportError as error:
                     self.not_inflated[str(error)] += 1
-                except RemovedBodyError:
-                    pass  # it waited for its time once, and retention removes it in two parts
                 except FormatError as error:
-                    file, at = place_in_file(message.physical_offset, self.store.manifest.commitlog_segment_bytes)
-                    where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
-                    detail = f"{where}: left out, its body does not inflate: {error}"
-                    self.told.tell(Finding("bad_record", file, at, message.size, detail))
+                    if (finding := self.files.finding(message, error)) is not None:
+                        self.told.tell(finding)
 
-    def messages(self) -> Iterator[list[Message]]:
-        """Yield all chosen messages, some consecutive ones of the log at a time.
-        Raises TopicNotFoundError after the last if the topic or queue never was there."""
-        for each in walk_log(self.store, self.verifier, self._is_wanted if self.topics else None):
+    def messages(self, progress: Callable[[int, int], None]) -> Iterator[list[Message]]:
+        """Yield all chosen messages, some consecutive ones of the log at a time."""
+        for each in self.files.log(self.topics, self.queue_id, progress):
             if isinstance(each, Finding):
                 # Behind the end of a store that was closed there was no message.
-                self.told.tell(each, counts=not (each.kind == "torn_tail" and self.store.clean_shutdown))
+                self.told.tell(each, counts=not (each.kind == "torn_tail" and self.files.clean_shutdown))
             elif isinstance(each, list):
                 chosen = [message for message in each if message.offset >= self.from_offset]
                 self.queues.update(message.queue for message in chosen)
                 yield chosen
             else:
                 self._tell_gap(*each)
-        for topic in {*self.topics} - {queue.topic for queue in self.queues}:
-            _check_queue(self.store, topic, self.queue_id)
-
-    def _is_wanted(self, topic: str, queue_id: int) -> bool:
-        return topic in self.topics and self.queue_id in (None, queue_id)
 
     def tell_not_inflated(self) -> None:
         """Print a line for each package that was missing."""

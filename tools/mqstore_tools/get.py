@@ -9,18 +9,12 @@ from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
 
 import click
 
 from mqstore import Message, QueueRef
-from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
+from mqstore.engine import Finding, StoreFiles
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.files.quiet import QUIET
-from mqstore.layout.messageid import decode_message_id
-from mqstore.log.iteration import follow_queues
-from mqstore.log.tagfilter import parse_tags
-from mqstore.log.walk import damage_at, walk_queue
 from mqstore_tools.render import body_bytes_option, note, print_finding, print_message, raw_bodies_option
 from mqstore_tools.shared import (
     FINDINGS,
@@ -115,7 +109,7 @@ def get(
         max_messages = 32
     max_messages = last or max_messages
     positions: dict[QueueRef, int] = {}
-    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
+    with StoreFiles(directory) as store:
         findings: list[Finding] = []
         messages: list[Message] = []
         incomplete: QueueRef | None = None
@@ -131,15 +125,15 @@ def get(
                 assert topic is not None
                 messages, findings = _walk(store, topic, queue_id or 0, offset, max_messages)
             if topic is not None and len(messages) < max_messages:
-                incomplete = store.unlisted_queue({topic})
+                incomplete = store.unlisted_queue(topic)
         except (TopicNotFoundError, OffsetOutOfRangeError):
             assert topic is not None
-            incomplete = store.unlisted_queue({topic})
+            incomplete = store.unlisted_queue(topic)
             if incomplete is None:
                 raise
         except LookupError:
-            place = physical_offset if message_id is None else decode_message_id(message_id)[1]
-            findings = [] if place is None else [*damage_at(store, place)]
+            place = physical_offset if message_id is None else message_id
+            findings = [] if place is None else store.damage_at(place)
             if not findings:
                 raise
         shown = [
@@ -157,8 +151,8 @@ def get(
                     sys.stdout.flush()
             except KeyboardInterrupt:
                 return
-        bad = 0 if findings else store.stats().bad_records
-        doubt = store.parts.index_doubt() if key is not None or unique_key is not None else ""
+        bad = 0 if findings else store.bad_records
+        doubt = store.index_doubt() if key is not None or unique_key is not None else ""
     if not shown:
         note("no message")
     if bad:
@@ -172,16 +166,16 @@ def get(
 
 
 def _walk(
-    store: StoreReader, topic: str, queue_id: int, offset: int | None, max_messages: int
+    store: StoreFiles, topic: str, queue_id: int, offset: int | None, max_messages: int
 ) -> tuple[list[Message], list[Finding]]:
     """Return the messages from `offset` on, and what cannot be read before the last of them."""
-    _check_queue(store, topic, queue_id)
-    low, high = store.offsets(topic, queue_id)
+    queue = QueueRef(topic, queue_id)
+    low, high = _bounds(store, topic, queue_id)[queue]
     if offset is not None and not low <= offset < max(high, 1):
         raise OffsetOutOfRangeError(f"{topic}, queue {queue_id}, holds offsets from {low} to before {high}", low, high)
     messages: list[Message] = []
     findings: list[Finding] = []
-    for item in walk_queue(store, topic, queue_id, offset):
+    for item in store.walk(queue, offset):
         if isinstance(item, Finding):
             findings.append(item)
         else:
@@ -192,7 +186,7 @@ def _walk(
 
 
 def _find(
-    store: StoreReader,
+    store: StoreFiles,
     topic: str | None,
     queue_id: int,
     offset: int | None,
@@ -204,30 +198,32 @@ def _find(
     physical_offset: int | None,
 ) -> list[Message]:
     if message_id is not None:
-        return [store.get_by_id(message_id)]
+        return [store.at(message_id)]
     if physical_offset is not None:
         return [store.at(physical_offset)]
     assert topic is not None
     if key is not None or unique_key is not None:
-        store.queues(topic)  # an unknown topic is said to be one
         return store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
-    _check_queue(store, topic, queue_id)
-    start: Literal["earliest"] | int = "earliest" if offset is None else offset
-    return [*islice(store.iter(topic, queue_id, start=start, tags=tag), max_messages)]
+    _bounds(store, topic, queue_id)
+    return [*islice(store.iter(QueueRef(topic, queue_id), offset, tag), max_messages)]
 
 
-def _check_queue(store: StoreReader, topic: str, queue_id: int) -> None:
-    """Raise TopicNotFoundError for a missing topic or an empty queue, and name queues with messages."""
-    held = [queue.queue_id for queue in store.queues(topic)]
-    if queue_id not in held:
-        there = ", ".join(map(str, held))
+def _bounds(store: StoreFiles, topic: str, queue_id: int | None) -> dict[QueueRef, tuple[int, int]]:
+    """Return the bounds of one queue, or of all. Raises TopicNotFoundError for a missing topic or an empty queue, and
+    names queues with messages."""
+    bounds = store.bounds(topic)
+    if queue_id is None:
+        return bounds
+    if (queue := QueueRef(topic, queue_id)) not in bounds:
+        there = ", ".join(str(each.queue_id) for each in bounds)
         raise TopicNotFoundError(
             f"queue {queue_id} of {topic!r} holds nothing; there are messages in {there} (--queue-id)"
         )
+    return {queue: bounds[queue]}
 
 
 def _newest(
-    store: StoreReader,
+    store: StoreFiles,
     topic: str,
     queue_id: int | None,
     count: int,
@@ -237,29 +233,24 @@ def _newest(
     follow: bool,
 ) -> tuple[list[Message], list[Finding]]:
     """Return the last `count` messages and what could not be read. Sets `positions` of all queues."""
-    wanted = parse_tags(tag, topic)
+    bounds: dict[QueueRef, tuple[int, int]] = {}
     try:
-        if queue_id is not None:
-            _check_queue(store, topic, queue_id)
-        refs = [ref for ref in store.queues(topic) if queue_id in (None, ref.queue_id)]
+        bounds = _bounds(store, topic, queue_id)
     except TopicNotFoundError:
-        if not follow:
+        if not follow:  # otherwise its first message may be on its way
             raise
-        refs = []  # its first message may be on its way
     newest: list[Message] = []
     findings: list[Finding] = []
-    for ref in refs:
-        low, high = store.offsets(*ref)
+    for ref, (low, high) in bounds.items():
         positions[ref] = high
         of_queue: list[Message] = []
         step = count
         while high > low and len(of_queue) < count:
             # Backwards, further each time: a filter, or damage, may leave few of many.
             start = max(low, high - step)
-            items = list(walk_queue(store, *ref, start, high))
+            items = list(store.walk(ref, start, high, tag))
             findings += [item for item in items if isinstance(item, Finding)]
-            found = [item for item in items if isinstance(item, Message)]
-            of_queue[:0] = found if wanted is None else wanted.passing(found)
+            of_queue[:0] = [item for item in items if isinstance(item, Message)]
             high = start
             step = min(2 * step, 4096)
         newest += of_queue
@@ -268,10 +259,10 @@ def _newest(
 
 
 def _coming(
-    store: StoreReader, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
+    store: StoreFiles, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
 ) -> Iterator[Message]:
     """Yield messages from `positions` on as they come. The topic may still be missing."""
     while True:
         with suppress(TopicNotFoundError):
-            yield from follow_queues(store, topic, positions, tag, queue_id)
+            yield from store.follow(topic, positions, tag, queue_id)
         time.sleep(_PAUSE_S)

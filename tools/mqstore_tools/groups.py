@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore.broker.admin.inspect import PopView, group_names, pop_view
-from mqstore.broker.admin.offline import offline
-from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
-from mqstore.broker.parts import Tables
+from mqstore import RetryPolicy
+from mqstore.admin import Offline, default_retry, look, offline
 from mqstore.errors import GroupNotFoundError
-from mqstore.log.reader import to_ms
-from mqstore.options import delay_table_ms
-from mqstore_tools.lag import suspended_of, suspended_tables
+from mqstore_tools.lag import suspended_tables
 from mqstore_tools.opened import (
     DefaultGroup,
     ask,
     carry_out,
     dry_run_option,
-    looking,
+    length_ms,
     moment,
     planning,
     show_ms,
     tell,
+    to_ms,
     yes_option,
 )
 from mqstore_tools.render import safe, show_tables, when
@@ -92,13 +91,12 @@ def show(directory: Path, group: str, json_output: bool) -> None:
 
 
 def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
-    with looking(directory) as tables:
-        now_ms = tables.clock.now_ms()
-        pops = pop_view(tables, now_ms)
-        names = [name for name in group_names(tables) if only in (None, name)]
+    now_ms = time.time_ns() // 1_000_000
+    with look(directory) as opened:
+        names = [name for name in opened.group_names() if only in (None, name)]
         if only is not None and not names:
             raise GroupNotFoundError(f"{directory} has no group {only!r}; `mqstore groups list` shows all")
-        rows = [{**_row(tables, name), "suspended": _suspended(pops, name)} for name in names]
+        rows = [{**_row(opened, name), "suspended": _suspended(opened, name)} for name in names]
     columns = ("group", "attempts>", "retries after", "fifo", "start", "may", "topics")
     cells = [
         (
@@ -112,32 +110,27 @@ def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
         )
         for row in rows
     ]
-    queues = [
-        (row["name"], *queue, failed) for row in rows for queue, failed in suspended_of(pops, row["name"]).items()
-    ]
+    queues = [(row["name"], failed["topic"], failed["queue_id"], failed) for row in rows for failed in row["suspended"]]
     found = {"groups": rows} if only is None else rows[0]
     show_tables(found, ("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
 
 
-def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:
-    return [
-        {"topic": topic, "queue_id": queue_id, **row} for (topic, queue_id), row in suspended_of(pops, name).items()
-    ]
+def _suspended(opened: Offline, name: str) -> list[dict[str, Any]]:
+    return [{**queue._asdict(), **asdict(failed)} for queue, failed in opened.suspended(name).items()]
 
 
-def _row(tables: Tables, name: str) -> dict[str, Any]:
-    config = tables.groups.get(name)
-    shown = config or GroupConfig(name)
+def _row(opened: Offline, name: str) -> dict[str, Any]:
+    shown = opened.group(name)
     return {
         "name": name,
-        "registered": config is not None,
+        "registered": opened.groups.get(name) is not None,
         "max_attempts": shown.max_attempts,
         "retry": _retry_text(shown.retry_policy),
         "fifo": shown.orderly,
         "start": shown.start,
         "consume": shown.consume_enable,
         "broadcast": shown.consume_broadcast_enable,
-        "topics": sorted({topic for topic, _ in tables.offsets.of_group(name)}),
+        "topics": sorted({topic for topic, _ in opened.offsets.of_group(name)}),
     }
 
 
@@ -164,9 +157,9 @@ def _retry(value: Any) -> RetryPolicy:
         return RetryPolicy()
     try:
         if len(words) == 3 and words[1][:1] == "x":
-            first, last = (delay_table_ms(word)[0] / 1000 for word in (words[0], words[2]))
+            first, last = (length_ms(word) / 1000 for word in (words[0], words[2]))
             return RetryPolicy.exponential(first, int(words[1][1:]), last)
-        return RetryPolicy(delays=[ms / 1000 for ms in delay_table_ms(" ".join(words))])
+        return RetryPolicy(delays=[length_ms(word) / 1000 for word in words])
     except ValueError:
         raise click.BadParameter(
             f"{value!r} is not 'standard', a list as in '10s 1m 10m', or growing as in '5s x2 2h'"
@@ -255,10 +248,10 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
     you prefer a gap to a halt.
     """
 
-    def change(tables: Tables) -> dict[str, Any]:
+    def change(opened: Offline) -> dict[str, Any]:
         policy = default_retry(bool(typed["fifo"]))
-        tables.groups.create(name, exist_ok=False, **_given(policy, **typed))
-        return _row(tables, name)
+        opened.groups.create(name, exist_ok=False, **_given(policy, **typed))
+        return _row(opened, name)
 
     carry_out(f"create group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -280,10 +273,9 @@ def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed:
     if all(value is None for value in typed.values()):
         raise click.UsageError("say what to change: --max-attempts, --retry, --start, --fifo, --consume, --broadcast")
 
-    def change(tables: Tables) -> dict[str, Any]:
-        old = tables.groups.get(name) or GroupConfig(name)
-        tables.groups.alter(name, **_given(old.retry_policy, **typed))
-        return _row(tables, name)
+    def change(opened: Offline) -> dict[str, Any]:
+        opened.groups.alter(name, **_given(opened.group(name).retry_policy, **typed))
+        return _row(opened, name)
 
     carry_out(f"alter group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -306,10 +298,10 @@ def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bo
     Asks first. Messages stay, those that wait for its retry and its dead letters too. A new group of this name begins
     where any new one does.
     """
-    with planning(directory) as tables:
-        if name not in group_names(tables):
+    with planning(directory) as opened:
+        if name not in opened.group_names():
             raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no progress")
-        row = {"name": name, "topics": _row(tables, name)["topics"]}
+        row = {"name": name, "topics": _row(opened, name)["topics"]}
     what = f"group {name}"
     what += f" and its progress on {', '.join(row['topics'])}" if row["topics"] else ""
     if dry_run:

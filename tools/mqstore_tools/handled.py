@@ -22,7 +22,6 @@ from typing import IO, Final, Protocol
 
 from mqstore import Message, Reject, Retry
 from mqstore.errors import FormatError
-from mqstore.layout.compression import MissingPackageError
 from mqstore_tools.render import note, print_message, safe
 
 __all__ = ["Commands", "Enough", "Failed", "Printer", "Work"]
@@ -89,7 +88,7 @@ class Commands:
     def __call__(self, message: Message) -> None:
         try:
             body = message.body
-        except (FormatError, MissingPackageError) as error:
+        except (FormatError, ImportError) as error:
             note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")
             raise Failed(str(error)) from error
         # A file, not a pipe: what the command leaves behind may hold a pipe open for ever.

@@ -1,4 +1,4 @@
-"""`mqstore inspect`: what a store holds, as `broker/admin/contents.py` and `inspect.py` find it."""
+"""`mqstore inspect`: what a store holds, as `mqstore.admin.inspect_store` finds it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from mqstore import QueueRef
-from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.admin.inspect import inspect_broker
+from mqstore.admin import inspect_store
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, pick, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option, note_incomplete
@@ -45,10 +44,8 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     errors, or if a queue lacks messages that are in the log, after a crash or because its files are lost. A line on
     stderr names such a queue.
     """
-    with findings_told() as errors:
-        with progress("reading the log") as report:
-            found = inspect_store(directory, progress=report)
-        found["broker"] = inspect_broker(directory)
+    with findings_told() as errors, progress("reading the log") as report:
+        found = inspect_store(directory, progress=report)
     if json_output:
         print_json(found)
     else:
@@ -61,7 +58,7 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
 
 
 def show_store(found: dict[str, Any]) -> None:
-    """Print what `inspect_store` and `inspect_broker` found, as tables."""
+    """Print what `inspect_store` found, as tables."""
     screen = console()
     log, index, checkpoint = found["commitlog"], found["index"], found["checkpoint"]
     if found["writer_alive"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import click
 
 from mqstore import QueueRef
-from mqstore.broker.admin.inspect import PopView
 from mqstore_tools.many import duration, on_spark, spark_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 
-__all__ = ["lag", "suspended_of", "suspended_tables"]
+__all__ = ["lag", "suspended_tables"]
 
 
 @click.command(
@@ -112,13 +110,6 @@ _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return *pick(row, "messages in_flight lost"), show_ms(row["oldest_age_ms"])
-
-
-def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the failed message that holds up each (topic, queue id), as JSON has it."""
-    return {
-        (key.topic, key.queue_id): asdict(each) for key, each in sorted(pops.suspended.items()) if key.group == group
-    }
 
 
 def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:

@@ -68,9 +68,9 @@ class _Commands(LazyGroup):
 
 def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from mqstore import native
+        from mqstore.engine import compiled_parts
 
-        click.echo(f"mqstore, version {metadata.version('mqstore')} ({native.described()})")
+        click.echo(f"mqstore, version {metadata.version('mqstore')} ({compiled_parts()})")
         ctx.exit()
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from mqstore.errors import ConfigError
 from mqstore_tools.opened import moment
-
-if TYPE_CHECKING:
-    from mqstore.jobs.selection import Selection
 
 __all__ = [
     "Messages",
@@ -32,6 +30,9 @@ __all__ = [
     "topic_option",
     "usable",
 ]
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?")
+_UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
 spark_option = click.option(
@@ -59,8 +60,9 @@ class Messages:
     where: str | None
     options: tuple[str, ...]
 
-    def select(self) -> Selection:
-        from mqstore.jobs.selection import select
+    def select(self) -> Any:
+        """Return the selection of `mqstore.jobs.select`."""
+        from mqstore.jobs import select
 
         options = pairs("--option", self.options)
         topics = self.topics or None
@@ -106,12 +108,10 @@ def duration(value: Any) -> float:
     """Convert the value of an option: a length of time, in seconds."""
     if isinstance(value, float):
         return value
-    from mqstore.jobs.optiontable import duration_s
-
-    try:
-        return duration_s(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
+    found = _DURATION.fullmatch(value.strip().lower())
+    if found is None:
+        raise click.BadParameter(f"{value!r} is no length of time; as in 36h")
+    return float(found[1]) * _UNIT_S[found[2] or "s"]
 
 
 def names(value: str | None) -> tuple[str, ...] | None:
@@ -157,9 +157,9 @@ def session_options(command: F) -> F:
 def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
     """Return a session that ends with the command. Raises SparkMissingError."""
     settings = pairs("--conf", conf)
-    from mqstore.spark import sessions
+    from mqstore import spark as library
 
-    spark = sessions.session("mqstore spark", {**({"spark.master": master} if master else {}), **settings})
+    spark = library.session("mqstore spark", {**({"spark.master": master} if master else {}), **settings})
     try:
         yield spark
     finally:

@@ -8,13 +8,9 @@ from typing import Any, Literal
 
 import click
 
-from mqstore.broker.admin.inspect import QueueLag, group_names, lag_of, pop_view
-from mqstore.broker.admin.offline import offline
-from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import Tables
-from mqstore.broker.reading import Reads
-from mqstore.log.commitlog import QueueRef
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
+from mqstore import QueueRef
+from mqstore.admin import Offline, look, offline
+from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, moment, planning, yes_option
 from mqstore_tools.render import safe, show_tables
 from mqstore_tools.shared import directory_argument, json_option
 
@@ -61,33 +57,27 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
     few seconds.
     """
-    with looking(directory) as tables:
+    with look(directory) as opened:
         if topic is not None:
-            tables.topics.need(topic)
-        pops = pop_view(tables, tables.clock.now_ms())
-        found = [
-            lag
-            for name in (group_names(tables) if group is None else [group])
-            for lag in lag_of(tables, name, pops)
+            opened.topics.need(topic)
+        rows = [
+            {
+                "group": lag.group,
+                "topic": lag.topic,
+                "queue_id": lag.queue_id,
+                "min_offset": lag.first,
+                "committed": lag.committed,
+                "max_offset": lag.end,
+                "behind": None if lag.committed is None else lag.messages,
+                "lost": lag.lost,
+            }
+            for name in (opened.group_names() if group is None else [group])
+            for lag in opened.lag(name)
             if topic is None or lag.topic == topic
         ]
-        rows = [_row(lag) for lag in found]
     columns = ("group", "topic", "queue>", "first>", "goes on at>", "end>", "behind>", "lost>")
     cells = [row.values() for row in rows]
     show_tables({"offsets": rows}, ("", columns, cells), json_output=json_output, empty="no group has progress")
-
-
-def _row(lag: QueueLag) -> dict[str, Any]:
-    return {
-        "group": lag.group,
-        "topic": lag.topic,
-        "queue_id": lag.queue_id,
-        "min_offset": lag.first,
-        "committed": lag.committed,
-        "max_offset": lag.end,
-        "behind": None if lag.committed is None else lag.messages,
-        "lost": lag.lost,
-    }
 
 
 def _to(value: Any) -> To:
@@ -129,12 +119,10 @@ def reset(
     Asks first. Messages that are skipped are not delivered to the group, others are delivered again, and what it has in
     flight in these queues is forgotten.
     """
-    with planning(directory) as tables:
-        queues = range(tables.topics.need(topic).read_queues)
-        before = {queue: tables.offsets.committed(QueueKey(group, topic, queue)) for queue in queues}
-        # In memory only: the tables of a store that is read are never written.
-        planned = Reads(tables).reset(group, topic, queue_id, to)
-        rows = _changes(tables, planned, before)
+    with planning(directory) as opened:
+        opened.topics.need(topic)
+        before = dict(opened.offsets.of_group(group))
+        rows = _changes(opened, opened.reset(group, topic, queue_id, to), before)
     if dry_run:
         _tell(group, rows, dry_run=True, json_output=json_output)
         return
@@ -143,16 +131,16 @@ def reset(
     ask(safe(f"Let group {group} go on there?"), yes=yes)
     with offline(directory) as opened:
         done = opened.reset(group, topic, queue_id, to)
-        rows = _changes(opened.parts, done, before)
+        rows = _changes(opened, done, before)
     _tell(group, rows, dry_run=False, json_output=json_output)
 
 
-def _changes(tables: Tables, targets: dict[QueueRef, int], before: dict[int, int | None]) -> list[dict[str, Any]]:
+def _changes(opened: Offline, targets: dict[QueueRef, int], before: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
     """Return a row a queue, with the messages that are `skipped`, and those delivered `again`."""
     rows = []
     for ref, target in sorted(targets.items()):
-        low = max((tables.store.offsets_or_none(*ref) or (0, 0))[0], tables.offsets.start_of(*ref))
-        old = before.get(ref.queue_id)
+        low, _ = opened.offsets.bounds(*ref)
+        old = before.get(ref)
         at = low if old is None else max(low, old)
         rows.append(
             {

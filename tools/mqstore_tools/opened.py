@@ -1,8 +1,8 @@
 """Common parts of the commands about the broker: open a store, ask first, read and show times.
 
-looking     the tables of a store, read beside whoever writes it
-planning    the same, for the plan of a change: refused while a writer is there, as the change would be
-offline     (mqstore.broker.admin.offline) the change itself
+look        (of `mqstore.admin`) the tables of a store, also beside a writer
+planning    the same, for the plan of a change: refused while there is a writer, as the change would be
+offline     (of `mqstore.admin`) the change itself
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore.broker.admin.offline import offline
-from mqstore.broker.parts import Tables, open_tables
-from mqstore.engine import ReadOnlyMessageStore
+from mqstore.admin import Offline, look, offline
 from mqstore.errors import ReadOnlyStoreError
-from mqstore.files.lock import refuse_beside_writer
-from mqstore.files.quiet import QUIET
-from mqstore.options import delay_table_ms
 from mqstore_tools.render import note, print_json, safe
 from mqstore_tools.shared import StoreCommand
 
@@ -33,32 +28,25 @@ __all__ = [
     "ask",
     "carry_out",
     "dry_run_option",
-    "looking",
+    "length_ms",
     "moment",
     "planning",
     "show_ms",
     "tell",
+    "to_ms",
     "yes_option",
 ]
 
-_AGE = re.compile(r"\d{1,9}[smhd]")
+_AGE = re.compile(r"(\d{1,9})([smhd])")
+_UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
-@contextmanager
-def looking(directory: Path) -> Iterator[Tables]:
-    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
-        yield open_tables(store)
-
-
-@contextmanager
-def planning(directory: Path) -> Iterator[Tables]:
-    """Give the tables for a plan. StoreLockedError, naming the holder, if there is a writer."""
-    with looking(directory) as tables:
-        refuse_beside_writer(directory, QUIET)
-        yield tables
+def planning(directory: Path) -> AbstractContextManager[Offline]:
+    """Open the tables for a plan. Raises StoreLockedError, naming the holder, if there is a writer."""
+    return look(directory, alone=True)
 
 
 def ask(question: str, *, yes: bool) -> None:
@@ -81,7 +69,7 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 
 
 def carry_out(
-    what: str, directory: Path, change: Callable[[Tables], dict[str, Any]], *, dry_run: bool, json_output: bool
+    what: str, directory: Path, change: Callable[[Offline], dict[str, Any]], *, dry_run: bool, json_output: bool
 ) -> None:
     """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the returned row.
 
@@ -94,7 +82,7 @@ def carry_out(
         tell({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
         return
     with offline(directory) as opened:
-        row = change(opened.parts)
+        row = change(opened)
     tell(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
 
 
@@ -120,13 +108,21 @@ class DefaultGroup(click.Group):
         return list(self.commands)  # as they were added, the default first
 
 
+def length_ms(text: str) -> int:
+    """Return a length of time such as 90m in milliseconds. Raises ValueError for any other text."""
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number followed by s, m, h or d")
+    return int(found[1]) * _UNIT_MS[found[2]]
+
+
 def moment(value: Any) -> datetime:
     """Parse the value of an option: ISO 8601, by default UTC, or how long ago (90m, 36h, 30d)."""
     if isinstance(value, datetime):
         return value
     if _AGE.fullmatch(value):
         try:
-            return datetime.now(UTC) - timedelta(milliseconds=delay_table_ms(value)[0])
+            return datetime.now(UTC) - timedelta(milliseconds=length_ms(value))
         except OverflowError:
             raise click.BadParameter(f"{value!r} is too long ago") from None
     try:
@@ -136,6 +132,11 @@ def moment(value: Any) -> datetime:
             f"{value!r} is neither a time (2026-01-31T12:00:00Z) nor an age (90m, 36h, 30d)"
         ) from None
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def to_ms(when: datetime) -> int:
+    """Return the milliseconds since the epoch of a time with a zone."""
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
 
 
 def show_ms(duration_ms: int | None) -> str:

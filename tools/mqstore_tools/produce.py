@@ -26,14 +26,9 @@ from typing import Any, BinaryIO
 import click
 
 import mqstore
-from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
-from mqstore.broker.names import check_user_topic
-from mqstore.client.preparing import check_size
-from mqstore.client.producer import Producer
+from mqstore import JSON, MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore.admin import check_message, check_user_topic, look
 from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
-from mqstore.layout.jsontext import BODY, decode
-from mqstore.log.writer import MAX_QUEUE_ID
-from mqstore.options import DEFAULT_MESSAGE_BYTES
 from mqstore_tools.many import duration, pairs
 from mqstore_tools.opened import dry_run_option, planning
 from mqstore_tools.recipe import Format, NoMessage, Recipe, Record
@@ -97,7 +92,7 @@ Examples:
 )
 @click.option("--exported", is_flag=True, help="The lines are those of `mqstore export`; JSON lines, therefore.")
 @click.option("--whole", is_flag=True, help="The whole object or row is the body, as JSON.")
-@click.option("--queue-id", type=click.IntRange(0, MAX_QUEUE_ID), help="Put all to this queue.")
+@click.option("--queue-id", type=click.IntRange(0), help="Put all to this queue.")
 @click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages a second.")
 @click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
@@ -219,27 +214,29 @@ _Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
 @contextmanager
 def _target(
     directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
-) -> Iterator[tuple[_Send, int]]:
-    """Give a function that stores a piece and returns its receipts, none in a dry run, and the largest body."""
+) -> Iterator[tuple[_Send, int | None]]:
+    """Give a function that stores a piece and returns its receipts, none in a dry run, and the largest body.
+    None: that of a new store."""
     if dry_run:
         yield lambda messages: (), _plan(directory, topic, queue_id, create=create)
         return
     with (
         mqstore.open(directory, create=create) as store,
-        Producer(store.broker, "mqstore-produce", durability="flush" if flush else "append") as producer,
+        store.producer("mqstore-produce", durability="flush" if flush else "append") as producer,
     ):
-        limit = store.log.manifest.max_message_size
+        with look(directory) as opened:
+            limit = opened.max_message_size
         yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id), limit
 
 
-def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> int:
-    """Refuse what opening, or a put to that queue, would refuse. Return the largest body of the store."""
-    queues, limit = StoreConfig().default_queues, DEFAULT_MESSAGE_BYTES
+def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> int | None:
+    """Refuse what opening, or a put to that queue, would refuse. Return the largest body of the store, if it exists."""
+    queues, limit = StoreConfig().default_queues, None
     try:
-        with planning(directory) as parts:
-            config = parts.topics.get(topic)
+        with planning(directory) as opened:
+            config = opened.topics.get(topic)
             queues = queues if config is None else config.write_queues
-            limit = parts.store.manifest.max_message_size
+            limit = opened.max_message_size
     except NotAStoreError:
         if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
             raise
@@ -440,12 +437,13 @@ class Lines:
             self.number += 1
             yield rest
 
-    def rest(self, max_bytes: int) -> Iterator[bytes]:
+    def rest(self, max_bytes: int | None) -> Iterator[bytes]:
         """Yield all that is left as one body, unless interrupted. InvalidMessageError if it is too large."""
         data = b""
         while block := self._read():
             data += block
-            check_size(data, max_bytes)
+            if len(data) > (max_bytes or 0):
+                check_message(OutgoingMessage(data), max_bytes)
         if not self.interrupted:
             self.number = 1
             yield data
@@ -499,9 +497,9 @@ def _records(recipe: Recipe, lines: Lines) -> Iterator[tuple[int, Record]]:
 
 def _object(line: bytes) -> Record:
     try:
-        found = decode(line, BODY)
+        found = JSON.decode(line)
     except FormatError as error:
-        return NoMessage(f"no JSON: {error.__cause__}")
+        return NoMessage(str(error).removeprefix("the item is "))
     return found if isinstance(found, dict) else NoMessage("a JSON value, but no object")
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import click
 
-from mqstore import MQStoreError, OutgoingMessage, StoreConfig
-from mqstore.client.preparing import check_options, check_size, options_of
-from mqstore.layout.properties import SHARDINGKEY, is_reserved
-from mqstore.options import DEFAULT_MESSAGE_BYTES
+from mqstore import MQStoreError, OutgoingMessage
+from mqstore.admin import check_message
+from mqstore.engine import user_properties
 
 __all__ = ["Format", "NoMessage", "Recipe", "Record"]
 
@@ -50,8 +48,8 @@ class Recipe:
         self._keys = [_source(value) for value in keys]
         self._properties = {name: _source(value) for name, value in properties.items()}
         self._delay, self._body_field, self._exported, self._whole = delay, body_field, exported, whole
-        self.max_message_size = DEFAULT_MESSAGE_BYTES
-        """Largest body. The caller may replace it by that of a store."""
+        self.max_message_size: int | None = None
+        """Largest body. None: that of a new store."""
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
         if format_ in ("lines", "file"):
             if any(fields):
@@ -64,13 +62,7 @@ class Recipe:
 
     def _checked(self, body: bytes, options: dict[str, Any]) -> OutgoingMessage:
         message = OutgoingMessage(body, **options)
-        check_options(
-            body,
-            options_of(message),
-            now_ms=time.time_ns() // 1_000_000,
-            max_delay=StoreConfig().max_delay,
-            max_message_size=self.max_message_size,
-        )
+        check_message(message, self.max_message_size)
         return message
 
     def message(self, record: Record) -> OutgoingMessage:
@@ -80,8 +72,10 @@ class Recipe:
         try:
             if isinstance(record, bytes):
                 assert self._constant is not None
-                check_size(record, self.max_message_size)
-                return replace(self._constant, body=record)
+                message = replace(self._constant, body=record)
+                if len(record) > (self.max_message_size or 0):
+                    check_message(message, self.max_message_size)
+                return message
             if self._exported:
                 record = _imported(record)
             return self._checked(self._body(record), self._options(record))
@@ -171,6 +165,8 @@ def _own_keys(record: Mapping[str, Any]) -> list[str]:
 
 
 _PROPERTY = "property."
+_MESSAGE_GROUP = "__SHARDINGKEY"
+"""Stored property with the message group."""
 
 
 def _own_properties(record: Mapping[str, Any]) -> dict[str, str]:
@@ -195,8 +191,8 @@ def _imported(row: dict[str, Any]) -> dict[str, Any]:
         "keys": row.get("keys"),
         "unique_key": row.get("unique_key"),
         "flag": row.get("flag") or None,
-        "message_group": stored.get(SHARDINGKEY),
-        "properties": {name: value for name, value in stored.items() if not is_reserved(name)},
+        "message_group": stored.get(_MESSAGE_GROUP),
+        "properties": user_properties(stored),
     }
 
 

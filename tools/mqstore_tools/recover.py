@@ -1,26 +1,17 @@
-"""`mqstore recover`: bring a store in order, or plan it, by `mqstore.log.recovery.repair`."""
+"""`mqstore recover`: bring stores in order, or plan it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore import MQStoreError
-from mqstore.broker.admin.inspect import delay_levels
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.engine import RecoveryReport
-from mqstore.files.filesystem import REAL
-from mqstore.files.quiet import QUIET
-from mqstore.jobs.verifying import recover as run
-from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.repair import rebuild_config
-from mqstore.log.recovery.report import Rebuilt
+from mqstore.admin import rebuild_config
 from mqstore_tools.many import on_spark, spark_option, stores_argument
-from mqstore_tools.opened import ask, dry_run_option, looking, yes_option
-from mqstore_tools.render import console, note, print_finding, print_json, progress, safe
+from mqstore_tools.opened import ask, dry_run_option, yes_option
+from mqstore_tools.render import console, note, print_findings, print_json, progress, safe
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option
 
 __all__ = ["recover"]
@@ -80,11 +71,20 @@ def recover(
         if _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output):
             ctx.exit(FINDINGS)
         return
-    options = RecoverOptions(dry_run=dry_run, prefix=prefix, rebuild_index=bool(rebuild))
+    from mqstore.jobs import recover as run
+
     in_bytes = len(stores) == 1 and master is None
     with on_spark(master) as spark, progress("recovering", of_bytes=in_bytes) as report_progress, findings_told():
-        found = run(stores, spark=spark, options=options, progress=report_progress)
+        found = run(
+            stores,
+            dry_run=dry_run,
+            prefix=prefix,
+            rebuild_index=bool(rebuild),
+            spark=spark,
+            progress=report_progress,
+        )
     rows: list[dict[str, Any]] = []
+    work = False
     for each in found:
         if each.report is None:
             rows.append({"store": each.store, "error": each.error})
@@ -92,64 +92,48 @@ def recover(
             continue
         if len(found) > 1 and not json_output:
             print(safe(f"{each.store}:"))
-        orphans = _tell(Path(each.path), each.report, dry_run=dry_run, json_output=json_output)
-        rows.append({**each.report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
+        report = each.report.as_dict()
+        new = [finding for finding in report["findings"] if not finding["known"]]
+        work |= bool(new) or (dry_run and report["changed"])
+        if not json_output:
+            _show(report, new, dry_run=dry_run)
+            _warn(new, each.orphan_levels, each.profile)
+        for text in each.foreign:
+            note(text)
+        rows.append({**report, "orphan_levels": each.orphan_levels, "dry_run": dry_run})
         if len(found) > 1:
             rows[-1] = {"store": each.store, **rows[-1]}
     if json_output:
         print_json(rows[0] if len(found) == 1 else {"dry_run": dry_run, "stores": rows})
     if any(each.report is None for each in found):
         ctx.exit(UNUSABLE)
-    if any(report.new or (dry_run and report.changed) for each in found if (report := each.report) is not None):
+    if work:
         ctx.exit(FINDINGS)
-
-
-def _tell(directory: Path, report: RecoveryReport, *, dry_run: bool, json_output: bool) -> dict[int, int]:
-    """Print what was done to a store. Return the number of messages by orphaned delay level."""
-    orphans, profile, foreign = _afterwards(directory)
-    if not json_output:
-        _show(report, dry_run=dry_run)
-        for level, waiting in orphans.items():
-            note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
-        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.new):
-            note(
-                "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
-                "lies behind: see docs/recovery.md before you give it back"
-            )
-    for text in foreign:
-        note(text)
-    return orphans
 
 
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
-def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
-    """Return (messages by orphaned delay level, profile, files of a broker besides).
-    The next broker moves those messages to the timer (delivery#level-crash)."""
-    try:
-        with looking(directory) as parts:
-            waiting = {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None}
-            orphans = {level: count for level, count in waiting.items() if count}
-            return orphans, parts.store.manifest.profile, parts.store.foreign()
-    except (MQStoreError, OSError):  # what is damaged in config/ is no concern of a recovery of the log
-        return {}, "", []
+def _warn(new: list[dict[str, Any]], orphans: Mapping[int, int], profile: str) -> None:
+    for level, waiting in orphans.items():
+        note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
+    if profile == "rocketmq" and any(finding["kind"] in _DAMAGE for finding in new):
+        note(
+            "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
+            "lies behind: see docs/recovery.md before you give it back"
+        )
 
 
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: bool) -> bool:
     """Start bad JSON files from defaults, and print what was done. Return True if a dry run found work."""
-
-    def rebuild(*, dry_run: bool) -> list[str]:
-        fs = QUIET if dry_run else REAL
-        return rebuild_config(directory, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=fs)
-
-    if not dry_run and not yes and (planned := rebuild(dry_run=True)):
+    if not dry_run and not yes and (planned := rebuild_config(directory, dry_run=True)):
         for sentence in planned:
             note(f"would be done: {sentence}")
         ask("What stood in these files is lost. Go on?", yes=False)
-    done = rebuild(dry_run=dry_run)
+    done = rebuild_config(directory, dry_run=dry_run)
     if json_output:
-        nothing: dict[str, Any] = {"truncated": [], "rebuilt": asdict(Rebuilt()), "messages": 0}
+        rebuilt = {"consume_queues": 0, "units": 0, "index_entries": 0}
+        nothing = {"truncated": [], "rebuilt": rebuilt, "messages": 0}
         print_json({"changed": bool(done), **nothing, "config": done, "dry_run": dry_run})
         return dry_run and bool(done)
     for sentence in done:
@@ -159,34 +143,34 @@ def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: b
     return dry_run and bool(done)
 
 
-def _show(report: RecoveryReport, *, dry_run: bool) -> None:
-    for old, new in report.renamed.items():
-        print(safe(f"{'would rename' if dry_run else 'renamed'} {old} to {new}"))
-    for cut in report.truncated:
-        print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
-    for finding in report.new:
-        print_finding(finding)
-    for path in report.kept:
+def _show(report: dict[str, Any], new: list[dict[str, Any]], *, dry_run: bool) -> None:
+    for before, after in report["renamed"].items():
+        print(safe(f"{'would rename' if dry_run else 'renamed'} {before} to {after}"))
+    for cut in report["truncated"]:
+        print(safe(f"{'would cut' if dry_run else 'cut'} {cut['file']} [{cut['from']}, {cut['to']}): {cut['reason']}"))
+    print_findings(new)
+    for path in report["kept"]:
         print(safe(f"{'would keep' if dry_run else 'kept'} {path}"))
-    rebuilt = report.rebuilt
-    if rebuilt.units or rebuilt.index_entries or rebuilt.consume_queues:
+    rebuilt = report["rebuilt"]
+    if any(rebuilt.values()):
+        units, queues, entries = rebuilt["units"], rebuilt["consume_queues"], rebuilt["index_entries"]
+        verb = "would rebuild" if dry_run else "rebuilt"
+        print(f"{verb} {units} units of {queues} queues, {entries} index entries")
+    if report["damaged_ranges"]:
         print(
-            f"{'would rebuild' if dry_run else 'rebuilt'} {rebuilt.units} units of {rebuilt.consume_queues} queues, "
-            f"{rebuilt.index_entries} index entries"
+            f"{'would keep' if dry_run else 'kept'} {report['kept_behind_damage']} messages behind the first damage; "
+            f"{report['damaged_ranges']} damaged ranges"
         )
-    if report.damaged_ranges:
-        print(
-            f"{'would keep' if dry_run else 'kept'} {report.kept_behind_damage} messages behind the first damage; "
-            f"{report.damaged_ranges} damaged ranges"
-        )
-    if report.moved_to_cut:
-        print(f"{'would move' if dry_run else 'moved'} {report.moved_to_cut} whole messages to cut/; see `mqstore cut`")
-    if report.changed:
+    if report["moved_to_cut"]:
+        verb = "would move" if dry_run else "moved"
+        print(f"{verb} {report['moved_to_cut']} whole messages to cut/; see `mqstore cut`")
+    known = len(report["findings"]) - len(new)
+    if report["changed"]:
         verdict = "would be changed" if dry_run else "was changed"
-    elif report.new:
+    elif new:
         verdict = "is left as it is: this does not mend what is listed above"
     else:
-        verdict = "has no new damage; nothing to do" if report.known else "is in order; nothing to do"
-    if report.known:
-        verdict += f"; {len(report.known)} known findings (`mqstore verify --all` lists them)"
-    console().print(f"{report.messages} records verified, the log ends at {report.log_end}; the store {verdict}")
+        verdict = "has no new damage; nothing to do" if known else "is in order; nothing to do"
+    if known:
+        verdict += f"; {known} known findings (`mqstore verify --all` lists them)"
+    console().print(f"{report['messages']} records verified, the log ends at {report['log_end']}; the store {verdict}")

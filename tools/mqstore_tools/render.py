@@ -24,10 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mqstore import Message
-from mqstore.engine import Finding
+from mqstore.engine import Finding, row_of
 from mqstore.errors import FormatError
-from mqstore.layout.compression import MissingPackageError
-from mqstore.log.message import row_of
 
 __all__ = [
     "VERSION",
@@ -39,9 +37,11 @@ __all__ = [
     "body_text",
     "console",
     "export_row",
+    "finding_of",
     "note",
     "pick",
     "print_finding",
+    "print_findings",
     "print_json",
     "print_message",
     "progress",
@@ -186,6 +186,16 @@ def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -
     console(stderr=stderr).print(line, soft_wrap=True)
 
 
+def print_findings(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print the findings of a report's JSON."""
+    for row in rows:
+        print_finding(finding_of(row))
+
+
+def finding_of(row: Mapping[str, Any]) -> Finding:
+    return Finding(*pick(row, "kind file position length detail"))
+
+
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,8 +321,8 @@ raw_bodies_option = click.option(
 def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
     """Return the message as `export` writes it: stored names and units, `body` in base64.
 
-    Raises FormatError or MissingPackageError when a compressed body cannot be inflated, unless `raw_body` leaves it as
-    it is stored.
+    Raises FormatError if a compressed body cannot be inflated, and ImportError if that needs a package that is missing.
+    With `raw_body` the body stays as it is stored.
     """
     row = row_of(message, stored=raw_body)
     row["body"] = base64.b64encode(row["body"]).decode("ascii")
@@ -327,7 +337,7 @@ def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_b
             return True
         body = body_text(message.body_view if raw_body else message.body, body_bytes)
         fine = True
-    except (FormatError, MissingPackageError) as error:
+    except (FormatError, ImportError) as error:
         note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")
         if json_output:
             return False

@@ -1,14 +1,14 @@
-"""`mqstore snapshot`: a copy of a store, also of one in use. `mqstore.log.snapshot.take` makes it."""
+"""`mqstore snapshot`: a copy of a store, also of one in use."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
-from mqstore_tools.render import console, note, print_finding, print_json, progress, safe, show_bytes
+from mqstore import admin
+from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option
 
 __all__ = ["snapshot"]
@@ -45,56 +45,51 @@ def snapshot(
     docs/recovery.md.
     """
     if dry_run:
-        plan = plan_snapshot(directory, destination, link=link)
+        plan = admin.plan_snapshot(directory, destination, link=link).as_dict()
         if json_output:
-            print_json({"dry_run": True, "plan": plan.as_dict()})
+            print_json({"dry_run": True, "plan": plan})
         else:
             _show_plan(plan)
         return
     with progress("copying and verifying") as report_progress, findings_told():
-        report = snapshot_store(directory, destination, link=link, progress=report_progress, json_checks=CONFIG_CHECKS)
+        done = admin.snapshot(directory, destination, link=link, progress=report_progress).as_dict()
     if json_output:
-        print_json({"dry_run": False, **report.as_dict()})
+        print_json({"dry_run": False, **done})
     else:
-        _show(report)
-    if report.findings:
+        _show(done)
+    if done["findings"]:
         ctx.exit(FINDINGS)
 
 
-def _show_plan(plan: SnapshotPlan) -> None:
-    room = "" if plan.bytes <= plan.free_bytes else "; that is more than there may be room for"
+def _show_plan(plan: dict[str, Any]) -> None:
+    room = "" if plan["bytes"] <= plan["free_bytes"] else "; that is more than there may be room for"
     print(
         safe(
-            f"would copy {plan.store} ({'in use' if plan.writer_alive else 'not in use'}) to {plan.snapshot}: "
-            f"{_amount(plan)}; {show_bytes(plan.free_bytes)} are free there{room}"
+            f"would copy {plan['store']} ({'in use' if plan['writer_alive'] else 'not in use'}) to {plan['snapshot']}: "
+            f"{_amount(plan)}; {show_bytes(plan['free_bytes'])} are free there{room}"
         )
     )
     _tell_left(plan)
 
 
-def _show(report: SnapshotReport) -> None:
-    for finding in report.findings:
-        print_finding(finding)
-    for cut in report.truncated:
-        print(safe(f"not copied: {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
-    _tell_left(report.plan)
-    console().print(
-        safe(
-            f"{report.plan.snapshot}: {_amount(report.plan)}; {report.messages} records verified, the log ends at "
-            f"{report.log_end}"
-        )
-    )
+def _show(done: dict[str, Any]) -> None:
+    print_findings(done["findings"])
+    for cut in done["truncated"]:
+        print(safe(f"not copied: {cut['file']} [{cut['from']}, {cut['to']}): {cut['reason']}"))
+    _tell_left(done)
+    verified = f"{done['messages']} records verified, the log ends at {done['log_end']}"
+    console().print(safe(f"{done['snapshot']}: {_amount(done)}; {verified}"))
 
 
-def _amount(plan: SnapshotPlan) -> str:
-    parts = [f"{show_bytes(plan.bytes)} in {plan.files} files"]
-    if plan.linked:
-        parts.append(f"{plan.linked} of {plan.segments} segments by a second name")
-    if plan.bundles:
-        parts.append(f"{plan.bundles} bundles that wait in the inbox")
+def _amount(plan: dict[str, Any]) -> str:
+    parts = [f"{show_bytes(plan['bytes'])} in {plan['files']} files"]
+    if plan["linked"]:
+        parts.append(f"{plan['linked']} of {plan['segments']} segments by a second name")
+    if plan["bundles"]:
+        parts.append(f"{plan['bundles']} bundles that wait in the inbox")
     return ", ".join(parts)
 
 
-def _tell_left(plan: SnapshotPlan) -> None:
-    for text in plan.left:
+def _tell_left(plan: dict[str, Any]) -> None:
+    for text in plan["left"]:
         note(f"not copied: {text}")

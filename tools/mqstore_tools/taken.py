@@ -24,10 +24,8 @@ from types import FrameType
 from typing import Any, Final, Literal
 
 from mqstore import Interceptor, Message, QueueRef, Reject, RetryPolicy, Store, cancelled
-from mqstore.broker.names import pop_retry_topic, retry_topic
-from mqstore.client.interceptors import Settled
+from mqstore.admin import retry_topics
 from mqstore.errors import GroupNotFoundError
-from mqstore.layout.properties import ORIGIN_MESSAGE_ID
 from mqstore_tools.handled import Enough, Failed, Work
 from mqstore_tools.render import note
 
@@ -68,7 +66,7 @@ class Run(Interceptor):
         self.why = ""
         self.error: BaseException | None = None
         self.taken = 0
-        self.outcomes: Counter[Settled] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self.failing: set[str] = set()
         """Messages whose last attempt failed, and that are redelivered."""
         self.running = 0
@@ -115,9 +113,9 @@ class Run(Interceptor):
                 self.running -= 1
                 self.active_at = time.monotonic()
 
-    def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
         """Count a settled message."""
-        key = message.system_properties.get(ORIGIN_MESSAGE_ID, message.message_id)
+        key = message.system_properties.get("ORIGIN_MESSAGE_ID", message.message_id)
         with self._lock:
             self.outcomes[outcome] += 1
             if outcome == "retry":
@@ -269,17 +267,12 @@ class Source:
         # At the end of a queue only retries are left that wait for their time.
         return all(self.broker.committed(self.asked.group, *ref) == self.broker.max_offset(*ref) for ref in left)
 
-    def retry_topics(self) -> set[str]:
-        """Return the topics where failed messages wait, in whatever mode the group was."""
-        group = self.asked.group
-        popped = {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
-        return {retry_topic(group), *popped}
-
     def lags(self) -> dict[QueueRef, int]:
         """Return the number of messages not done, by wanted queue. Empty until the group exists."""
-        wanted = {*self.asked.topics, *self.retry_topics()}
+        topics, group = self.asked.topics, self.asked.group
+        wanted = {*topics, *(name for topic in topics for name in retry_topics(group, topic))}
         try:
-            lags = self.broker.lag(self.asked.group)
+            lags = self.broker.lag(group)
         except GroupNotFoundError:
             return {}
         return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}

@@ -8,19 +8,18 @@ from typing import Any
 
 import click
 
-from mqstore.broker.admin.offline import offline
-from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
-from mqstore.broker.parts import Tables
-from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
+from mqstore.admin import Offline, look, offline
 from mqstore.errors import ReadOnlyStoreError
-from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, looking, planning, tell, yes_option
+from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, planning, tell, yes_option
 from mqstore_tools.render import pick, safe, show_tables
 from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["topics"]
 
-_QUEUES = click.IntRange(1, QUEUES_MAX)
-_TYPES = click.Choice([name.lower() for name in MESSAGE_TYPES], case_sensitive=False)
+_OF_GROUPS = ("%RETRY%", "%DLQ%")
+"""Prefixes of topics that have retries and dead letters."""
+_QUEUES = click.IntRange(1, 16_384)
+_TYPES = click.Choice(["unspecified", "normal", "fifo", "delay", "transaction", "mixed"], case_sensitive=False)
 _PERM = click.Choice(["r", "w", "rw", "none"])
 _PERMS = {"none": 0, "w": 2, "r": 4, "rw": 6}
 
@@ -61,8 +60,9 @@ def list_(directory: Path, system: bool, json_output: bool) -> None:
     A topic that has messages and no entry in config/topics.json (a broker's directory without config/, say) is shown
     with the queues it has.
     """
-    with looking(directory) as tables:
-        rows = [_row(tables, config) for config in tables.topics.configs() if system or _is_users(config.name)]
+    with look(directory) as opened:
+        names = opened.topics.names(system)
+        rows = [_row(opened, name) for name in names if system or not name.startswith(_OF_GROUPS)]
     cells = [
         [
             *pick(row, "name read_queues write_queues"),
@@ -77,15 +77,13 @@ def list_(directory: Path, system: bool, json_output: bool) -> None:
     show_tables({"topics": rows}, ("", columns, cells), json_output=json_output)
 
 
-def _is_users(name: str) -> bool:
-    return not (is_system_topic(name) or is_retry_topic(name) or is_dlq_topic(name))
-
-
 def _perm_text(perm: int) -> str:
     return "".join(letter for letter, bit in (("r", 4), ("w", 2)) if perm & bit) or "none"
 
 
-def _row(tables: Tables, config: TopicConfig) -> dict[str, Any]:
+def _row(opened: Offline, name: str) -> dict[str, Any]:
+    """Return a topic as JSON has it. Raises TopicNotFoundError."""
+    config = opened.topics.need(name)
     return {
         "name": config.name,
         "read_queues": config.read_queues,
@@ -94,20 +92,9 @@ def _row(tables: Tables, config: TopicConfig) -> dict[str, Any]:
         "order": config.order,
         "message_type": config.message_type,
         "attributes": dict(config.attributes),
-        "messages": _messages(tables, config.name),
-        "groups": sorted(tables.offsets.groups_of(config.name)),
+        "messages": opened.messages(config.name),
+        "groups": sorted(opened.offsets.groups_of(config.name)),
     }
-
-
-def _messages(tables: Tables, topic: str) -> int:
-    """Return the number of messages that still count."""
-    store = tables.store
-    refs = store.queues(topic) if topic in store.topics() else []
-    count = 0
-    for ref in refs:
-        low, high = store.offsets(*ref)
-        count += high - min(high, max(low, tables.offsets.start_of(topic, ref.queue_id)))
-    return count
 
 
 @topics.command(
@@ -130,10 +117,10 @@ def create(
 ) -> None:
     """Create the topic NAME in the store in DIR."""
 
-    def change(tables: Tables) -> dict[str, Any]:
+    def change(opened: Offline) -> dict[str, Any]:
         message_type = None if type_ is None else type_.upper()
-        config = tables.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
-        return _row(tables, config)
+        opened.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
+        return _row(opened, name)
 
     carry_out(f"create topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -178,8 +165,8 @@ def alter(
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
         raise click.UsageError("say what to change: --queues, --read-queues, --write-queues, --perm, --type or --order")
 
-    def change(tables: Tables) -> dict[str, Any]:
-        config = tables.topics.alter(
+    def change(opened: Offline) -> dict[str, Any]:
+        opened.topics.alter(
             name,
             queues=queues,
             read_queues=read_queues,
@@ -189,7 +176,7 @@ def alter(
             message_type=None if type_ is None else type_.upper(),
             force=force,
         )
-        return _row(tables, config)
+        return _row(opened, name)
 
     carry_out(f"alter topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -212,10 +199,10 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
 
     Asks first. The numbering of its queues goes on should it come again; disk space comes back as segments are dropped.
     """
-    with planning(directory) as tables:
-        row = _row(tables, tables.topics.need(name))
+    with planning(directory) as opened:
+        row = _row(opened, name)
         with suppress(ReadOnlyStoreError):
-            tables.topics.delete(name, force=force)
+            opened.delete_topic(name, force=force)
     row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
     what = f"topic {name}, {row['messages']} messages"
     what += f", the progress of {', '.join(row['groups'])}" if row["groups"] else ""

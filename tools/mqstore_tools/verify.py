@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import click
 
-from mqstore.engine import Finding
-from mqstore.jobs.verifying import VerifyReport
-from mqstore.jobs.verifying import verify as run
 from mqstore_tools.many import on_spark, spark_option, stores_argument
-from mqstore_tools.render import console, note, print_finding, print_json, progress, show_bytes
+from mqstore_tools.render import console, finding_of, note, print_finding, print_json, progress, show_bytes
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option, note_front
 
 __all__ = ["verify"]
@@ -45,21 +43,24 @@ def verify(
     known: it is counted, and listed with --all or --json. A store that cannot be opened does not keep the others from
     being checked; the exit code is then 3.
     """
+    from mqstore.jobs import verify as run
+
     with on_spark(master) as spark, progress("verifying", of_bytes=False) as report, findings_told():
-        found = run(stores, spark=spark, progress=report, max_errors=_LISTED)
-    several = len(found.stores) > 1
-    new: Counter[str] = Counter(finding.kind for finding in found.findings if not finding.known)
-    failed = {row.store: row.error for row in found.stores if row.error is not None}
+        found = run(stores, spark=spark, progress=report, max_errors=_LISTED).to_dict()
+    several = len(found["stores"]) > 1
+    new: Counter[str] = Counter(finding["kind"] for finding in found["findings"] if not finding["known"])
+    failed = {row["store"]: row["error"] for row in found["stores"] if row["error"] is not None}
     if json_output:
         _print_json(found, ok=not new and not failed, failed=failed if several else None)
-    for row in found.stores:
-        if row.error is not None:
-            note(f"{row.store}: {row.error}" if several else row.error)
-        if row.unlisted:
-            note(f"{row.store}: {row.unlisted} more findings are not listed: a part of the log has more than {_LISTED}")
-        for text in row.foreign:
+    for row in found["stores"]:
+        if row["error"] is not None:
+            note(f"{row['store']}: {row['error']}" if several else row["error"])
+        if row["unlisted"]:
+            why = f"a part of the log has more than {_LISTED}"
+            note(f"{row['store']}: {row['unlisted']} more findings are not listed: {why}")
+        for text in row["foreign"]:
             note(text)
-        note_front(*row.front)
+        note_front(*row["front"])
     if not json_output:
         _show(found, new, len(failed), all_findings=all_findings)
     if failed:
@@ -68,24 +69,22 @@ def verify(
         ctx.exit(FINDINGS)
 
 
-def _print_json(found: VerifyReport, *, ok: bool, failed: dict[str, str] | None) -> None:
+def _print_json(found: dict[str, Any], *, ok: bool, failed: dict[str, str] | None) -> None:
     """Print the report. The store of each finding, and `failed`, are only for several stores."""
-    sums = {"messages": found.messages, "bytes": found.bytes, "body_checksum_only": _body_checksum_only(found)}
-    findings = [finding.to_dict() for finding in found.findings]
+    sums = {"messages": found["messages"], "bytes": found["bytes"], "body_checksum_only": _body_checksum_only(found)}
+    findings = found["findings"]
     if failed is None:
-        for each in findings:
-            del each["store"]
+        findings = [{name: value for name, value in each.items() if name != "store"} for each in findings]
     print_json({"ok": ok, **sums, **({} if failed is None else {"errors": failed}), "findings": findings})
 
 
-def _show(found: VerifyReport, new: Counter[str], failed: int, *, all_findings: bool) -> None:
+def _show(found: dict[str, Any], new: Counter[str], failed: int, *, all_findings: bool) -> None:
     """Print the findings, what was checked, and the verdict."""
-    known = len(found.findings) - new.total()
-    listed = [finding for finding in found.findings if all_findings or not finding.known]
+    known = len(found["findings"]) - new.total()
+    listed = [finding for finding in found["findings"] if all_findings or not finding["known"]]
     for each in listed[:_SHOWN]:
-        store = f"{each.store}: " if len(found.stores) > 1 else ""
-        finding = Finding(each.kind, each.file, each.position, each.length, each.detail)
-        print_finding(finding, prefix=store + ("known " if each.known else ""))
+        store = f"{each['store']}: " if len(found["stores"]) > 1 else ""
+        print_finding(finding_of(each), prefix=store + ("known " if each["known"] else ""))
     screen = console()
     if len(listed) > _SHOWN:
         screen.print(f"... and {len(listed) - _SHOWN} more; --json has all")
@@ -95,12 +94,12 @@ def _show(found: VerifyReport, new: Counter[str], failed: int, *, all_findings: 
         verdict = f"{failed} stores cannot be read" + (f"; {verdict}" if kinds else "")
     if known:
         verdict += f"; {known} known" + ("" if all_findings else " (--all lists them)")
-    screen.print(f"{found.messages} records, {show_bytes(found.bytes)} verified; {verdict}")
+    screen.print(f"{found['messages']} records, {show_bytes(found['bytes'])} verified; {verdict}")
     if count := _body_checksum_only(found):
         screen.print(
             f"{count} records have a checksum of their body only: altered properties and header fields are not noticed"
         )
 
 
-def _body_checksum_only(found: VerifyReport) -> int:
-    return sum(row.body_checksum_only for row in found.stores)
+def _body_checksum_only(found: dict[str, Any]) -> int:
+    return sum(row["body_checksum_only"] for row in found["stores"])

@@ -49,7 +49,7 @@ class _Consumer(Closable[S]):
                     raise
                 return []
 
-        return await self._bridge.look(look, self.sync.when_ready, timeout_s=wait_s, undo=undo) or []
+        return await self._bridge.look(look, self.sync._when_ready, timeout_s=wait_s, undo=undo) or []
 
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
@@ -148,7 +148,7 @@ class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
         return self
 
     async def __anext__(self) -> Message:
-        take = partial(self.sync.take, 0, self.sync.fetch_max, 1)
+        take = partial(self.sync._take, 0, self.sync.fetch_max, 1)
         for message in [] if self.closed else await self._received(take, None, undo=self._unread):
             return message
         raise StopAsyncIteration

@@ -40,7 +40,7 @@ class Lease(Twin[L]):
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
         self._bridge.check()
-        if not self.sync.ack_at_once():
+        if not self.sync._ack_at_once():
             await to_its_end(self, self.sync.ack)
         elif self._bridge.is_turn_over():
             await asyncio.sleep(0)

@@ -184,7 +184,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """True if a handler was cancelled because the time to stop was over, None before it is."""
         self._stopping = False
         self._stopped: asyncio.Future[bool] = bridge.loop.create_future()
-        self.sync.run_on_loop(_THREADS, self._exited)
+        self.sync._run_on_loop(_THREADS, self._exited)
         bridge.consumers.add(self)
 
     # -- handlers ---------------------------------------------------------------------------------------------------

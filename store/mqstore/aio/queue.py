@@ -183,7 +183,7 @@ class Queue(Closable[_Told]):
         if self._bridge.is_turn_over():
             await asyncio.sleep(0)  # before the get: a caller that is cancelled here has taken nothing
         # Released items go first.
-        task = None if self._bridge.taking_back else self.sync.get_at_once(visibility)
+        task = None if self._bridge.taking_back else self.sync._get_at_once(visibility)
         if task is not None:
             return self._taken(task)
 
@@ -207,7 +207,7 @@ class Queue(Closable[_Told]):
         return await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
 
     async def _look(self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None) -> list[Task]:
-        found = await self._bridge.look(look, self.sync.when_ready, timeout_s=timeout_s, undo=release)
+        found = await self._bridge.look(look, self.sync._when_ready, timeout_s=timeout_s, undo=release)
         return [self._taken(each) for each in found or ()]
 
     def _taken(self, found: queue.Task) -> Task:

@@ -149,8 +149,8 @@ class Broker(Closing, Sending):
             parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self.begun
         )
         # Not methods: a call between costs as much as some of the work.
-        self.pop_at_once = self._pop.pop_at_once
-        self.ack_at_once = self._pop.ack_at_once
+        self._pop_at_once = self._pop.pop_at_once
+        self._ack_at_once = self._pop.ack_at_once
         self.transactions = Transactions(parts, wake("transactions"))
         """Half messages: `begin`, `end`, `on_check`."""
         keepers: dict[str, Mechanism] = {
@@ -170,7 +170,7 @@ class Broker(Closing, Sending):
         # In this order they run. In the opposite order they are saved: offsets last, since the others change them.
         for name, mechanism in {**keepers, "retention": self._retention, "statistics": self._metrics}.items():
             self._housekeeper.add(name, mechanism)
-        store.enter_topics_by(self._enter_topics)
+        store._enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         store.closer = self.close

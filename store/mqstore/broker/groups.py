@@ -144,7 +144,7 @@ class RetryPolicy:
             raise ConfigError(f"attempts count from 1, not {attempt}")
         return self._entry(attempt - 1)
 
-    def next_delay_ms(self, reconsume_times: int) -> int:
+    def _next_delay_ms(self, reconsume_times: int) -> int:
         """Return the wait in ms of a message that was sent back `reconsume_times` times (queue model)."""
         first = _FIRST_SEND_BACK if self.kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
@@ -155,7 +155,7 @@ class RetryPolicy:
             return min(self.max_ms, self.initial_ms * factor)
         return self.table_ms[min(i, len(self.table_ms) - 1)]
 
-    def as_json(self) -> dict[str, Any]:
+    def _as_json(self) -> dict[str, Any]:
         """Return RocketMQ's `groupRetryPolicy`. `max_attempts` is in the group's `retryMaxTimes` instead."""
         value = {**self.unknown, "type": "EXPONENTIAL" if self.kind == "exponential" else "CUSTOMIZED"}
         if self.kind == "custom":
@@ -169,7 +169,7 @@ class RetryPolicy:
         return value
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], max_attempts: int | None = 17) -> RetryPolicy:
+    def _from_json(cls, value: Mapping[str, Any], max_attempts: int | None = 17) -> RetryPolicy:
         """Read a `groupRetryPolicy`. Raises ValueError for members of the wrong type.
         No list, or an empty one, means the standard delays. Numbers below 0 are read as 0."""
         unknown = dict(value)
@@ -283,7 +283,7 @@ class GroupConfig:
         for key, (name, _, _) in _MEMBERS.items():
             entry[key] = getattr(self, name)
         entry["retryMaxTimes"] = self.retry_max_times
-        entry["groupRetryPolicy"] = self.retry_policy.as_json()
+        entry["groupRetryPolicy"] = self.retry_policy._as_json()
         if self.start != "earliest":
             entry[_START] = self.start
         return entry
@@ -294,7 +294,7 @@ class GroupConfig:
         known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
         times = member(entry, "retryMaxTimes", int, 16)
         attempts = None if times >= _FOR_EVER else max(1, times + 1)
-        policy = RetryPolicy.from_json(object_member(entry, "groupRetryPolicy"), attempts)
+        policy = RetryPolicy._from_json(object_member(entry, "groupRetryPolicy"), attempts)
         start: Any = entry.get(_START)
         if start is None:
             start = "earliest"

@@ -270,7 +270,7 @@ class OpLog:
         """Put one op. Call under `_writing`."""
         if self._outlet is None:
             self._parts.topics.ensure(OP_TOPIC, 1)
-            self._outlet = self._parts.store.outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
+            self._outlet = self._parts.store._outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
         receipt = self._outlet.put("".join(f"{half}," for half in halves).encode(), "append")
         with self._lock:
             self._written.append((receipt.offset, max(halves)))

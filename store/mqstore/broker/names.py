@@ -38,6 +38,7 @@ __all__ = [
     "pop_retry_topic",
     "popped_topic",
     "retry_topic",
+    "retry_topics",
 ]
 
 OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -106,6 +107,15 @@ def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
     '%RETRY%billing+orders'
     """
     return f"{RETRY_PREFIX}{group}{'+' if version == 2 else '_'}{topic}"
+
+
+def retry_topics(group: str, topic: str) -> set[str]:
+    """Return the topics in which failed messages of `topic` may wait for a group, in whatever mode it consumed.
+
+    >>> sorted(retry_topics("billing", "orders"))
+    ['%RETRY%billing', '%RETRY%billing+orders', '%RETRY%billing_orders']
+    """
+    return {retry_topic(group), *(pop_retry_topic(group, topic, version) for version in (1, 2))}
 
 
 def popped_topic(group: str, topic: str) -> str:

@@ -4,7 +4,7 @@
     record O, with body    record W, a reference to O          %RETRY%group, with the body of O
 
 So a failed attempt writes the body once, in profile mqstore. In profile rocketmq W has the body, since a Java broker
-may read it. W becomes whole again wherever it is copied (`Message.whole`).
+may read it. W becomes whole again wherever it is copied (`Message._whole`).
 
 O must stay for as long as W waits. The rule needs no list of references, neither in memory nor on disk:
 
@@ -72,7 +72,7 @@ class References:
                 self._held[key] = place
             flags = options.get("sys_flag", 0) | BODY_ELSEWHERE
             record: RecordOptions = {**options, "sys_flag": flags, "latest": place + self.reach}
-            return store.append(topic, queue_id, message.reference(), properties=properties, **record)
+            return store.append(topic, queue_id, message._reference(), properties=properties, **record)
         except OutOfReachError:  # others have appended so much meanwhile
             return None
         finally:

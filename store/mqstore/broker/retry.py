@@ -134,7 +134,7 @@ class Retries:
         queue_id = self._queue_of(topic, config.retry_queues)
         properties = self._marked(message, group, None)
         if delay_level == 0 and delay_ms is None:
-            delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
+            delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
@@ -175,7 +175,7 @@ class Retries:
         came_from = origin_topic or properties[RETRY_TOPIC]
         _label(properties, reason, origin_topic)
         if origin_topic is not None:
-            first = message.stored_property(FIRST_POP_TIME)
+            first = message._stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
         properties[DELAY] = "0"
         _shed(properties)
@@ -203,7 +203,7 @@ class Retries:
         reconsume_times: int,
         durability: Durability | None,
     ) -> SendReceipt:
-        message = message.whole()
+        message = message._whole()
         return self._parts.road.append(  # not `copy`, which would add an origin again for which there is no room
             topic,
             queue_id,
@@ -267,7 +267,7 @@ def origin_topic(message: Message, group: str) -> str:
     if not is_retry_topic(topic):
         return topic
     popped = popped_topic(group, topic)
-    return popped if popped != topic else (message.stored_property(RETRY_TOPIC) or topic)
+    return popped if popped != topic else (message._stored_property(RETRY_TOPIC) or topic)
 
 
 def _next(times: int) -> int:

@@ -230,7 +230,7 @@ class Road(Sending):
         ORIGIN_MESSAGE_ID, so that its copies are known as one. This does not wait for the disk, because the original
         still exists. A caller that removes the original flushes first. If it `refers`, a copy that waits may have a
         reference in place of the body. Raises FormatError if the message has one, and its body cannot be read."""
-        origin, message = message if refers else None, message.whole()
+        origin, message = message if refers else None, message._whole()
         if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
             properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True, **options}

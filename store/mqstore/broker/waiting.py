@@ -396,7 +396,7 @@ class Waiters(Mechanism):
                 bucket.waiters[waiter] = None
             self.parked.add(waiter)
             if len(self.parked) == 1:
-                self._store.attend(True)
+                self._store._attend(True)
             if due_ms is not None:
                 self._schedule(waiter, due_ms)
         self._tell()
@@ -490,7 +490,7 @@ class Waiters(Mechanism):
             self._stale += 1
         self.parked.discard(waiter)
         if not self.parked:
-            self._store.attend(False)
+            self._store._attend(False)
         if self._stale > _SWEEP and 2 * self._stale > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if entry[2].due_ms == entry[0]]
             heapq.heapify(self._heap)

@@ -160,18 +160,18 @@ class Lease:
     def ack(self) -> None:
         """Acknowledge the message. Repeating it is harmless.
         Raises ReceiptExpiredError if the message has been delivered to others already."""
-        if not self.ack_at_once() and self._is_new("ack"):
+        if not self._ack_at_once() and self._is_new("ack"):
             context, delivery = self._context, self._delivery
             context.broker.ack(context.group, delivery.topic, [delivery.receipt])
             self._note("ack", "ack")
 
-    def ack_at_once(self) -> bool:
+    def _ack_at_once(self) -> bool:
         """Acknowledge if no lock and no disk has to be waited for. Return False if nothing was done.
         The caller then calls `ack`."""
         context, delivery = self._context, self._delivery
         if self._verb is not None:
             return False
-        if not context.broker.ack_at_once(context.group, delivery.topic, [delivery.receipt]):
+        if not context.broker._ack_at_once(context.group, delivery.topic, [delivery.receipt]):
             return False
         self._note("ack", "ack")
         return True
@@ -296,7 +296,7 @@ def as_delivered(delivery: pop.Delivery) -> Message:
     A message from a retry topic is shown under the topic it was sent to."""
     message, _, _, topic, _, redeliveries = delivery
     if is_retry_topic(topic):
-        topic = message.stored_property(RETRY_TOPIC) or topic
+        topic = message._stored_property(RETRY_TOPIC) or topic
     return shown(message, topic, redeliveries)
 
 

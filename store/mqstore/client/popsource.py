@@ -218,7 +218,7 @@ class PopSource:
         found = []
         if only is None:
             visibility_ms = milliseconds(visibility_s, "visibility")
-            found = self._broker.pop_at_once(self._group, topic, count, visibility_ms, order)
+            found = self._broker._pop_at_once(self._group, topic, count, visibility_ms, order)
         if not found:
             found = self._broker.pop(
                 self._group, topic, count, invisible=visibility_s, filter=only, order=order, start="earliest"

@@ -252,15 +252,15 @@ class PullConsumer:
         count = self.fetch_max if max_messages is None else check_whole("max_messages", max_messages, 1)
         with self._lock:
             self._check_open()
-        return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+        return self._take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
 
     def __iter__(self) -> Iterator[Message]:
         """Yield messages one at a time, waiting for ever, until the consumer is closed.
         A request for the next message means that the caller is done with the last. Raises what `poll` raises."""
         while not self._closed:
-            yield from self.take(math.inf, self.fetch_max, 1)
+            yield from self._take(math.inf, self.fetch_max, 1)
 
-    def take(self, timeout_s: float, read: int, give: int) -> list[Message]:
+    def _take(self, timeout_s: float, read: int, give: int) -> list[Message]:
         """Return at most `give` messages: prefetched ones, else of up to `read` that are read or waited for.
 
         `poll` and the iterators, including those of `mqstore.aio`, call it. An application calls `poll`.
@@ -304,7 +304,7 @@ class PullConsumer:
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def when_ready(self, callback: Callable[[], object]) -> Ready:
+    def _when_ready(self, callback: Callable[[], object]) -> Ready:
         """Call `callback()` once, when `poll(timeout=0)` may find messages or other work.
         This is for callers that wait without a thread, such as an event loop.
 

@@ -482,7 +482,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise self._left
         return ended
 
-    def run_on_loop(self, threads: int, exited: Callable[[BaseException], bool]) -> None:
+    def _run_on_loop(self, threads: int, exited: Callable[[BaseException], bool]) -> None:
         """Prepare a consumer that was not started for handlers that run on an event loop, for `mqstore.aio`.
 
         Without `around_consume` hooks, for which a thread waits for each handler, at most `threads` threads begin and

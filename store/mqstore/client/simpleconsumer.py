@@ -223,7 +223,7 @@ class SimpleConsumer(Closing):
         while not self._source.closed:
             yield from self._receive(1, math.inf, self._visibility_s)
 
-    def when_ready(self, callback: Callable[[], object]) -> Wait:
+    def _when_ready(self, callback: Callable[[], object]) -> Wait:
         """Call `callback()` once, when another `receive(wait=0)` may find messages or raise an error.
         This is for callers that wait without a thread, such as an event loop.
 

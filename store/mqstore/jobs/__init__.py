@@ -8,6 +8,7 @@
     trace            a key or unique key on its way through topics, retries, delays and dead letters
     dlq_report       what groups gave up, and why
     dlq_resend       send dead letters again
+    clean_target     delete what jobs of Spark staged and never committed
 
 All have one signature: `job(stores, *, spark=None, progress=None, ...)`. `stores` is a path, a glob, several, paths by
 the names that reports call them, or a `select`ion of messages. Work is cut into tasks, which run in this process, or on
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mqstore.jobs.dlq import dlq_resend as dlq_resend
     from mqstore.jobs.export import export_parquet as export_parquet
     from mqstore.jobs.lag import lag_report as lag_report
+    from mqstore.jobs.publish import clean_target as clean_target
     from mqstore.jobs.selection import select as select
     from mqstore.jobs.tracing import trace as trace
     from mqstore.jobs.traffic import traffic_report as traffic_report
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from mqstore.jobs.verifying import verify as verify
 
 _LAZY: Final = {
+    "clean_target": ".publish",
     "dlq_report": ".dlq",
     "dlq_resend": ".dlq",
     "export_parquet": ".export",

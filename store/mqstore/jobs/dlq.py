@@ -211,7 +211,7 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
         for letters in job.letters(tables):
             for letter in letters.select(**job.choice()):
                 key = letters.group, _origin_of(letter)
-                found.setdefault(key, _Heap()).add(letter, letter.stored_property(DLQ_REASON) or "")
+                found.setdefault(key, _Heap()).add(letter, letter._stored_property(DLQ_REASON) or "")
     return known, found
 
 
@@ -231,7 +231,7 @@ def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
 
 def _send(job: _Job, name: StoreName) -> list[Resent]:
     with offline(Path(name.path)) as opened:
-        return _replay(job, name, opened.parts, dry_run=False)
+        return _replay(job, name, opened.tables, dry_run=False)
 
 
 def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> list[Resent]:

@@ -253,7 +253,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             _finish_overwrite(parts, root, fs)
             if (last := store.spliced_version(wanted.app)) >= wanted.version:
                 return _already(root, wanted, last)
-            store.enter_topics_by(lambda noted: _enter(parts, noted))
+            store._enter_topics_by(lambda noted: _enter(parts, noted))
             _admit(parts, wanted.topics, options)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)

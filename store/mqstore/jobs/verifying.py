@@ -11,14 +11,16 @@ others. Reads only, takes no lock, and may run beside a writer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Unpack
 
+from mqstore.broker.admin.inspect import delay_levels
 from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.parts import open_tables
 from mqstore.broker.pop.log import unreadable_records
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
@@ -236,37 +238,60 @@ class Recovered:
     report: RecoveryReport | None
     error: str | None
     """Reason why the store could not be recovered, or None if it could."""
+    profile: str = ""
+    """Profile of the store. "" if it could not be recovered, or its `config` folder is damaged. The next two are empty
+    then."""
+    orphan_levels: Mapping[int, int] = field(default_factory=dict)
+    """Number of messages by delay level that the store's table does not have. The next broker moves them to the timer
+    (delivery#level-crash)."""
+    foreign: tuple[str, ...] = ()
+    """Files of a Java broker that are not read (`MessageStore.foreign`)."""
 
 
 def recover(
-    stores: Stores | Selection, *, options: RecoverOptions | None = None, **where: Unpack[Where]
+    stores: Stores | Selection,
+    *,
+    dry_run: bool = False,
+    prefix: bool = False,
+    rebuild_index: bool = False,
+    **where: Unpack[Where],
 ) -> tuple[Recovered, ...]:
     """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
 
-    A store that cannot be recovered is named with its error, and the others are recovered. With a single store the
-    error is raised. `options`: as of `recover_store`. `spark` and `progress`: see `mqstore.jobs`. With a single
-    store in this process, progress is in bytes of its log. Raises ConfigError.
+    With `dry_run` nothing is changed, and the reports are plans. `prefix` ends the log at the first damage, as a Java
+    broker would. `rebuild_index` builds the index again, even if nothing seems wrong with it. A store that cannot be
+    recovered is named with its error, and the others are recovered. With a single store the error is raised. `spark`
+    and `progress`: see `mqstore.jobs`. With a single store in this process, progress is in bytes of its log. Raises
+    ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)
     names = chosen.stores()
-    work = partial(_recover, options or RecoverOptions())
+    work = partial(_recover, RecoverOptions(dry_run=dry_run, prefix=prefix, rebuild_index=rebuild_index))
     runner, title = Runner(**where), "mqstore recover"
     if len(names) > 1:
         return tuple(runner.run(names, partial(_attempt, work), title))
     here = where.get("spark") is None
-    [report] = [work(names[0], where.get("progress"))] if here else runner.run(names, work, title)
-    return (Recovered(names[0].id, names[0].path, report, None),)
+    [found] = [work(names[0], where.get("progress"))] if here else runner.run(names, work, title)
+    return (found,)
 
 
-def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
+def _attempt(work: partial[Recovered], name: StoreName) -> Recovered:
     try:
-        return Recovered(name.id, name.path, work(name), None)
+        return work(name)
     except (MQStoreError, OSError) as error:
         return Recovered(name.id, name.path, None, str(error))
 
 
-def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> RecoveryReport:
+def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> Recovered:
     fs = QUIET if options.dry_run else REAL
     work = partial(recover_store, json_checks=CONFIG_CHECKS, record_check=unreadable_records)
-    return work(name.path, options, progress=progress, fs=fs)
+    found = Recovered(name.id, name.path, work(name.path, options, progress=progress, fs=fs), None)
+    try:
+        with open_store(name) as store:
+            waiting = {view.level: view.waiting for view in delay_levels(open_tables(store)) if view.delay_ms is None}
+            orphans = {level: count for level, count in waiting.items() if count}
+            profile = store.manifest.profile
+            return replace(found, profile=profile, orphan_levels=orphans, foreign=tuple(store.foreign()))
+    except (MQStoreError, OSError):  # what is damaged in config/ does not concern a recovery of the log
+        return found

@@ -76,6 +76,15 @@ def is_reserved(name: str) -> bool:
     return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
 
 
+def user_properties(stored: Mapping[str, str]) -> dict[str, str]:
+    """Return the properties that an application set, of those stored with a message.
+
+    >>> user_properties({"TAGS": "created", "region": "eu"})
+    {'region': 'eu'}
+    """
+    return {name: value for name, value in stored.items() if not is_reserved(name)}
+
+
 # --- bytes (format#properties) ----------------------------------------------------------------------------------------
 
 NAME_END: Final = b"\x01"

@@ -22,6 +22,9 @@ from mqstore.signalsafe import Lock
 
 __all__ = ["AHEAD_MS", "BackgroundWork", "Checkpointer"]
 
+_FLUSH_PAGES = 4
+"""Number of dirty 4 KiB pages that make an interval flush worth its sync."""
+
 _CHECKPOINT_MS = 1_000
 _CLOCK_MS = 60_000
 _QUEUE_SYNC_MS = 10_000
@@ -99,7 +102,7 @@ class BackgroundWork:
         thorough_ms = self._interval_ms("flush_thorough")
         last = self._due_ms.setdefault("thorough", now + thorough_ms)
         pages = end // 4096 - flushed // 4096
-        if end > flushed and (wanted or now >= last or pages >= self._parts.config.flush_pages):
+        if end > flushed and (wanted or now >= last or pages >= _FLUSH_PAGES):
             try:
                 self._commit.sync_now()
             except SyncNotBegunError:

@@ -183,7 +183,7 @@ class Located:
         """Physical offset of the half message, in a half message and in the records that end it. Otherwise 0."""
         return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
-    def plain_parts(self) -> tuple[bytes, bytes] | None:
+    def _plain_parts(self) -> tuple[bytes, bytes] | None:
         """Return (header, stored body) of an ordinary record, or None.
         Ordinary records have two IPv4 hosts and their own body. No transaction holds them back."""
         buffer, start, flags = self._batch.buffer, self._start, self.sys_flag
@@ -193,7 +193,7 @@ class Located:
         return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - BODY_LENGTH_BYTES)[0]]
 
     @property
-    def encoded_properties(self) -> bytes:
+    def _encoded_properties(self) -> bytes:
         """Properties as stored bytes (format#properties)."""
         buffer, at = self._batch.buffer, self._body_start()
         at += _I4(buffer, at - BODY_LENGTH_BYTES)[0]
@@ -207,21 +207,21 @@ class Located:
     @property
     def tag(self) -> str | None:
         """Tag that consumers filter by, or None."""
-        return self.stored_property(TAGS)
+        return self._stored_property(TAGS)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys by which `find` looks the message up, besides its unique key."""
-        return tuple(filter(None, (self.stored_property(KEYS) or "").split(" ")))
+        return tuple(filter(None, (self._stored_property(KEYS) or "").split(" ")))
 
     @property
     def message_group(self) -> str | None:
         """Name of the group whose messages keep their order, or None."""
-        return self.stored_property(SHARDINGKEY)
+        return self._stored_property(SHARDINGKEY)
 
-    def stored_property(self, name: str) -> str | None:
+    def _stored_property(self, name: str) -> str | None:
         """Return one of `stored_properties` without decoding the others, or None if it does not exist."""
-        return decode_properties(self.encoded_properties).get(name)
+        return decode_properties(self._encoded_properties).get(name)
 
 
 if not TYPE_CHECKING and kernel is not None:
@@ -258,7 +258,7 @@ class Message(Located):
     @property
     def unique_key(self) -> str:
         """Key that is the same in every copy of the message. Use it to detect duplicates."""
-        return self.stored_property(UNIQ_KEY) or self.stored_property(ORIGIN_MESSAGE_ID) or self.message_id
+        return self._stored_property(UNIQ_KEY) or self._stored_property(ORIGIN_MESSAGE_ID) or self.message_id
 
     # -- header -----------------------------------------------------------------------------------------------------
 
@@ -300,24 +300,24 @@ class Message(Located):
     def _body_start(self) -> int:
         return self._start + body_length_at(self.sys_flag) + BODY_LENGTH_BYTES
 
-    def whole(self) -> Message:
+    def _whole(self) -> Message:
         """Return this message with its body, even if an earlier record has the body (`layout/bodyref.py`).
         Raises FormatError if that record cannot be read, and RemovedBodyError if retention removed it."""
         find = self._batch.find
         if find is None or not is_reference(self.sys_flag):
             return self
         origin = find(bytes(self.body_view))
-        record = filled(self.record_bytes(), origin.sys_flag, origin.body_view)
+        record = filled(self._record_bytes(), origin.sys_flag, origin.body_view)
         unit = UNIT.pack(self.physical_offset, len(record), self.tags_code)
         return Message(UnitBatch(self.queue, record, unit, self.offset), 0, self.offset)
 
-    def reference(self) -> bytes:
+    def _reference(self) -> bytes:
         """Return the reference to the body of this record."""
         return reference_to(self._batch.buffer[self._start : self._start + BODY_AT_V4])
 
     def _stored_body(self) -> bytes:
         """Return the body as its header describes it, inflated if it was stored compressed."""
-        if (whole := self.whole()) is not self:
+        if (whole := self._whole()) is not self:
             return whole.body
         buffer = self._batch.buffer
         start = self._body_start()
@@ -342,7 +342,7 @@ class Message(Located):
 
     def stored_properties(self) -> dict[str, str]:
         """Return every property of the record: the user's and the system's."""
-        encoded = self.encoded_properties
+        encoded = self._encoded_properties
         return decode_properties(encoded) if encoded else {}
 
     @property
@@ -364,18 +364,20 @@ class Message(Located):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the record alone, so that another process needs no store to read it."""
-        record = self.whole().record_bytes()
+        record = self._whole()._record_bytes()
         unit = UNIT.pack(self.physical_offset, len(record), self.tags_code)
         return _restored, (type(self), tuple(self.queue), record, unit, self.offset)
 
-    def record_bytes(self) -> bytes:
+    def _record_bytes(self) -> bytes:
         """Return the whole record as stored."""
         return self._batch.buffer[self._start : self._start + self.size]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
             return NotImplemented
-        return self.queue == other.queue and self.offset == other.offset and self.record_bytes() == other.record_bytes()
+        return (
+            self.queue == other.queue and self.offset == other.offset and self._record_bytes() == other._record_bytes()
+        )
 
     def __hash__(self) -> int:
         return hash((self.queue, self.offset, self.physical_offset))

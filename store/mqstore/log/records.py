@@ -282,6 +282,6 @@ class RecordReader:
             if place < self._run.min_offset:
                 raise RemovedBodyError(f"its body was in the deleted record at {place}", "body", 0) from None
             message, why = None, str(error)
-        if message is None or message.reference() != reference:
+        if message is None or message._reference() != reference:
             raise FormatError(f"its body is in the record at {place}, which cannot be read: {why}", "body", 0)
         return message

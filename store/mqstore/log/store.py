@@ -78,7 +78,7 @@ def _close_all() -> None:
 def _disown_all() -> None:
     # In a forked child the mappings are shared with the parent, which continues to write them.
     for store in list(_open_stores):
-        store.disown()
+        store._disown()
 
 
 atexit.register(_close_all)
@@ -265,8 +265,8 @@ class MessageStore(StoreReader, Sending):
     put_many = _by_writer(LogWriter.put_many)
     append = _by_writer(LogWriter.append)
     copy_many = _by_writer(LogWriter.copy_many)
-    outlet = _by_writer(LogWriter.outlet)
-    take_put_times = _by_writer(LogWriter.take_put_times)
+    _outlet = _by_writer(LogWriter.outlet)
+    _take_put_times = _by_writer(LogWriter.take_put_times)
 
     def flush(self) -> None:
         """Return when all earlier puts are on disk. Raises FlushFailedError, FlushTimeoutError."""
@@ -290,7 +290,7 @@ class MessageStore(StoreReader, Sending):
             self.check_closed()
         return found
 
-    def attend(self, waiting: bool) -> None:
+    def _attend(self, waiting: bool) -> None:
         """Set whether somebody waits for `on_growth`.
         Meanwhile puts become visible at once. Otherwise the dispatcher first lets puts run for a while."""
         self._dispatcher.attended = waiting
@@ -361,7 +361,7 @@ class MessageStore(StoreReader, Sending):
             self.check_open()
             return self._bulk.take_inbox()
 
-    def enter_topics_by(self, create_topics: CreateTopics) -> None:
+    def _enter_topics_by(self, create_topics: CreateTopics) -> None:
         """Create the topics of later bundles with `create_topics` (spark#splice). For a broker.
         Topics of bundles that were appended without a broker are created at once."""
         self._bulk.enter_topics_by(create_topics, self._errors)
@@ -546,7 +546,7 @@ class MessageStore(StoreReader, Sending):
             self._released = True
             _open_stores.discard(self)
 
-    def disown(self) -> None:
+    def _disown(self) -> None:
         """Detach from the parent's files for good, in a forked child."""
         self._closed = self._released = True
         self._parent = os.getppid()

@@ -406,7 +406,7 @@ class LogWriter:
         """Append the first of `copies`, as many as fit one batch. Return their number, at least one.
 
         `attempts` is added to the `reconsume_times` of each. They are contiguous and become visible together. None is
-        stored if this raises. Does not wait for the disk. Raises the errors of `append` and `Message.whole`, for the
+        stored if this raises. Does not wait for the disk. Raises the errors of `append` and `Message._whole`, for the
         first copy. A fault of a later copy is raised when that copy is the first.
         """
         room = self._max_chunk
@@ -424,7 +424,7 @@ class LogWriter:
             message, topic, queue_id, properties = copies[at]
             try:
                 queue = self.queue_to_put(topic, queue_id)
-                parts = message.whole().plain_parts()
+                parts = message._whole()._plain_parts()
                 if parts is None:
                     break
                 head, body = parts
@@ -461,7 +461,7 @@ class LogWriter:
     def _copy_one(self, copy: Copy, attempts: int) -> None:
         """Append one copy by `append`, which supports every kind of record."""
         message, topic, queue_id, properties = copy
-        message = message.whole()
+        message = message._whole()
         fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True}
         fields["reconsume_times"] += attempts
         self.append(topic, queue_id, message.body_view, properties=decode_properties(properties), **fields)

@@ -38,7 +38,7 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
     That is in TARGET/_staging, and in a set also stores that its manifest does not name. None of it is a message.
     Commits delete what is older than their option stagingTtl by themselves."""
     with usable():
-        from mqstore.jobs.publish import clean_target
+        from mqstore.jobs import clean_target
     found: list[Path] = []
     for target in targets:
         if not target.is_dir():

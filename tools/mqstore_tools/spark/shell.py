@@ -29,7 +29,7 @@ def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
     Views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by
     these names too. Options narrow `messages`."""
     with usable():
-        from mqstore.spark.queries import create_views
+        from mqstore.spark import create_views
     chosen = messages.select()
     with session(master, conf) as spark:
         with spark_errors():

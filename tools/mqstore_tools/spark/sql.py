@@ -61,7 +61,7 @@ def sql(
     read.
     """
     with usable():
-        from mqstore.spark.queries import sql as ask
+        from mqstore.spark import sql as ask
     chosen = messages.select()
     with session(master, conf) as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)

@@ -34,8 +34,11 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError
+from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError, StoreIOError
+from mqstore.files.beneath import REFUSED
 from mqstore.files.jsonfile import decode_json, read_json, save_json
+from mqstore.files.lock import refuse_beside_writer
+from mqstore.files.quiet import QUIET
 from mqstore.layout.bodyref import place_of
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import tags_code_at, topics_of
@@ -59,12 +62,13 @@ from mqstore.log.message import Message, UnitBatch
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
 from mqstore.log.outgoing import without_place
 from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import Progress
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tip import QueueRef
 
-__all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "restore"]
+__all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "cut_messages", "restore", "restore_cut"]
 
 _NAME: Final = re.compile(r"[0-9]{20}-(surplus-)?[0-9]+(\.[0-9]+)*")
 _OFFSET_DIGITS: Final = 20
@@ -122,6 +126,14 @@ class Restore:
     queues: Mapping[QueueRef, int]
     offsets: Mapping[QueueRef, tuple[int, int]]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, under the names of `mqstore cut restore --json`."""
+        queues = []
+        for ref, count in sorted(self.queues.items()):
+            first, end = self.offsets.get(ref, (None, None))
+            queues.append({**ref._asdict(), "messages": count, "first_offset": first, "end_offset": end})
+        return {"files": [tally.as_dict() for tally in self.files], "queues": queues}
+
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -167,6 +179,26 @@ def contents(store: StoreReader, file: CutFile) -> Iterator[Message | Finding]:
     buffer = _map(store, file)
     if buffer:
         yield from _walk(store, file, buffer)
+
+
+def cut_messages(
+    path: str | os.PathLike[str], names: Sequence[str] = ()
+) -> Iterator[tuple[CutFile, Iterator[Message | Finding]]]:
+    """Yield each file in `cut/` of the store at `path` that was not restored, or those with these `names`.
+    With each come its whole messages, and a Finding for each range of bytes that is not one, or for a file that cannot
+    be read. Reads also beside a writer, and leaves no trace. Raises ConfigError for a name that does not exist."""
+    with ReadOnlyMessageStore(path, fs=QUIET) as store:
+        for file in cut_files(store, names):
+            yield file, _readable(store, file)
+
+
+def _readable(store: StoreReader, file: CutFile) -> Iterator[Message | Finding]:
+    try:
+        yield from contents(store, file)
+    except StoreIOError as error:
+        if error.errno not in REFUSED:
+            raise
+        yield Finding("bad_record", f"cut/{file.name}", 0, 0, str(error.strerror))
 
 
 def _map(store: StoreReader, file: CutFile) -> mmap.mmap | bytes:
@@ -224,7 +256,7 @@ def _origin(store: StoreReader, reference: bytes) -> Message:
             if 0 <= (at := place - file.start) < len(buffer := _map(store, file)):
                 check = check_place(buffer, at, len(buffer), place, store.manifest.checksum)
                 found = Message(UnitBatch(QueueRef("", 0), buffer, b"", 0), at, 0)
-                if check.status == "ok" and found.reference() == reference:
+                if check.status == "ok" and found._reference() == reference:
                     return found
         raise
 
@@ -279,6 +311,22 @@ def restore(
         return Restore(tallies, staged.queues, result.offsets)
     finally:
         staged.close()
+
+
+def restore_cut(
+    path: str | os.PathLike[str],
+    names: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Restore:
+    """Do `restore` on the store at `path`, which no writer may have open: StoreLockedError, with `dry_run` too."""
+    if dry_run:
+        with ReadOnlyMessageStore(path, fs=QUIET) as looked_at:
+            refuse_beside_writer(path, QUIET)
+            return restore(looked_at, names, dry_run=True, progress=progress)
+    with MessageStore(path, create=False) as store:
+        return restore(store, names, progress=progress)
 
 
 def _unheard(done: int, total: int) -> None:
@@ -354,14 +402,16 @@ def _obstacle(message: Message) -> str:
     if message.sys_flag & INNER_BATCH:
         return "batch in one record"
     try:
-        message.whole()
+        message._whole()
     except FormatError:
         return "message whose body is in a record that is gone"
     if not 0 <= message.queue_id <= MAX_QUEUE_ID:
         return "queue id that no queue can have"
     if not is_path_safe(message.topic):
         return "topic that no queue can have"
-    return "property that is no number" if unreadable_number(message.topic.encode(), message.encoded_properties) else ""
+    return (
+        "property that is no number" if unreadable_number(message.topic.encode(), message._encoded_properties) else ""
+    )
 
 
 def _is_in_log(store: StoreReader, message: Message) -> bool:
@@ -369,7 +419,7 @@ def _is_in_log(store: StoreReader, message: Message) -> bool:
     if not store.min_offset <= place < store.max_offset:
         return False  # `at` would list the log's folder to find out
     try:
-        return store.at(place).record_bytes() == message.record_bytes()
+        return store.at(place)._record_bytes() == message._record_bytes()
     except LookupError:
         return False
 
@@ -378,7 +428,7 @@ def _holder(message: Message, files: Sequence[tuple[CutFile, mmap.mmap | bytes]]
     """Return the file that has the bytes of `message` at the same physical offset."""
     if not files:
         return None
-    record = message.record_bytes()
+    record = message._record_bytes()
     for file, buffer in files:
         at = message.physical_offset - file.start
         if at >= 0 and buffer[at : at + len(record)] == record:
@@ -447,9 +497,9 @@ class _Staged:
 
 def _without_place(message: Message) -> bytes:
     """Return a record as a shard has it: all fields that the log sets are zero or left out."""
-    message = message.whole()
-    record = bytearray(message.record_bytes())
-    properties = message.encoded_properties
+    message = message._whole()
+    record = bytearray(message._record_bytes())
+    properties = message._encoded_properties
     kept = without_place(properties)
     if kept is not properties:
         record[len(record) - len(properties) - 2 :] = len(kept).to_bytes(2, "big") + kept

@@ -212,7 +212,7 @@ def timer_view(tables: Tables) -> TimerView:
         due_ms = _placed_until(message)
         if due_ms is not None and not (message.offset < done_until and slot_of(due_ms) < done_ms):
             view.add(1, due_ms, message.physical_offset)
-            view.topics[java_hash(message.stored_property(REAL_TOPIC) or "")] += 1
+            view.topics[java_hash(message._stored_property(REAL_TOPIC) or "")] += 1
     return view
 
 

@@ -100,7 +100,7 @@ class WaitingRetries:
 
     def _count(self, level: int, begin: int, end: int) -> Counter[str]:
         messages = messages_of(self._store, SCHEDULE_TOPIC, begin, end, level - 1)
-        return Counter(message.stored_property(REAL_TOPIC) or "" for message in messages)
+        return Counter(message._stored_property(REAL_TOPIC) or "" for message in messages)
 
     def count(self, key: QueueKey) -> int:
         if (key.topic, key.queue_id) != (retry_topic(key.group), 0):
@@ -243,7 +243,7 @@ class Metrics(Mechanism):
                 yield "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC", "", messages, messages
 
     def _put_times(self) -> Iterator[_Item]:
-        for (topic, queue_id), (took_ns, times) in self._store.take_put_times().items():
+        for (topic, queue_id), (took_ns, times) in self._store._take_put_times().items():
             rest_ns = self._put_rest_ns.get((topic, queue_id), 0)
             took_ms, self._put_rest_ns[topic, queue_id] = divmod(rest_ns + took_ns, _NS_A_MS)
             yield "TOPIC_PUT_LATENCY", f"{queue_id}@{topic}", took_ms, times

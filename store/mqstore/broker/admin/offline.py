@@ -1,8 +1,11 @@
-"""Changes that an operator makes while no broker runs, by the command or by scripts.
+"""View of a store directory for an operator, and changes while no broker runs, by the command or by scripts.
+
+    look        opens the directory for reading, also beside a broker. A change is checked, and then refused
+    offline     opens it for writing
 
     reset, delete_group, delete_topic     tables, and the pop log, which would bring back what they forget
     cancel                                a record in the timer topic
-    everything else                       `parts`: topics, groups, dead letters
+    everything else                       `topics`, `groups`, `dead_letters`
 
 No message is delivered, redelivered, expired or dropped meanwhile, since no service runs. Messages that were in flight
 when the broker ended stay in flight. The next broker decides whether to release them.
@@ -11,48 +14,165 @@ when the broker ended stay in flight. The next broker decides whether to release
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+from mqstore.broker.admin.inspect import (
+    PopView,
+    QueueLag,
+    delay_levels,
+    group_names,
+    is_waiting,
+    lag_of,
+    pop_view,
+    timer_view,
+)
+from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.parts import Parts, delete_group, open_parts
+from mqstore.broker.groups import GroupConfig
+from mqstore.broker.names import pop_retry_topic, retry_topic
+from mqstore.broker.parts import Parts, delete_group, open_parts, open_tables
+from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.waiting import Waiters
+from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
+from mqstore.files.lock import refusal_to_reader, refuse_beside_writer
+from mqstore.files.quiet import QUIET
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Offline", "offline"]
+__all__ = ["Offline", "look", "offline"]
+
+Start = Literal["earliest", "latest"] | datetime
 
 
 class Offline:
-    """A store that is open for writing, and its tables. Use `offline`.
+    """Tables of a store directory without a broker, and what an operator may see and change. Use `look` or `offline`.
+
+    `topics`, `groups` and `offsets` are the tables, as of a broker.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     mqstore.engine.MessageStore(folder).close()
+    ...     mqstore.open(folder).close()
     ...     with offline(folder) as opened:
-    ...         created = opened.parts.topics.create("orders", queues=2)
-    ...         group = opened.parts.groups.create("billing")
+    ...         created = opened.topics.create("orders", queues=2)
+    ...         group = opened.groups.create("billing")
     ...         opened.reset("billing", "orders", None, "earliest")
+    ...     with look(folder) as opened:
+    ...         opened.group_names(), [(lag.queue_id, lag.committed, lag.messages) for lag in opened.lag("billing")]
     {QueueRef(topic='orders', queue_id=0): 0, QueueRef(topic='orders', queue_id=1): 0}
+    (['billing'], [(0, 0, 0), (1, 0, 0)])
     """
 
-    def __init__(self, store: MessageStore) -> None:
-        self.parts: Parts = open_parts(store)
+    def __init__(self, store: StoreReader) -> None:
+        self._parts = open_parts(store) if isinstance(store, MessageStore) else None
+        tables = self.tables = open_tables(store) if self._parts is None else self._parts
+        self.topics, self.groups, self.offsets = tables.topics, tables.groups, tables.offsets
         self._opened = ExitStack()
-        self._opened.callback(self.parts.offsets.persist)  # runs last, since saving the others moves offsets
+        if self._parts is not None:
+            self._opened.callback(self.offsets.persist)  # runs last, since saving the others moves offsets
+
+    def close(self) -> None:
+        """Save all changes. If one part fails the others are still saved, and then its error is raised."""
+        self._opened.close()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def max_message_size(self) -> int:
+        """Largest body that the store accepts, in bytes."""
+        return self.tables.store.manifest.max_message_size
+
+    @cached_property
+    def _pops(self) -> PopView:
+        return pop_view(self.tables, self.tables.clock.now_ms())
+
+    def messages(self, topic: str) -> int:
+        """Return the number of messages of a topic that still count. 0 for a topic without any."""
+        store = self.tables.store
+        refs = store.queues(topic) if topic in store.topics() else []
+        return sum(high - low for low, high in (self.offsets.bounds(*ref) for ref in refs))
+
+    def group_names(self) -> list[str]:
+        """Return every consumer group that has settings or committed offsets."""
+        return group_names(self.tables)
+
+    def group(self, name: str) -> GroupConfig:
+        """Return the configuration of a group, or for one without settings what it would start with."""
+        return self.groups.get(name) or GroupConfig(name)
+
+    def lag(self, group: str) -> list[QueueLag]:
+        """Return the lag of a group in each queue where it has started, in its retry topics too.
+        Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
+        return lag_of(self.tables, group, self._pops)
+
+    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+        """Return the failed message that blocks each of the group's blocked queues, by queue."""
+        found = sorted(self._pops.suspended.items())
+        return {QueueRef(key.topic, key.queue_id): each for key, each in found if key.group == group}
+
+    def pending(self, group: str, topics: Iterable[str], start: Start | None = None) -> list[dict[str, Any]]:
+        """Return what a group would consume of `topics`: a row for each queue, and for the group's retry queues.
+        A row has `topic`, `queue_id`, `from`, `end`, `messages` and `in_flight`. `start` decides where a group begins
+        that has not started; None: its configuration does. Raises TopicNotFoundError."""
+        topics = [*topics]
+        begin = start or self.group(group).start
+        known = self.lag(group) if group in self.group_names() else []
+        lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
+        queues = [(topic, i) for topic in topics for i in range(self.topics.need(topic).read_queues)]
+        again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
+        queues += sorted(key for key in lags if key[0] in again)
+        reads = Reads(self.tables)
+        rows = []
+        for topic, queue_id in queues:
+            if (lag := lags.get((topic, queue_id))) is not None:
+                first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
+            else:
+                first, in_flight = _begin(reads, topic, queue_id, begin), 0
+                messages = max(0, reads.max_offset(topic, queue_id) - first)
+            end = reads.max_offset(topic, queue_id)
+            row = {"from": first, "end": end, "messages": messages, "in_flight": in_flight}
+            rows.append({"topic": topic, "queue_id": queue_id, **row})
+        return rows
+
+    def delays(self) -> dict[str, Any]:
+        """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them:
+        {"levels": [a row for each level in use, orphans included], "timer": {"waiting", "next_due_ms"}}."""
+        timer = timer_view(self.tables)
+        return {
+            "levels": [view._asdict() for view in delay_levels(self.tables)],
+            "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
+        }
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        """Return the dead letters of a group. Raises GroupNotFoundError if there is no trace of the group."""
+        letters = DeadLetters(self.tables, group)
+        if self.topics.get(letters.topic) is None and group not in self.group_names():
+            raise GroupNotFoundError(
+                f"{self.tables.store.path} has no group {group!r}: no dead letters, no settings, no progress"
+            )
+        return letters
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def _writing(self) -> Parts:
+        if self._parts is None:
+            raise ReadOnlyStoreError(refusal_to_reader(self.tables.store.path, self.tables.fs))
+        return self._parts
 
     @cached_property
     def _pop(self) -> PopService:
         """Pop service with its state from the log. It then hears of topics and groups that are deleted."""
-        parts = self.parts
+        parts = self._writing()
         waiters = Waiters(parts, _nothing)
         self._opened.callback(waiters.close)
         pop = PopService(parts, _nothing, waiters, Reads(parts), Retries(parts).dead_letter)
@@ -60,40 +180,62 @@ class Offline:
         self._opened.callback(pop.persist)  # runs before it is closed
         return pop
 
-    def reset(
-        self, group: str, topic: str, queue_id: int | None, to: Literal["earliest", "latest"] | datetime | int
-    ) -> dict[QueueRef, int]:
-        """Reset a group as `Broker.reset` does. Its messages are no longer in flight: receipts have expired."""
-        return Reads(self.parts).reset(group, topic, queue_id, to, on_reset=self._pop.reset)
+    def reset(self, group: str, topic: str, queue_id: int | None, to: Start | int) -> dict[QueueRef, int]:
+        """Reset a group as `Broker.reset` does. Its messages are no longer in flight: receipts have expired.
+        Of a store that is only read, the offsets change in memory: the result is the plan."""
+        on_reset = None if self._parts is None else self._pop.reset
+        return Reads(self.tables).reset(group, topic, queue_id, to, on_reset=on_reset)
 
     def delete_group(self, group: str) -> None:
         """Delete a group: settings, committed offsets, and what it has in flight.
         Its dead letters and retries stay. A group without settings has only committed offsets to delete. Raises
         GroupNotFoundError if it has neither."""
-        if self.parts.groups.get(group) is not None:
+        parts = self._writing()
+        if self.groups.get(group) is not None:
             self._pop  # noqa: B018  (listens)
-        delete_group(self.parts, group)
+        delete_group(parts, group)
 
     def delete_topic(self, topic: str, *, force: bool = False) -> None:
         """Delete a topic as `TopicTable.delete` does. Its messages are no longer in flight."""
-        self._pop  # noqa: B018  (listens)
-        self.parts.topics.delete(topic, force=force)
+        if self._parts is not None:
+            self._pop  # noqa: B018  (listens)
+        self.topics.delete(topic, force=force)
 
-    def cancel(self, handle: str) -> bool:
-        """Cancel a message as `Broker.recall` does. Durable when it returns True."""
-        timer = TimerService(self.parts, _nothing)
+    def cancel(self, handle: str, *, dry_run: bool = False) -> bool:
+        """Cancel a message as `Broker.recall` does. Durable when it returns True.
+        With `dry_run` only return whether it can be cancelled."""
+        if dry_run:
+            return is_waiting(self.tables, handle, self.tables.clock.now_ms())
+        parts = self._writing()
+        timer = TimerService(parts, _nothing)
         try:
             cancelled = timer.recall(handle)
             timer.persist()
         finally:
             timer.close()
         if cancelled:
-            self.parts.store.flush()
+            parts.store.flush()
         return cancelled
 
-    def close(self) -> None:
-        """Save all changes. If one part fails the others are still saved, and then its error is raised."""
-        self._opened.close()
+
+def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
+    """Return the offset at which a group starts. An integer is ms since the epoch."""
+    if start == "earliest":
+        return reads.min_offset(topic, queue_id)
+    if start == "latest":
+        return reads.max_offset(topic, queue_id)
+    return reads.offset_for_time(topic, queue_id, start)
+
+
+@contextmanager
+def look(path: str | os.PathLike[str], *, alone: bool = False) -> Iterator[Offline]:
+    """Open the store in directory `path` to look at it, also beside a broker. Leaves no trace.
+    With `alone`, for the plan of a change: raises StoreLockedError, naming the holder, if there is a writer."""
+    with ReadOnlyMessageStore(path, fs=QUIET) as store:
+        opened = Offline(store)
+        if alone:
+            refuse_beside_writer(path, QUIET)
+        yield opened
 
 
 @contextmanager

@@ -418,7 +418,7 @@ class DelayService(Roller):
             message = messages[at]
             at += 1
             reason, home, settles = "", None, False
-            begin, end = parted(message.encoded_properties)
+            begin, end = parted(message._encoded_properties)
             try:
                 topic, queue_id, rest = restored_end(end)
             except ValueError as error:

@@ -221,7 +221,7 @@ class TimerService(Roller):
         """Return the number of messages that wait for a topic."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         new = messages_of(self._store, TIMER_TOPIC, max(low, self._queue_offset), high)
-        return self._units.waiting[java_hash(topic)] + sum(each.stored_property(REAL_TOPIC) == topic for each in new)
+        return self._units.waiting[java_hash(topic)] + sum(each._stored_property(REAL_TOPIC) == topic for each in new)
 
     def recall(self, handle: str) -> bool:
         """Cancel the message of a recall handle.

@@ -152,7 +152,7 @@ class TimerMessages:
     def _whole(self, message: Message) -> Message | None:
         """Return a message with its body. If that is damaged, in the record it refers to, count it and return None."""
         try:
-            return message.whole()
+            return message._whole()
         except FormatError as error:
             text = f"damaged, at {message.physical_offset} of the log, unique key {message.unique_key}: {error}"
             self.count("TIMER_UNREADABLE", 1, text)

@@ -107,7 +107,7 @@ class PopLog:
         # A store opened for reading cannot be written, but its log can be read.
         outlets = {}
         if isinstance(store, MessageStore):
-            outlets = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in KINDS}
+            outlets = {kind: store._outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in KINDS}
         self._put = {kind: outlet.put for kind, outlet in outlets.items()}
         self.ways = {kind: outlet.way() for kind, outlet in outlets.items()}
         """Ways by kind, for compiled callers."""
