@@ -59,14 +59,15 @@ help:
 demo: $(VENV)/stamp-core
 	$(BIN)/python -m examples.demo
 
-# Nothing in these files of tests/log is done by compiled parts; recoveries with them and without are compared by
-# test_recovery_alike.
-NOT_COMPILED := ahead checkpoint_and_manifest concurrency generations inbox indexshape log_start misnamed own queue_bounds reader_ends recovery retention snapshot stats watermark
+# Tests of rules that have a compiled twin. Other tests compare both, as test_recovery_alike does for whole recoveries.
+COMPILED := $(patsubst %,tests/layout/test_%.py,dispatch_few encode indexfile messageid pairs properties record run scan) \
+	$(patsubst %,tests/log/test_%.py,copy_many dispatch golden put read scanner_live small_batches splice) \
+	$(patsubst %,tests/broker/test_%.py,pop pop_fifo pop_restart)
 
-# Twice what has compiled parts: with them, as everybody has it, and by Python alone.
+# Everything with the compiled parts, as everybody has it, then those tests by Python alone.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-report=)
-	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-append --cov-report=term) tests/layout tests/log $(NOT_COMPILED:%=--ignore=tests/log/test_%.py) tests/broker/test_pop.py tests/broker/test_pop_*.py
+	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-append --cov-report=term) $(COMPILED)
 
 # Looking at each line makes the tests take half as long again.
 cover:

@@ -19,8 +19,8 @@ import pytest
 
 import mqstore
 from bench.harness import Ask, Load, ready, scratch
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.layout.record import Record, check_record, decode_record
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.tip import QueueRef
 
 pa = pytest.importorskip("pyarrow")

@@ -144,7 +144,7 @@ def _no_open_stores() -> Iterator[None]:
 # No test says for itself how many. None knows how fast the machine is, and what else it does: nothing fails for taking
 # long. A test whose examples share a fixture gives each of them a place of its own there.
 _UNASKED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-for _name, _examples in (("quick", 20), ("default", 100)):
+for _name, _examples in (("quick", 10), ("default", 100)):
     settings.register_profile(_name, max_examples=_examples, deadline=None, suppress_health_check=_UNASKED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem", "deaths"]
 
-STEP = 1 if "MQSTORE_CRASH_IMAGES" in os.environ else 7
+STEP = 1 if "MQSTORE_CRASH_IMAGES" in os.environ else 13
 """Step of a test that tries a fault at every change of a run. `make crash` tries them all. Odd: every second one is
 torn."""
 

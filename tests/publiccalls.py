@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from mqstore import PullConsumer, PushConsumer, Queue, QueueRef, SimpleConsumer, Store, Task
+from mqstore import Delivery, Producer, PullConsumer, PushConsumer, Queue, QueueRef, SimpleConsumer, Store, Task
+from mqstore.admin import DeadLetters
 from mqstore.broker.broker import Broker
-from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.members import Members, Mode
 from mqstore.broker.topics import TopicTable
 from mqstore.broker.transactions import Transactions
-from mqstore.client.delivery import Delivery
-from mqstore.client.producer import Producer
 from mqstore.client.transaction import Transaction
 
 __all__ = ["CALLS", "CLOSING", "Things", "names_of", "opened"]

@@ -18,10 +18,10 @@ from urllib.parse import unquote
 import pytest
 from click.testing import CliRunner
 
-import mqstore
 from examples import demo as demo_module
 from examples.demo import demo
 from mqstore.broker.selection import group_queue
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.tools.support import environment
 
 CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}
@@ -51,7 +51,7 @@ def test_every_check_is_made_and_holds(run: tuple[dict[str, Any], Path]) -> None
     assert summary["ok"]
 
 
-def test_two_writers_were_killed_after_acknowledging_and_the_third_finished(run: tuple[dict[str, Any], Path]) -> None:
+def test_killed_writers_leave_a_store_that_a_third_finishes(run: tuple[dict[str, Any], Path]) -> None:
     summary, _ = run
     runs = summary["runs"]
     assert [each["exit_code"] for each in runs] == [-signal.SIGKILL, -signal.SIGKILL, 0]
@@ -69,7 +69,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
     summary, folder = run
     library = Path(sysconfig.get_path("stdlib"))
     lines: dict[str, list[bytes]] = {}
-    with mqstore.engine.ReadOnlyMessageStore(folder / "store") as store:
+    with ReadOnlyMessageStore(folder / "store") as store:
         for ref in store.queues("stdlib"):
             for message in store.iter(*ref):
                 assert message.message_group is not None
@@ -86,7 +86,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
 
 def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, Any], Path]) -> None:
     summary, folder = run
-    with mqstore.engine.ReadOnlyMessageStore(folder / "copy") as store:
+    with ReadOnlyMessageStore(folder / "copy") as store:
         findings = list(store.verify())
         messages = sum(1 for ref in store.queues("stdlib") for _ in store.iter(*ref))
     assert [finding.kind for finding in findings] == ["bad_record"]
@@ -96,7 +96,7 @@ def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, A
     assert findings[0].file == flipped["bad_record"]["file"]
 
 
-def test_a_file_that_comes_back_changed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_file_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def one_wrong(*arguments: Any) -> list[demo_module.Source]:
         sources = demo_module_read(*arguments)
         return [replace(sources[0], sha256="0" * 64), *sources[1:]]

@@ -60,7 +60,7 @@ _STEP = re.compile(r"^\d+\. .*?(?=^\d+\. |\n\n|\Z)", re.S | re.M)
 _NAME = re.compile(r"(?!NAME)(?:\w+\.)*(\w*[A-Z_]\w*)")
 
 
-def test_each_name_in_a_list_of_contributing_is_in_one_of_the_files_beside_it() -> None:
+def test_contributing_lists_only_existing_names() -> None:
     """A step such as "`columnar/columns.py`: a row in `_TABLE`" leads to a name, which somebody may have changed."""
     missing = []
     for step in _STEP.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):

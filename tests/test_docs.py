@@ -31,7 +31,7 @@ def test_a_python_example_runs_as_it_stands(code: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if SHARING[page]], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run_one_after_the_other_in_one_directory_and_once_more(
+def test_examples_of_a_page_run_twice_in_one_directory(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So they are typed by who reads a page, and a second time by who wants to see it again. Examples that shared a
@@ -89,7 +89,7 @@ def test_each_kind_of_finding_is_explained_once() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(get_args(Kind))
 
 
-def test_a_clock_that_is_moved_never_gets_the_directory_of_the_other_examples() -> None:
+def test_examples_with_a_simulated_clock_have_their_own_directory() -> None:
     assert [code for page in PAGES for code in examples(page) if "SimulatedClock(" in code and '"mq"' in code] == []
 
 
@@ -105,9 +105,7 @@ def test_the_five_lines_of_the_readme_print_what_was_put(
     assert capsys.readouterr().out == "1 https://example.org\n0 created b'hello'\n"
 
 
-def test_the_produce_command_of_the_readme_takes_key_and_message_group_from_each_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readme_produce_command_reads_key_and_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "events.jsonl").write_text('{"id": "o-1", "customer": "ada", "body": "paid"}\n')
     [line] = re.findall(r"^    mqstore (produce .*)$", (ROOT / "README.md").read_text(), re.M)

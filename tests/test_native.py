@@ -23,17 +23,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import native
-from mqstore.clock import SimulatedClock
+from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.scan import gather, read_run
-from mqstore.log.message import Message
 from mqstore.log.outgoing import SLOTS
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.records import Request
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
 from tests.records import encode_record
 from tests.without import append_compiled, compiled, read_by_compiled_put, tip_put
@@ -256,7 +253,7 @@ def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], er
 
 @compiled
 @given(st.binary(max_size=300), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 3))
-def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers: list[int], zeros: int) -> None:
+def test_units_and_records_of_any_bytes_are_not_changed(data: bytes, numbers: list[int], zeros: int) -> None:
     for i in range(zeros):
         numbers[i] = 0
     start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
@@ -347,7 +344,7 @@ def test_bodies_are_copied_as_far_as_there_is_room(room: int) -> None:
 
 
 @compiled
-def test_a_read_takes_no_more_at_once_than_others_may_wait_for(tmp_path: Path) -> None:
+def test_read_releases_the_interpreter_between_parts(tmp_path: Path) -> None:
     """And goes on where it stopped."""
     with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
         bodies = [bytes([i]) * (1 << 20) for i in range(12)]
@@ -376,7 +373,7 @@ def test_receipts_and_messages_are_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "copy", [None, (), (1, 2, 3), ("message", "to", 0, b""), (kernel and kernel.Located, "to", 0, b"")]
 )
-def test_what_is_no_copy_is_left_to_python(copy: Any) -> None:
+def test_odd_copy_is_left_to_python(copy: Any) -> None:
     lists: tuple[list[Any], ...] = [], [], [], []
     assert kernel.copy_parts([copy], 0, {"to": {0: None}}, 88, 1000, *lists) == (0, 1000)
     assert kernel.copy_parts([], 5, {}, 88, 1000, *lists) == (0, 1000)

@@ -16,9 +16,7 @@ from __future__ import annotations
 from mqstore.clock import Clock, SimulatedClock
 from mqstore.layout.properties import user_properties
 from mqstore.log.message import row_of
-from mqstore.log.readonly import ReadOnlyMessageStore  # noqa: F401  (not public: tests import it from here)
 from mqstore.log.recovery.report import Finding
-from mqstore.log.store import MessageStore  # noqa: F401
 from mqstore.log.storefiles import StoreFiles
 from mqstore.native import described as compiled_parts
 

@@ -21,7 +21,7 @@ MODULES = sorted(path.name for path in (ROOT / "bench").glob("test_*.py"))
 
 def ask(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the questions in a process of their own. No JVM and no Redis are started: they would take longest."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--quick", "--share", "0.002", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--quick", "--share", "0.0005", *arguments]
     places = {"PATH": "/nowhere", "MQSTORE_ROCKETMQ": str(tmp_path), "MQSTORE_BENCH_DIR": str(tmp_path / "stores")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     environment.pop("JAVA_HOME", None)

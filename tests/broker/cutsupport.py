@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mqstore.clock import SimulatedClock
+from mqstore import Message, SendReceipt, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.commitlog import SendReceipt
-from mqstore.log.message import Message
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.log.support import SEGMENT, flip, open_store
 
 __all__ = ["SENT", "Sent", "all_of", "config", "copy_of_log", "cut_from", "make", "open_again", "sent_as"]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mqstore import Message
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from tests.broker.support import ServiceBench
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mqstore.log.message import Message
+from mqstore import Message, Retention
 from mqstore.log.store import MessageStore
-from mqstore.options import Retention
 from tests.broker import support
 
 __all__ = ["BODY", "DAY_MS", "DELAYS", "RETRY", "SEGMENT", "Bench"]

@@ -13,19 +13,17 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import pytest
 
+from mqstore import Durability, Message, Profile, SimulatedClock
 from mqstore.broker.broker import Broker
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.mechanism import Mechanism
 from mqstore.broker.parts import Parts, open_parts, open_tables
 from mqstore.broker.waiting import Waiters
-from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest
-from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, Profile
 from tests.faults import FaultyFileSystem
 from tests.log.support import kill, open_store
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from mqstore import QueueRef, RetryPolicy
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode
 from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
-from mqstore.log.commitlog import QueueRef
 from tests.broker.support import Bench
 from tests.children import in_child
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -127,7 +126,7 @@ CALLS: dict[str, Callable[[Broker], object]] = {
 
 
 @pytest.mark.parametrize("forked", [False, True], ids=["closed", "forked"])
-def test_a_closed_broker_refuses_and_leaves_the_files_to_who_has_the_lock_now(bench: Bench, forked: bool) -> None:
+def test_closed_broker_leaves_the_files_to_the_next_owner(bench: Bench, forked: bool) -> None:
     """A group that was created on a broker closed long ago used to be written over the groups of its successor. Others
     granted locks that another process may hold, made members, or told how far a group had come until the closing."""
     late = bench.broker
@@ -196,7 +195,7 @@ def test_a_refusal_names_no_argument_that_the_command_does_not_have(letters: Pat
 
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
-def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path, dry_run: list[str]) -> None:
+def test_recover_reports_messages_of_a_removed_level(tmp_path: Path, dry_run: list[str]) -> None:
     bench = Bench(tmp_path / "store", delay_levels="1s 1h")
     for _ in range(2):
         bench.broker.put("t", b"x", delay_level=2)

@@ -97,7 +97,7 @@ def test_a_file_that_says_nothing_of_use_is_removed(tmp_path: Path, data: bytes)
     assert list((tmp_path / "config" / "begun").iterdir()) == []
 
 
-def test_what_the_group_has_consumed_counts_no_attempt(tmp_path: Path) -> None:
+def test_consumed_message_counts_no_attempt(tmp_path: Path) -> None:
     places = store_with(tmp_path, b"")
     with mqstore.open(tmp_path) as store:
         store.broker.commit("g", "t", 0, 2)

@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 
 import mqstore
+from mqstore import Durability, QueueRef, Retention, SendReceipt, SimulatedClock
 from mqstore.broker import road
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
 from mqstore.broker.road import AsyncPuts, Road
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -33,8 +33,6 @@ from mqstore.errors import (
     StoreClosedError,
     TopicNotFoundError,
 )
-from mqstore.log.commitlog import QueueRef, SendReceipt
-from mqstore.options import Durability, Retention
 from mqstore.threads import start_thread
 from tests.broker.support import Bench, full, parked_thread
 from tests.faults import FaultyFileSystem
@@ -44,7 +42,7 @@ from tests.log.support import Unsynced, open_store
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 
 
-def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_attempts(bench: Bench) -> None:
+def test_unacknowledged_message_is_dead_after_17_attempts(bench: Bench) -> None:
     bench.broker.put("t", b"x", tag="a", keys="k")
     attempts = []
     for _ in range(20):
@@ -83,7 +81,7 @@ def test_reading_by_offset_with_commits(bench: Bench, broker: Broker) -> None:
     assert bench.broker.lag("g") == {QueueRef("t", 0): 5}
 
 
-def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(broker: Broker) -> None:
+def test_commit_moves_a_group_and_reset_waits_for_its_member(broker: Broker) -> None:
     """The vector of clients#offset-vectors, at the door that consumers commit by: the last one counts, also if it is
     less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
     broker.put_many("t", [b""] * 1_100, queue_id=0)
@@ -113,7 +111,7 @@ def test_a_commit_by_who_does_not_hold_the_lock_is_refused(broker: Broker) -> No
 
 
 @pytest.mark.parametrize("options", [{"delay": 0.05}, {"delay_level": 1}], ids=["any delay", "level"])
-def test_a_message_that_is_sent_back_keeps_the_key_it_is_known_by(bench: Bench, options: dict[str, Any]) -> None:
+def test_returned_message_keeps_its_unique_key(bench: Bench, options: dict[str, Any]) -> None:
     """It was given another one while it waited for a delay of no level, so that nobody could tell it came twice."""
     broker = bench.broker
     broker.groups.create("g")
@@ -149,7 +147,7 @@ def fill(broker: Broker, topic: str, megabytes: float) -> None:
         broker.put(topic, body, queue_id=0)
 
 
-def test_what_a_group_has_not_consumed_is_kept_and_the_pin_says_who(tmp_path: Path) -> None:
+def test_unconsumed_messages_are_kept_by_a_named_pin(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=100_000))
     broker = bench.broker
     broker.topics.create("t", queues=1)
@@ -281,7 +279,7 @@ def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_pat
         (lambda broker: broker.topics.delete("t", force=True), TopicNotFoundError),
     ],
 )
-def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
+def test_waiting_pop_ends_when_the_group_is_deleted(
     bench: Bench, broker: Broker, change: Callable[[Broker], object], error: type[Exception]
 ) -> None:
     """Only of a topic that was deleted. Of a group that was deleted or disabled who waited heard when his time was
@@ -303,7 +301,7 @@ def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
     assert (broker.groups.get("g") is None) == (error is GroupNotFoundError)
 
 
-def test_who_is_called_back_is_called_when_his_group_changed(bench: Bench, broker: Broker) -> None:
+def test_callback_runs_when_its_group_changes(bench: Bench, broker: Broker) -> None:
     told: list[str] = []
     for group in ("g", "h"):
         broker.groups.create(group)
@@ -328,7 +326,7 @@ def test_no_member_broadcasts_in_a_group_that_may_not(bench: Bench) -> None:
     assert members.register("c", "g", subscriptions, Mode("queue", broadcasting=True))
 
 
-def test_who_leaves_a_closed_broker_late_may(bench: Bench) -> None:
+def test_leaving_a_closed_broker_is_harmless(bench: Bench) -> None:
     broker, queue = bench.broker, QueueRef("t", 0)
     broker.locks.try_lock("g", queue, "c")
     broker.members.register("c", "g", {"t": ("TAG", "*")}, Mode("queue"))
@@ -359,9 +357,7 @@ def settling_calls(broker: Broker) -> dict[str, Callable[..., object]]:
 
 
 @pytest.mark.parametrize(("of_store", "of_call"), [("flush", None), ("append", "flush"), ("flush", "append")])
-def test_what_became_of_a_delivery_is_as_durable_as_a_put(
-    tmp_path: Path, of_store: Durability, of_call: Durability | None
-) -> None:
+def test_settling_is_as_durable_as_a_put(tmp_path: Path, of_store: Durability, of_call: Durability | None) -> None:
     """`ack` waited for the disk, where the store or the call says so; the others never did, and could not be told to.
     A power cut then took what they had promised: a delivery that was kept for an hour came at once, what was nacked
     for two hours with it, and a dead letter was a message again."""
@@ -400,7 +396,7 @@ def test_puts_that_do_not_wait_say_when_they_are_on_disk(tmp_path: Path) -> None
         broker.put_async("t", b"x").result(timeout=30)
 
 
-def test_threads_of_a_broker_end_with_it(tmp_path: Path) -> None:
+def test_broker_threads_end_when_it_closes(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     config = {"segment_bytes": 1 << 16, "clock": None}
     with Broker(open_store(tmp_path / "store", **config)) as broker:
@@ -472,7 +468,7 @@ def test_with_unconsumed_drop_what_the_engine_is_to_deliver_still_comes(tmp_path
     bench.broker.close()
 
 
-def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench) -> None:
+def test_callback_runs_when_a_pop_may_succeed(bench: Bench) -> None:
     bench.broker.topics.create("t")
     told: list[bool] = []
     bench.broker.add_pop_waiter("g", "t", told.append)

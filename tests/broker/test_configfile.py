@@ -10,16 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.configfile import ConfigFile, DataVersion, member
-from mqstore.broker.groups import GroupConfig
 from mqstore.broker.parts import Parts
-from mqstore.broker.topics import TopicConfig
-from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.broker.support import in_threads, new_parts
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
@@ -60,7 +57,7 @@ def test_members_of_another_program_survive_rewriting_twice(tmp_path: Path) -> N
     assert json.loads((tmp_path / "config" / "x.json").read_text()) == {"n": 3, "theirs": {"0": [1, 2]}, "more": None}
 
 
-def test_a_folder_that_was_made_but_not_made_durable_is_so_with_the_next_save(tmp_path: Path) -> None:
+def test_unsynced_folder_is_synced_by_the_next_save(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     file = _file(tmp_path, fs=fs)
     fs.fail("sync_directory", errno.EIO)
@@ -71,7 +68,7 @@ def test_a_folder_that_was_made_but_not_made_durable_is_so_with_the_next_save(tm
     assert ("sync_directory", str(tmp_path)) in [(call.operation, call.path) for call in fs.changes()[before:]]
 
 
-def test_what_a_killed_process_left_is_on_disk_before_it_is_the_backup(tmp_path: Path) -> None:
+def test_file_of_a_killed_process_is_synced_before_it_is_backup(tmp_path: Path) -> None:
     """It may be of a quick save: a power cut would tear the file and its backup at once."""
     _file(tmp_path).save({"n": 1})
     fs = FaultyFileSystem()
@@ -143,7 +140,7 @@ def test_a_failed_save_leaves_the_old_value_and_may_be_repeated(tmp_path: Path) 
         ({"counter": None}, DataVersion(0, 0, 0)),
     ],
 )
-def test_a_data_version_is_read_as_any_rocketmq_wrote_it(stored: dict[str, int] | None, version: DataVersion) -> None:
+def test_data_version_of_any_rocketmq_is_read(stored: dict[str, int] | None, version: DataVersion) -> None:
     assert DataVersion.from_json(stored) == version
 
 
@@ -238,38 +235,3 @@ def test_threads_that_need_an_entry_at_once_make_one(parts: Parts, table: str, c
     assert len({id(config) for config in found}) == 1
     assert told == ["a"]
     assert json.loads((parts.store.path / "config" / file).read_text())["dataVersion"]["counter"] == 1
-
-
-# -- tables of many entries --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("table", "config", "file"),
-    [("topics", TopicConfig, "topics.json"), ("groups", GroupConfig, "subscriptionGroup.json")],
-)
-def test_a_create_encodes_its_entry_and_reads_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, config: Any, file: str
-) -> None:
-    """Each create once encoded every entry, and read the whole file back: 2,000 groups took minutes."""
-    fs = FaultyFileSystem()
-    parts = new_parts(tmp_path / "s", fs=fs)
-    tables = getattr(parts, table)
-    tables.create("first")
-    encoded: list[str] = []
-    as_json = config.as_json
-
-    def counted(entry: TopicConfig | GroupConfig) -> Any:
-        encoded.append(entry.name)
-        return as_json(entry)
-
-    monkeypatch.setattr(config, "as_json", counted)
-    fs.calls.clear()
-    names = [f"n{number}" for number in range(20)]
-    for name in names:
-        tables.create(name)
-    assert encoded == names
-    assert [call.path for call in fs.calls if call.operation == "pread" and file in call.path] == []
-    parts.store.close()
-    again = new_parts(tmp_path / "s")
-    assert getattr(again, table).names() == ["first", *sorted(names)]
-    again.store.close()

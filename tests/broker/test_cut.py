@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import Message
 from mqstore.broker.admin.cut import contents, cut_files, restore
+from mqstore.engine import Finding
 from mqstore.errors import ConfigError, FormatError, StoreIOError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.log.message import Message
-from mqstore.log.recovery.report import Finding
 from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, files, kill, open_store
@@ -79,7 +79,7 @@ def test_a_message_that_is_still_in_its_place_is_not_doubled(tmp_path: Path) -> 
     assert (path / "cut/restored" / file.name).exists()
 
 
-def test_what_two_files_share_comes_back_once(cut_store: Path) -> None:
+def test_record_in_two_files_is_restored_once(cut_store: Path) -> None:
     first = min((cut_store / "cut").iterdir())
     shutil.copy(first, f"{first}.2")
     with open_again(cut_store) as store:
@@ -133,7 +133,7 @@ def test_a_cut_up_to_the_end_of_a_segment_has_no_bad_bytes_there(tmp_path: Path)
 ENGINE = ["rmq_sys_pop_log", "RMQ_SYS_TRANS_OP_HALF_TOPIC", "rmq_sys_REVIVE_LOG_c"]
 
 
-def test_records_of_the_engine_and_open_transactions_are_counted_and_stay_in_the_file(tmp_path: Path) -> None:
+def test_system_records_and_transactions_are_counted_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "store"
     sent = [
         Sent("orders", 0, b"damaged"),
@@ -162,7 +162,7 @@ def test_a_topic_that_is_gone_comes_back_with_its_messages(tmp_path: Path) -> No
         assert set(store.topics()) == {each.topic for each in SENT[1:]}
 
 
-def test_a_topic_with_fewer_queues_now_is_refused_before_anything_is_written(cut_store: Path) -> None:
+def test_topic_with_fewer_queues_is_refused_before_a_write(cut_store: Path) -> None:
     (cut_store / "config").mkdir(exist_ok=True)
     entry = {"topicName": "orders", "readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
     (cut_store / "config/topics.json").write_text(json.dumps({"topicConfigTable": {"orders": entry}}))
@@ -322,7 +322,7 @@ def test_a_file_with_the_wrong_offset_in_its_name_holds_no_message(cut_store: Pa
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "fifo", "folder"])
-def test_what_is_no_regular_file_is_refused_and_not_opened(cut_store: Path, tmp_path: Path, kind: str) -> None:
+def test_irregular_file_is_refused_unopened(cut_store: Path, tmp_path: Path, kind: str) -> None:
     place = cut_store / "cut" / f"{0:020d}-1"
     if kind == "link":
         (tmp_path / "elsewhere").write_bytes(b"precious")

@@ -10,7 +10,7 @@ from mqstore import QueueRef, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
+from mqstore.log.store import MessageStore
 from tests.broker.support import Bench
 
 

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
+from mqstore import Message
+from mqstore.admin import DeadLetters
+from mqstore.broker.deadletters import DeadLetterExpiry
 from mqstore.broker.mechanism import oldest_of
 from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP, QueueKey
 from mqstore.broker.parts import Parts
@@ -20,7 +22,6 @@ from mqstore.broker.retention import all_pins
 from mqstore.broker.retry import Retries
 from mqstore.broker.road import Road
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
-from mqstore.log.message import Message
 from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill
 
@@ -135,7 +136,7 @@ def test_each_letter_goes_to_where_it_came_from_or_all_to_one_topic(parts: Parts
     assert len(letters) == 0
 
 
-def test_a_rocketmq_letter_goes_by_its_retry_topic_and_one_that_says_nothing_is_refused(parts: Parts) -> None:
+def test_rocketmq_letter_returns_by_its_retry_topic(parts: Parts) -> None:
     """RocketMQ writes no DLQ_ORIGIN_TOPIC (delivery#x26)."""
     parts.topics.create("orders", queues=1)
     parts.topics.ensure("%DLQ%g", 1)
@@ -174,7 +175,7 @@ def test_a_letter_without_a_mark_goes_where_its_group_had_retries(
     )
 
 
-def test_to_the_groups_own_retry_topic_only_that_group_gets_it(parts: Parts) -> None:
+def test_replay_reaches_only_its_group(parts: Parts) -> None:
     die(parts, 1)
     with pytest.raises(InvalidMessageError):  # nobody ever retried, so nobody reads there
         DeadLetters(parts, "g").replay(to_topic="%RETRY%g")
@@ -246,7 +247,7 @@ def test_letters_that_were_sent_are_listed_no_more_and_not_sent_again(parts: Par
     assert bodies(sent_again(parts, after=6)) == [0, 1, 3, 2, 5, 4]
 
 
-def test_what_was_sent_alone_stays_so_after_a_kill(tmp_path: Path) -> None:
+def test_letters_sent_singly_stay_sent_after_a_kill(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 5)
     DeadLetters(parts, "g").replay([1, 3])
@@ -279,7 +280,7 @@ def test_marks_of_letters_that_a_power_cut_took_do_not_hide_later_ones(tmp_path:
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 4])
-def test_a_damaged_letter_does_not_stop_the_others_and_is_let_go_of(tmp_path: Path, damaged: int) -> None:
+def test_damaged_letter_is_skipped_and_deleted(tmp_path: Path, damaged: int) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 5)
     letter = [*DeadLetters(parts, "g")][damaged]
@@ -362,7 +363,7 @@ def test_purge_lets_go_of_all_or_of_those_before_an_offset_or_a_time(parts: Part
         letters.purge(before_offset=-1)
 
 
-def test_what_was_let_go_of_stays_so_after_a_kill(tmp_path: Path) -> None:
+def test_deleted_letters_stay_deleted_after_a_kill(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 4)
     DeadLetters(parts, "g").purge(before_offset=1)
@@ -374,7 +375,7 @@ def test_what_was_let_go_of_stays_so_after_a_kill(tmp_path: Path) -> None:
     again.store.close()
 
 
-def test_letters_hold_the_log_until_they_are_let_go_of(parts: Parts) -> None:
+def test_letters_hold_the_log_until_deleted(parts: Parts) -> None:
     die(parts, 2)
     parts.offsets.commit(QueueKey("g", "orders", 0), 2)
     [_, second] = DeadLetters(parts, "g")
@@ -389,7 +390,7 @@ def test_letters_hold_the_log_until_they_are_let_go_of(parts: Parts) -> None:
 # -- expiry ----------------------------------------------------------------------------------------------------------
 
 
-def test_letters_expire_after_their_time_and_it_is_told(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+def test_expired_letters_are_deleted_and_logged(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
     expiry = DeadLetterExpiry(parts, lambda: None)
     die(parts, 2)
     clock_of(parts).advance(DAY_MS)
@@ -420,7 +421,7 @@ def test_a_letter_filed_later_is_due_no_earlier_than_the_next_look(parts: Parts)
 
 
 @pytest.mark.parametrize(("age", "left"), [(None, 2), (timedelta(days=1), 0)])
-def test_how_long_letters_are_kept_is_an_option(tmp_path: Path, age: timedelta | None, left: int) -> None:
+def test_dead_letter_retention_is_an_option(tmp_path: Path, age: timedelta | None, left: int) -> None:
     parts = new_parts(tmp_path / "store", dlq_retention=age)
     die(parts, 2)
     expiry = DeadLetterExpiry(parts, lambda: None)

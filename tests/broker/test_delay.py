@@ -16,16 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore import StoreConfig
+from mqstore import Message, SimulatedClock, StoreConfig
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
-from mqstore.log.message import Message
 from mqstore.options import delay_table_ms
 from tests.broker.delaysupport import Delays
 from tests.broker.support import START_MS, full
@@ -80,7 +78,7 @@ def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, l
     assert delays.service.waiting() == 0
 
 
-def test_levels_do_not_wait_for_each_other_and_come_in_the_order_of_their_times(delays: Delays) -> None:
+def test_levels_are_independent_and_ordered_by_time(delays: Delays) -> None:
     for level in (3, 1, 2, 1):
         delays.put(level, b"%d" % level)
         delays.clock.advance(1)
@@ -245,7 +243,7 @@ def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> 
 # -- waking -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_delayed_message_of_a_level_wakes_and_later_ones_need_not(delays: Delays) -> None:
+def test_only_the_first_delayed_message_wakes(delays: Delays) -> None:
     assert delays.settle() is None
     delays.put(5)
     delays.store.dispatch()
@@ -400,7 +398,7 @@ UNRESTORABLE = [
 
 
 @pytest.mark.parametrize(("properties", "reason"), UNRESTORABLE)
-def test_what_cannot_be_restored_becomes_a_dead_letter_and_holds_nothing_up(
+def test_unrestorable_message_is_dead_and_blocks_nothing(
     delays: Delays, properties: dict[str, str], reason: str
 ) -> None:
     delays.put(1, b"before")
@@ -472,9 +470,7 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
 # -- puts that fail (delivery#level-delivery) --------------------------------------------------------------------------
 
 
-def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
-    delays: Delays, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_put_is_retried_and_not_overtaken(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
     for body in (b"a", b"b"):
         delays.put(1, body)
     delays.put(2, b"other level", topic="clicks")
@@ -493,9 +489,7 @@ def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
     assert delays.service.errors == {}
 
 
-def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
-    delays: Delays, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_back_off_doubles_from_100_ms_to_10_s(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(count: int) -> list[int]:
         found = []
         with monkeypatch.context() as patched:
@@ -541,17 +535,7 @@ def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> No
 # -- progress on disk (delivery#level-progress, delivery#level-crash, delivery#x2) -------------------------------------
 
 
-def test_the_version_counts_every_200th_delivery(delays: Delays) -> None:
-    for _ in range(450):
-        delays.put(1)
-    delays.pass_ms(1_000)
-    delays.service.persist()
-    assert delays.file()["dataVersion"] == {"counter": 2, "stateVersion": 0, "timestamp": START_MS + 1_000}
-
-
-def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log(
-    delays: Delays, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_progress_is_written_every_ten_seconds(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []
     flush, save = delays.store.flush, ConfigFile.save
 
@@ -576,9 +560,7 @@ def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log
     assert delays.settle() is None, "nothing new, nothing to write"
 
 
-def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_delivery_up(
-    delays: Delays, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_progress_delays_no_delivery(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
     delays.clock.advance(20_000)
     delays.put(1, b"a")
     delays.clock.advance(1_000)
@@ -605,7 +587,7 @@ def test_a_kill_100_ms_after_a_delivery_repeats_nothing(delays: Delays) -> None:
     assert delays.delivered() == [b"%d" % n for n in range(5)]
 
 
-def test_what_only_a_quick_save_has_is_still_kept_by_retention(delays: Delays) -> None:
+def test_retention_respects_a_quick_save(delays: Delays) -> None:
     """A power cut may take the quick save back, and the level goes on from the last synced one."""
     for _ in range(3):
         delays.put(1)
@@ -686,7 +668,7 @@ def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: 
 # -- retention, orphans -----------------------------------------------------------------------------------------------
 
 
-def test_what_retention_took_is_counted_as_lost(tmp_path: Path) -> None:
+def test_expired_messages_count_as_lost(tmp_path: Path) -> None:
     delays = Delays(tmp_path / "store", segment_bytes=4096)
     for n in range(40):
         delays.put(2, b"%02d" % n * 200)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message
 from mqstore.broker import road
 from mqstore.broker.delay import levels as delay
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
 from mqstore.log import writer
-from mqstore.log.message import Message
 from tests.broker.delaysupport import Delays
 from tests.without import compiled
 

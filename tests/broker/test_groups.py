@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy, backoff, exponential
+from mqstore import RetryPolicy, backoff, exponential
+from mqstore.broker.groups import GroupConfig, GroupTable
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, StoreFullError
 from tests.broker.support import TableBench
 
@@ -245,7 +246,7 @@ def test_a_policy_is_stored_in_rocketmqs_members(groups: _Groups, policy: RetryP
 
 
 @pytest.mark.parametrize("start", ["latest", 0, 1_700_000_000_000])
-def test_where_a_group_starts_survives_a_restart(groups: _Groups, start: Any) -> None:
+def test_group_start_survives_a_restart(groups: _Groups, start: Any) -> None:
     groups.table.create("g", start=start)
     assert groups.again().need("g").start == start
 
@@ -294,7 +295,7 @@ def test_creating_twice_is_an_error_unless_it_may_exist(groups: _Groups) -> None
     assert groups.table.create("g") is first
 
 
-def test_what_is_not_there_is_neither_altered_nor_deleted_nor_forbidden(groups: _Groups) -> None:
+def test_missing_group_cannot_be_changed(groups: _Groups) -> None:
     for call in (
         lambda: groups.table.alter("g", orderly=True),
         lambda: groups.table.delete("g"),
@@ -305,7 +306,7 @@ def test_what_is_not_there_is_neither_altered_nor_deleted_nor_forbidden(groups: 
     assert not groups.file.exists()
 
 
-def test_a_deleted_group_is_gone_after_a_restart_too_and_what_was_forbidden_with_it(groups: _Groups) -> None:
+def test_deleted_group_and_its_bans_stay_deleted(groups: _Groups) -> None:
     groups.table.create("g")
     groups.table.create("other")
     groups.table.forbid("g", "t")
@@ -345,7 +346,7 @@ def test_a_change_that_cannot_be_saved_is_none(groups: _Groups) -> None:
 # -- forbidden bits ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_forbidden_is_saved_and_bits_of_others_are_kept(groups: _Groups) -> None:
+def test_ban_is_saved_beside_unknown_bits(groups: _Groups) -> None:
     table = groups.write('{"forbiddenTable":{"g":{"t":1,"w":1}},"subscriptionGroupTable":{"g":{}}}')
     assert table.may_read("g", "t")  # the bit of reading is another one
     table.forbid("g", "t")
@@ -400,7 +401,7 @@ JAVAS = """{
 }"""
 
 
-def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(groups: _Groups) -> None:
+def test_java_file_is_read_and_unknown_fields_are_kept(groups: _Groups) -> None:
     table = groups.write(JAVAS)
     config = table.need("g1")
     assert (config.consume_enable, config.orderly, config.max_attempts) == (False, True, 1)
@@ -424,7 +425,7 @@ def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(g
     assert (entry["consumeEnable"], entry["retryMaxTimes"]) == (True, 4)
 
 
-def test_a_policy_that_replaces_another_leaves_nothing_of_it(groups: _Groups) -> None:
+def test_new_policy_replaces_all_of_the_old(groups: _Groups) -> None:
     groups.write(JAVAS).alter("g1", retry_policy=RetryPolicy())
     assert groups.stored()["subscriptionGroupTable"]["g1"]["groupRetryPolicy"] == {"type": "CUSTOMIZED"}
 
@@ -441,7 +442,7 @@ def test_numbers_below_zero_in_a_file_wait_for_nothing() -> None:
     assert [grown.delay_ms(n) for n in (1, 2)] == [0, 0]
 
 
-def test_another_brokers_system_groups_are_listed_only_when_asked_for(groups: _Groups) -> None:
+def test_java_system_groups_are_listed_on_request(groups: _Groups) -> None:
     table = groups.write('{"subscriptionGroupTable":{"CID_RMQ_SYS_TRANS":{},"g":{}}}')
     assert table.names() == ["g"]
     assert table.names(system=True) == ["CID_RMQ_SYS_TRANS", "g"]

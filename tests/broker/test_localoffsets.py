@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import QueueRef
 from mqstore.broker.localoffsets import LocalOffsets, lower_all
 from mqstore.errors import ConfigError, CorruptStoreError, StoreFullError
-from mqstore.log.commitlog import QueueRef
 from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
@@ -53,9 +53,7 @@ def test_the_file_is_standard_json(offsets: LocalOffsets) -> None:
     assert offsets.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_nothing_is_written_before_it_is_persisted_nor_when_nothing_changed(
-    store: MessageStore, offsets: LocalOffsets
-) -> None:
+def test_offsets_are_written_only_when_changed(store: MessageStore, offsets: LocalOffsets) -> None:
     offsets.save()
     assert not (store.path / "local_offsets").exists()
     offsets.commit(Q0, 1)
@@ -113,7 +111,7 @@ def test_a_new_object_goes_on_where_the_file_says(store: MessageStore, offsets: 
     assert (opened(store).committed(Q0), opened(store).committed(Q1)) == (12, 1)
 
 
-def test_who_takes_over_reads_the_file_anew(store: MessageStore, offsets: LocalOffsets) -> None:
+def test_new_owner_reads_the_file_again(store: MessageStore, offsets: LocalOffsets) -> None:
     before = opened(store)
     offsets.commit(Q0, 5)
     offsets.save()
@@ -158,7 +156,7 @@ def test_an_entry_that_cannot_be_is_left_out_and_reported(
     assert len(caplog.records) == 2
 
 
-def test_after_a_failed_write_the_file_is_as_it_was_and_the_next_call_writes(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_file_and_is_repeated(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         offsets = opened(store)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mqstore import QueueRef, SimulatedClock
 from mqstore.broker.locks import LEASE_MS, QueueLock, QueueLocks
-from mqstore.clock import SimulatedClock
-from mqstore.log.commitlog import QueueRef
 from tests.broker.support import in_threads
 
 Q = [QueueRef("orders", i) for i in range(4)]
@@ -34,7 +33,7 @@ def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: Simulated
     assert not locks.try_lock("g", Q[0], "c2")
 
 
-def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: SimulatedClock) -> None:
+def test_lock_listing_shows_owner_age_and_expiry(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("h", Q[1], "c2")
     clock.advance(LEASE_MS)
     locks.try_lock("g", Q[0], "c1")
@@ -57,7 +56,7 @@ def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: S
     assert locks.try_lock("g", Q[0], "c2")
 
 
-def test_who_has_lost_a_lock_cannot_begin_work(locks: QueueLocks, clock: SimulatedClock) -> None:
+def test_lost_lock_refuses_work(locks: QueueLocks, clock: SimulatedClock) -> None:
     assert not locks.begin_work("g", Q[0], "c1")
     locks.try_lock("g", Q[0], "c1")
     assert not locks.begin_work("g", Q[0], "c2")
@@ -69,7 +68,7 @@ def test_who_has_lost_a_lock_cannot_begin_work(locks: QueueLocks, clock: Simulat
     assert not locks.begin_work("g", Q[0], "c1")
 
 
-def test_listeners_are_told_when_locks_were_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
+def test_released_locks_notify_listeners(locks: QueueLocks, clock: SimulatedClock) -> None:
     """Outside the mutex: they may look, and take."""
     told = []
     locks.on_release.append(lambda group: told.append((group, locks.try_lock(group, Q[0], "c2"))))

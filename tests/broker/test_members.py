@@ -87,7 +87,7 @@ def test_tag_expressions_that_mean_the_same_agree(members: Members, one: str, ot
     assert members.members("g") == ["c1", "c2"]
 
 
-def test_case_and_order_of_sql_are_not_guessed_at(members: Members) -> None:
+def test_sql_expressions_are_compared_literally(members: Members) -> None:
     members.register("c1", "g", {"orders": ("SQL92", "a = 1 || b")}, QUEUE)
     with pytest.raises(SubscriptionConflictError):
         members.register("c2", "g", {"orders": ("SQL92", "b || a = 1")}, QUEUE)
@@ -128,7 +128,7 @@ def test_a_client_has_a_name(members: Members, client_id: str) -> None:
     assert members.groups() == []
 
 
-def test_what_was_registered_does_not_change_with_the_callers_mapping(members: Members) -> None:
+def test_registration_copies_the_mapping(members: Members) -> None:
     mine = dict(ALL)
     members.register("c1", "g", mine, QUEUE)
     mine["other"] = ("TAG", "*")
@@ -137,7 +137,7 @@ def test_what_was_registered_does_not_change_with_the_callers_mapping(members: M
         members.subscriptions("g")["x"] = ("TAG", "*")  # type: ignore[index]
 
 
-def test_listeners_see_the_change_they_are_told_of_and_may_ask_back(members: Members) -> None:
+def test_listener_sees_the_change_and_may_query(members: Members) -> None:
     seen: list[tuple[str, list[str]]] = []
     members.on_change.append(lambda group: seen.append((group, members.members(group))))
     members.register("c1", "g", ALL, QUEUE)

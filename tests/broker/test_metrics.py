@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import QueueRef
 from mqstore.broker.admin import metrics as metrics_module
 from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import QueueKey
 from mqstore.broker.road import Road
 from mqstore.errors import StoreClosedError
-from mqstore.log.commitlog import QueueRef
 from mqstore.log.store import MessageStore
 from tests.broker.scraping import scraped, series
 from tests.broker.support import Bench, full, in_threads
@@ -74,7 +74,7 @@ def test_many_puts_of_one_pass_are_summed_in_pages(broker: Broker, monkeypatch: 
     assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [50, size]
 
 
-def test_what_was_there_before_is_not_counted(bench: Bench, broker: Broker) -> None:
+def test_earlier_messages_are_not_counted(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 20)
     broker = bench.again()
     assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [0, 0]
@@ -101,7 +101,7 @@ def test_a_queue_that_begins_high_begins_with_its_first_message(broker: Broker) 
     assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [1]
 
 
-def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, broker: Broker) -> None:
+def test_messages_removed_meanwhile_are_counted(bench: Bench, broker: Broker) -> None:
     size = broker.put_many("t", [bytes(6000)] * 40)[0].size
     broker.store.dispatch()
     broker.store.flush()
@@ -112,7 +112,7 @@ def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, bro
     assert totals(broker, "QUEUE_PUT_NUMS", "QUEUE_PUT_SIZE", key="t@0") == [40, kept * size]
 
 
-def test_system_topics_are_told_apart(broker: Broker) -> None:
+def test_system_topics_are_labelled(broker: Broker) -> None:
     broker.put("t", b"x", delay_level=1)
     found = counters(broker)
     assert found.total("QUEUE_PUT_NUMS", "SCHEDULE_TOPIC_XXXX@0") == 1  # delay levels are queues, too
@@ -265,7 +265,7 @@ def test_a_clock_set_back_makes_nothing_early(bench: Bench, broker: Broker) -> N
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_failures_count_for_the_topic_where_the_message_was_sent_to(bench: Bench, broker: Broker) -> None:
+def test_failures_count_for_the_original_topic(bench: Bench, broker: Broker) -> None:
     broker.groups.create("g", retry_max_times=1)
     broker.put("t", b"x")
     broker.send_back("g", broker.put("t", b"y").physical_offset, delay=0)
@@ -323,7 +323,7 @@ def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
     assert offsets.dirty
 
 
-def test_a_group_of_an_old_name_begins_with_what_its_retry_topic_still_has(bench: Bench, broker: Broker) -> None:
+def test_old_group_starts_at_its_retry_topic(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 2)
     broker.pop("g", "t", 1, invisible=1)
     bench.advance(2_000)
@@ -400,7 +400,7 @@ def put_one_a_second(bench: Bench, broker: Broker, count: int) -> None:
         bench.clock.advance(1_000)
 
 
-def test_where_a_group_that_reads_stands(bench: Bench, broker: Broker) -> None:
+def test_position_of_a_reading_group(bench: Bench, broker: Broker) -> None:
     put_one_a_second(bench, broker, 10)
     broker.start_of("g", "t", 0, "earliest")
     assert of_group(broker) == [10, 10, 0, 10_000, 10_000]
@@ -413,7 +413,7 @@ def test_where_a_group_that_reads_stands(bench: Bench, broker: Broker) -> None:
     assert of_group(broker) == [0, 0, 0, 0, 0]
 
 
-def test_where_a_group_that_pops_stands(bench: Bench, broker: Broker) -> None:
+def test_position_of_a_popping_group(bench: Bench, broker: Broker) -> None:
     put_one_a_second(bench, broker, 10)
     found = broker.pop("g", "t", 6, invisible=60)
     assert of_group(broker) == [10, 4, 6, 10_000, 4_000]
@@ -427,7 +427,7 @@ def test_where_a_group_that_pops_stands(bench: Bench, broker: Broker) -> None:
     assert of_group(broker, RETRY)[:3] == [2, 2, 0]
 
 
-def test_where_a_group_that_pops_in_order_stands(bench: Bench, broker: Broker) -> None:
+def test_position_of_an_ordered_popping_group(bench: Bench, broker: Broker) -> None:
     put_one_a_second(bench, broker, 10)
     found = broker.pop("g", "t", 4, order=True, invisible=60)
     assert of_group(broker) == [10, 6, 4, 10_000, 6_000]
@@ -447,7 +447,7 @@ def test_a_group_that_popped_and_now_reads_stands_where_it_commits(broker: Broke
     assert of_group(broker)[:3] == [6, 3, 3]
 
 
-def test_a_queue_that_retention_shortened_has_only_what_it_has(bench: Bench, broker: Broker) -> None:
+def test_shortened_queue_counts_its_remaining_messages(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [bytes(6000)] * 40)
     broker.start_of("g", "t", 0, "earliest")
     broker.store.flush()
@@ -468,7 +468,7 @@ def test_queues_of_a_topic_add_up_and_the_oldest_message_counts(bench: Bench, br
     assert of_group(broker, "u") == [2, 2, 0, 2_000, 2_000]
 
 
-def test_what_waits_and_what_is_stored(bench: Bench, broker: Broker) -> None:
+def test_waiting_and_stored_messages_are_counted(bench: Bench, broker: Broker) -> None:
     broker.put("t", b"x", delay_level=18)
     broker.put("t", b"x", delay_level=18)
     broker.put("t", b"x", delay=3_600)
@@ -489,7 +489,7 @@ def test_what_waits_and_what_is_stored(bench: Bench, broker: Broker) -> None:
     assert value_of(broker, "commit_messages_total", topic="t", is_retry="false", is_system="false") == 1
 
 
-def test_a_full_disk_is_no_reason_to_tell_nothing(tmp_path: Path) -> None:
+def test_metrics_are_served_on_a_full_disk(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     bench = Bench(tmp_path / "store", fs=fs)
     bench.broker.put("t", b"x")
@@ -505,7 +505,7 @@ def test_a_full_disk_is_no_reason_to_tell_nothing(tmp_path: Path) -> None:
         bench.broker.prometheus()
 
 
-def test_an_empty_store_tells_zeros(bench: Bench) -> None:
+def test_empty_store_reports_zeros(bench: Bench) -> None:
     for name in ("storage_message_reserve_time", "pop_revive_lag", "pop_revive_latency", "half_messages"):
         assert value_of(bench.broker, name) == 0
 

@@ -216,9 +216,7 @@ def test_when_the_log_cannot_be_flushed_the_file_says_what_it_said(offsets: _Off
     assert offsets.file.read_bytes() == before
 
 
-def test_what_is_put_after_a_save_copied_the_offsets_is_no_part_of_it(
-    offsets: _Offsets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_commits_are_not_part_of_a_running_save(offsets: _Offsets, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that comes while the log is being flushed may rest on a message behind what is flushed."""
     offsets.fill("t", 0, 4)
     offsets.table.commit(QueueKey("g", "t", 0), 4)
@@ -238,7 +236,7 @@ def test_what_is_put_after_a_save_copied_the_offsets_is_no_part_of_it(
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 8}}
 
 
-def test_a_save_that_fails_is_made_up_for(offsets: _Offsets) -> None:
+def test_failed_save_is_repeated(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.fs.fail("create", errno.EIO, path_part="consumerOffset")
     with pytest.raises(StoreIOError):
@@ -340,7 +338,7 @@ def test_the_first_commit_after_a_save_wakes_and_no_other(waking: _Waking) -> No
 
 
 @pytest.mark.parametrize("quiet", ["note", "flush"])
-def test_what_needs_no_quick_save_does_not_wake(waking: _Waking, quiet: str) -> None:
+def test_unneeded_quick_save_does_not_wake(waking: _Waking, quiet: str) -> None:
     """What pop has in its log, and what is on disk when the commit returns."""
     if quiet == "note":
         waking.table.note(QueueKey("g", "t", 0), 5)
@@ -396,7 +394,7 @@ def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypa
     assert waking.table.run_once(5_001) == 5_101
 
 
-def test_a_quick_save_that_fails_is_made_up_for(waking: _Waking) -> None:
+def test_failed_quick_save_is_repeated(waking: _Waking) -> None:
     waking.table.commit(QueueKey("g", "t", 0), 2)
     waking.table.run_once(1_000)
     waking.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
@@ -447,7 +445,7 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
     again.store.close()
 
 
-def test_who_reads_takes_a_quick_save_as_it_is(tmp_path: Path) -> None:
+def test_reader_uses_a_quick_save(tmp_path: Path) -> None:
     waking = _quickly_saved(tmp_path / "s", 7)
     with open_store(tmp_path / "s", "r") as reader:
         assert OffsetTable(reader).committed(QueueKey("g", "t", 0)) == 7
@@ -510,7 +508,7 @@ def test_a_java_brokers_file_is_read_and_what_is_not_ours_is_written_back(offset
     }
 
 
-def test_an_offset_behind_its_queues_end_is_lowered_and_told_and_saved(offsets: _Offsets) -> None:
+def test_offset_beyond_the_end_is_lowered_and_reported(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 5)
     table = offsets.write('{"offsetTable":{"t@g":{"0":5,"1":3},"t@h":{"0":6},"gone@g":{"2":9}}}')
     assert table.of_group("g") == {("t", 0): 5, ("t", 1): 0, ("gone", 2): 0}
@@ -521,7 +519,7 @@ def test_an_offset_behind_its_queues_end_is_lowered_and_told_and_saved(offsets: 
     assert offsets.again().problems == []
 
 
-def test_a_value_below_the_queues_first_message_stays_so_that_the_group_is_told(golden: Golden) -> None:
+def test_offset_below_the_start_is_kept_for_the_report(golden: Golden) -> None:
     trimmed = golden("trimmed")
     queue = max(trimmed.of("queue"), key=lambda queue: queue["min_offset"])
     assert queue["min_offset"] > 0
@@ -558,7 +556,7 @@ def test_a_negative_value_counts_as_never_committed(offsets: _Offsets, value: in
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "01", "", "2147483648", "1.0", "\u0663", "9" * 4000])
-def test_a_key_that_is_no_queue_id_is_left_out_and_told(offsets: _Offsets, key: str) -> None:
+def test_invalid_queue_id_is_ignored_and_reported(offsets: _Offsets, key: str) -> None:
     table = offsets.write(json.dumps({"offsetTable": {"t@g": {key: 0, "1": 0}}}))
     assert table.of_group("g") == {("t", 1): 0}
     assert "is no queue id" in table.problems[0]
@@ -700,7 +698,7 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
     run_state_machine_as_test(Machine, settings=settings(stateful_step_count=30))  # type: ignore[no-untyped-call]
 
 
-def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_messages_expired(
+def test_group_of_a_lost_expired_queue_begins_at_its_start(
     tmp_path: Path,
 ) -> None:
     """The log tells nothing of such a queue, so no note of its end was left: put to without a broker it had soon more

@@ -272,7 +272,7 @@ def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[QueueKey], in
     return list(table.records())
 
 
-def test_what_counts_attempts_of_a_message_that_is_not_settled_is_not_idle() -> None:
+def test_entry_with_attempts_is_not_idle() -> None:
     """After a weekend a poison message had all its attempts again."""
     table, noted = popped_table(KEY), OrderInfoTable()
     noted.note_attempt(QueueKey("g", "t", 0), 5, 16, T0)
@@ -284,7 +284,7 @@ def test_what_counts_attempts_of_a_message_that_is_not_settled_is_not_idle() -> 
     assert clean(noted, T0, lambda _: 6) == []
 
 
-def test_what_counts_nothing_any_more_is_idle() -> None:
+def test_empty_entry_is_idle() -> None:
     for become in (lambda record: record.acknowledged([0]), lambda record: record.given_back([0], T0)):
         table = OrderInfoTable()
         table.put(KEY, become(OrderInfo((0,), T0, INV, T0)))
@@ -396,7 +396,7 @@ BAD_ENTRIES: list[Any] = [
 
 
 @pytest.mark.parametrize("bad", BAD_ENTRIES, ids=lambda value: json.dumps(value)[:30])
-def test_what_no_version_writes_is_refused_whole(bad: Any) -> None:
+def test_unknown_version_is_refused(bad: Any) -> None:
     table = popped_table(KEY)
     before = table.as_json()
     value = {"table": {"ok@g": {"0": {"o": [1]}}, "t@g": {"0": bad}}}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import Message
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.log import PopLog
@@ -23,7 +24,6 @@ from mqstore.errors import (
     StoreFullError,
     TopicNotFoundError,
 )
-from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
 from tests.broker.popsupport import PopBench, bodies
 from tests.broker.support import full
@@ -37,7 +37,7 @@ INVISIBLE_MS = 60_000
 # -- the first delivery -----------------------------------------------------------------------------------------------
 
 
-def test_a_delivery_tells_what_a_receiver_needs(pops: PopBench) -> None:
+def test_delivery_has_all_fields(pops: PopBench) -> None:
     pops.put("t", 1)
     now_ms = pops.now_ms
     [delivery] = pops.pop()
@@ -67,9 +67,7 @@ def test_one_queue_can_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("start", "expected"), [("earliest", [b"0", b"1"]), ("latest", []), (None, [b"0", b"1"])])
-def test_a_new_group_begins_where_it_is_told_and_that_is_committed(
-    pops: PopBench, start: Any, expected: list[bytes]
-) -> None:
+def test_new_group_commits_its_start(pops: PopBench, start: Any, expected: list[bytes]) -> None:
     pops.put("t", 2)
     assert bodies(pops.pop(n=5, start=start)) == expected
     assert pops.committed() == (2 if start == "latest" else 0)
@@ -103,7 +101,7 @@ def test_unknown_and_forbidden_names_are_refused(pops: PopBench) -> None:
         pops.pop(durability="soon")
 
 
-def test_what_was_refused_is_refused_after_it_was_allowed(pops: PopBench) -> None:
+def test_refusals_differ_after_permission_changes(pops: PopBench) -> None:
     pops.put("t", 2)
     assert len(pops.pop()) == 1
     pops.parts.groups.alter("g", consume_enable=False)
@@ -116,7 +114,7 @@ def test_what_was_refused_is_refused_after_it_was_allowed(pops: PopBench) -> Non
 # -- acknowledging ----------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_not_acknowledged_comes_again_as_a_copy_in_the_retry_topic(pops: PopBench) -> None:
+def test_only_unacknowledged_messages_are_copied_to_retry(pops: PopBench) -> None:
     pops.put("t", 5, tag="a", keys=["k1", "k2"], properties={"mine": "yes"})
     first = pops.pop(n=5)
     pop_time_ms = pops.now_ms
@@ -163,7 +161,7 @@ def test_acknowledging_twice_changes_nothing(pops: PopBench) -> None:
     assert pops.committed() == 2
 
 
-def test_a_late_receipt_settles_until_the_copy_exists_and_then_it_has_expired(pops: PopBench) -> None:
+def test_late_receipt_settles_until_the_copy_exists(pops: PopBench) -> None:
     pops.put("t", 2)
     first, second = pops.pop(n=2)
     pops.clock.advance(INVISIBLE_MS + 5)  # the housekeeper has not come yet
@@ -179,7 +177,7 @@ def test_a_late_receipt_settles_until_the_copy_exists_and_then_it_has_expired(po
     assert bodies(pops.pop(n=5)) == [b"1"]
 
 
-def test_of_many_receipts_the_late_ones_are_told_and_the_others_settle(pops: PopBench) -> None:
+def test_late_receipts_do_not_stop_the_others(pops: PopBench) -> None:
     pops.put("t", 3)
     late = pops.pop(invisible_ms=1_000)
     good = pops.pop(n=2)
@@ -206,7 +204,7 @@ def test_of_many_receipts_the_late_ones_are_told_and_the_others_settle(pops: Pop
         "0 {now} 60000 999 0 mqstore 0 99",
     ],
 )
-def test_what_is_no_receipt_is_refused_and_nothing_of_the_call_is_settled(pops: PopBench, receipt: str) -> None:
+def test_invalid_receipt_settles_nothing(pops: PopBench, receipt: str) -> None:
     pops.put("t", 1)
     [delivery] = pops.pop()
     receipt = receipt.format(now=pops.now_ms)
@@ -238,7 +236,7 @@ def test_receipts_of_another_group_or_topic_are_refused(pops: PopBench) -> None:
 # -- another visible time ---------------------------------------------------------------------------------------------
 
 
-def test_a_receipt_changed_in_the_millisecond_of_its_pop_is_dead_all_the_same(pops: PopBench) -> None:
+def test_receipt_changed_in_its_pop_millisecond_is_invalid(pops: PopBench) -> None:
     pops.put("t", 1)
     [delivery] = pops.pop()
     receipt = pops.service.change_invisible("g", "t", delivery.receipt, INVISIBLE_MS)
@@ -342,7 +340,7 @@ def test_a_pop_does_not_look_at_all_that_is_released(pops: PopBench) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["release", "pop", "ack"]), st.integers(1, 5)), max_size=60))
-def test_what_was_given_back_comes_lowest_offset_first(steps: list[tuple[str, int]]) -> None:
+def test_released_messages_are_delivered_in_offset_order(steps: list[tuple[str, int]]) -> None:
     """Given back twice, acknowledged after it was, or popped meanwhile."""
     state = QueueState(QueueKey("g", "t", 0))
     batch = Batch(0, range(20), 1, 1, True)
@@ -384,7 +382,7 @@ def test_a_filter_that_matches_nothing_moves_the_offset(pops: PopBench) -> None:
     assert pops.committed() == 2_000
 
 
-def test_what_was_read_ahead_for_another_filter_is_not_delivered(pops: PopBench) -> None:
+def test_prefetch_of_another_filter_is_discarded(pops: PopBench) -> None:
     for i in range(20):
         pops.put("t", 1, first=i, tag="ab"[i % 2])
     assert bodies(pops.pop(n=2)) == [b"0", b"1"]
@@ -438,7 +436,7 @@ def test_copies_go_to_version_1_by_option_and_both_are_read(tmp_path: Path) -> N
         assert pops.service.in_flight() == 0
 
 
-def test_a_retry_topic_of_version_1_that_may_be_another_groups_is_left_alone(pops: PopBench) -> None:
+def test_ambiguous_retry_topic_of_version_1_is_ignored(pops: PopBench) -> None:
     pops.parts.groups.create("g_t")
     pops.parts.topics.ensure(RETRY_V1, 1)
     pops.parts.store.put(RETRY_V1, b"of the queue model")
@@ -627,7 +625,7 @@ def test_a_receiver_that_left_something_over_wakes_the_next(pops: PopBench) -> N
     assert fired == ["a", "b"]
 
 
-def test_who_cannot_wait_is_not_left_parked(pops: PopBench) -> None:
+def test_refused_wait_leaves_nothing_parked(pops: PopBench) -> None:
     with pytest.raises(TopicNotFoundError):
         pops.service.add_waiter("g", "nowhere", -1, None, lambda worth: None)
     assert not pops.waiters.parked

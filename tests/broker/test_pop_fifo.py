@@ -46,7 +46,7 @@ def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(pops: PopBenc
     assert offsets(pop(pops, 2)) == [63, 64]
 
 
-def test_an_offset_that_was_not_in_the_batch_is_refused_and_nothing_settled(pops: PopBench) -> None:
+def test_offset_outside_the_batch_settles_nothing(pops: PopBench) -> None:
     pops.put("t", 5)
     first = pop(pops, 2)
     forged = first[0].receipt.rsplit(" ", 1)[0] + " 3"
@@ -202,7 +202,7 @@ def test_the_order_info_file_is_written_every_ten_seconds(pops: PopBench) -> Non
     }
 
 
-def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_the_queue(pops: PopBench) -> None:
+def test_queue_model_attempts_are_saved_within_a_second(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 3)
     pops.service.note_attempt(QueueKey("g", "t", 0), 1, 2)
@@ -243,7 +243,7 @@ def test_receipt_in_order_settles_nothing_popped_without_order(pops: PopBench) -
     assert sorted(bodies(left)) == [b"0", b"1", b"2", b"3"]
 
 
-def test_old_order_info_is_ignored_if_the_log_begins_behind_it(pops: PopBench) -> None:
+def test_old_order_info_before_the_log_start_is_ignored(pops: PopBench) -> None:
     """The saved batch has a pop time an hour later than all that follows, since the clock was set back: it is older."""
     pops.put("t", 4)
     pops.clock.advance(3_600_000)

@@ -45,7 +45,7 @@ def test_nothing_is_released_when_that_is_switched_off(pops: PopBench, restart: 
 
 
 @pytest.mark.parametrize("order", [False, True])
-def test_what_was_given_back_for_later_comes_later_after_a_restart_too(
+def test_delayed_release_survives_a_restart(
     pops: PopBench, restart: Any, monkeypatch: pytest.MonkeyPatch, order: bool
 ) -> None:
     """Nobody holds it: to release it burned its attempts, and a message that was to be tried again in an hour was a
@@ -131,7 +131,7 @@ def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(pops: PopBenc
 # -- FIFO -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_an_ordered_batch_keeps_of_those_before_it_is_known_after_a_restart(pops: PopBench, restart: Any) -> None:
+def test_ordered_batch_survives_a_restart(pops: PopBench, restart: Any) -> None:
     pops.put("t", 5)
     first = pops.pop(n=4, order=True)
     pops.ack(first[1])
@@ -177,7 +177,7 @@ def test_attempts_are_counted_on_after_a_weekend(pops: PopBench, restart: Any) -
     assert {key.partition("@")[0] for key in table} == {"u"}
 
 
-def test_what_was_popped_twice_in_a_moment_and_given_back_is_free(pops: PopBench, restart: Any) -> None:
+def test_message_popped_twice_and_released_is_free(pops: PopBench, restart: Any) -> None:
     """The second pop time is ahead of the clock, to differ from the first."""
     pops.put("t", 1)
     for _ in range(2):
@@ -199,9 +199,7 @@ def test_a_batch_settled_after_the_file_was_written_blocks_nothing(pops: PopBenc
     assert offsets(pops.pop(order=True)) == [2]
 
 
-def test_a_late_receipt_is_refused_after_the_last_ordered_batch_was_settled_as_a_whole(
-    pops: PopBench, restart: Any
-) -> None:
+def test_late_receipt_of_a_settled_batch_is_refused(pops: PopBench, restart: Any) -> None:
     """The settled batch was forgotten, and the next in line taken for one whose record was lost: a receipt of an
     older batch settled it."""
     pops.put("t", 3)
@@ -540,7 +538,7 @@ def test_a_batch_popped_by_a_clock_a_day_ahead_blocks_its_queue_no_longer(pops: 
     assert offsets(pops.pop(order=True)) == [1]
 
 
-def test_what_was_popped_by_a_clock_a_day_ahead_comes_again(pops: PopBench, set_back: Any) -> None:
+def test_pop_by_a_clock_a_day_ahead_is_redelivered(pops: PopBench, set_back: Any) -> None:
     pops.put("t", 3)
     pops.clock.set_wall(pops.now_ms + DAY_MS)
     early = pops.pop(n=3, local=False)
@@ -585,9 +583,7 @@ def test_a_clock_set_back_by_less_than_the_invisible_time_ends_nothing(
 
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("verb", ["renew", "change_invisible", "nack"])
-def test_what_is_changed_after_a_clock_was_set_back_goes_by_the_new_time(
-    pops: PopBench, set_back: Any, order: bool, verb: str
-) -> None:
+def test_change_after_a_clock_step_uses_the_new_time(pops: PopBench, set_back: Any, order: bool, verb: str) -> None:
     """Popped for twelve hours, by a clock six hours ahead: it could not become visible before those six were over."""
     pops.put("t", 1)
     [delivery] = pops.pop(order=order, invisible_ms=DAY_MS // 2, local=False)
@@ -606,7 +602,7 @@ def test_what_is_changed_after_a_clock_was_set_back_goes_by_the_new_time(
     assert [again.attempt for again in pops.pop(order=order)] == [2]
 
 
-def test_who_waits_for_a_queue_is_told_when_the_clock_was_set_back(pops: PopBench) -> None:
+def test_waiter_hears_of_a_clock_step(pops: PopBench) -> None:
     pops.put("t", 1)
     pops.clock.set_wall(pops.now_ms + DAY_MS)
     pops.pop(order=True)
@@ -628,9 +624,7 @@ def test_small_steps_back_add_up(pops: PopBench) -> None:
     assert len(pops.read(RETRY)) == 1
 
 
-def test_a_look_at_the_pop_log_goes_on_where_retention_has_left_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pop_log_is_read_from_its_retained_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mqstore offsets` beside a broker said that an offset of the pop log was out of range."""
     monkeypatch.setattr(poplog, "_CHUNK", 4)
     with open_store(tmp_path / "s") as writer:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message, SimulatedClock
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, QueueKey, pop_retry_topic
@@ -30,9 +31,7 @@ from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.road import Road
 from mqstore.broker.waiting import Waiters
-from mqstore.clock import SimulatedClock
 from mqstore.errors import ReceiptExpiredError
-from mqstore.log.message import Message
 from tests.broker.popsupport import PopBench
 from tests.broker.support import new_parts
 from tests.conftest import unpack_archive
@@ -130,7 +129,7 @@ def left(folder: Path, seen: Seen) -> Iterator[PopBench]:
         yield bench
 
 
-def test_what_the_real_brokers_client_has_in_flight_is_in_flight(left: PopBench, seen: Seen) -> None:
+def test_java_deliveries_in_flight_stay_in_flight(left: PopBench, seen: Seen) -> None:
     assert len(seen.flights()) == 23
     assert in_flight(left) == seen.flights()
     assert {(f[0], f[1], f[3]) for f in in_flight(left, fifo=True)} == {("ordered", "f", 0), ("ordered", "f", 1)}
@@ -161,7 +160,7 @@ def test_a_receipt_whose_time_was_changed_in_java_has_expired(left: PopBench, se
     assert [copy.body for copy in left.read(pop_retry_topic("part", "t"))] == [b"t1-5"]
 
 
-def test_what_nobody_acknowledges_comes_again_once_and_in_its_time(left: PopBench, seen: Seen) -> None:
+def test_unacknowledged_java_delivery_is_redelivered_once(left: PopBench, seen: Seen) -> None:
     expected: dict[str, list[tuple[int, str, int]]] = {}
     for line in seen.open():
         topic = line["real_topic"] if line["topic"] != line["real_topic"] else pop_retry_topic(line["group"], "t")
@@ -207,7 +206,7 @@ def test_opening_twice_takes_nothing_twice(left: PopBench, seen: Seen, end: str)
     assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
 
 
-def test_what_the_timer_carries_to_the_revive_queues_later_is_not_taken_again(left: PopBench, seen: Seen) -> None:
+def test_timer_copies_are_not_taken_twice(left: PopBench, seen: Seen) -> None:
     with_timer(left)
     for line in seen.open():
         if line["group"] != "late":
@@ -228,9 +227,7 @@ def test_what_the_timer_carries_to_the_revive_queues_later_is_not_taken_again(le
     assert done[TIMER_TOPIC, 0] == len(left.read(TIMER_TOPIC))
 
 
-def test_a_kill_right_after_an_arrival_in_the_revive_queue_takes_nothing_again(
-    left: PopBench, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_after_a_revive_takes_nothing_twice(left: PopBench, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the arrival of a ck and the save that says so everything may be settled and forgotten by the pop log."""
     for line in seen.open():
         left.service.ack(line["group"], line["topic"], line["receipt"])
@@ -504,7 +501,7 @@ def _assert_alike(mine: Message, real: Message) -> None:
         ([], 0, [], False, []),
     ],
 )
-def test_what_is_acknowledged_in_part_is_taken_in_part(
+def test_partial_acknowledgement_is_taken(
     bench: PopBench, java: Java, distances: list[int], bitmap: int, acks: list[int], batch: bool, left: list[int]
 ) -> None:
     ck = java.ck(0, distances, bm=bitmap)
@@ -545,7 +542,7 @@ def test_forms_of_older_brokers_are_understood(bench: PopBench, java: Java) -> N
     assert numbers(bench) == [0, 2]
 
 
-def test_what_the_timer_delivered_is_looked_for_in_the_revive_queue_alone(bench: PopBench, java: Java) -> None:
+def test_timer_deliveries_are_found_in_the_revive_queue(bench: PopBench, java: Java) -> None:
     now_ms = bench.now_ms
     java.ck(0, [0], invisible_ms=5_000)  # delivered by the timer, revived, forgotten
     java.ck(1, [0], invisible_ms=31_000)  # in the slot that is read next
@@ -585,7 +582,7 @@ def test_a_ck_that_was_put_twice_is_taken_once(bench: PopBench, java: Java) -> N
     assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [0, 4]
 
 
-def test_a_message_that_retention_took_is_told_as_lost(tmp_path: Path) -> None:
+def test_expired_message_is_reported_lost(tmp_path: Path) -> None:
     with PopBench(tmp_path / "store", profile="rocketmq", segment_bytes=1 << 16, queues=1) as bench:
         bench.parts.groups.create("g")
         bench.put("t", 6, body_bytes=30_000)
@@ -605,7 +602,7 @@ def test_a_message_that_retention_took_is_told_as_lost(tmp_path: Path) -> None:
         assert numbers(bench) == []
 
 
-def test_offsets_that_the_queue_does_not_have_are_not_waited_for(bench: PopBench, java: Java) -> None:
+def test_offsets_beyond_the_queue_are_skipped(bench: PopBench, java: Java) -> None:
     java.committed(20)
     java.ck(18, [0, 1, 2, 3])
     bench.reopen()
@@ -645,7 +642,7 @@ def test_behind_a_gap_everything_comes_as_new(bench: PopBench, java: Java) -> No
     assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [8, 13]
 
 
-def test_what_came_as_new_from_behind_a_gap_is_neither_skipped_nor_taken_later(bench: PopBench, java: Java) -> None:
+def test_message_behind_a_gap_is_taken_once(bench: PopBench, java: Java) -> None:
     """Our answer acknowledges what was not taken: the next opening must not take that for consumed."""
     java.ck(13, [0, 1])
     bench.reopen()
@@ -676,7 +673,7 @@ def test_a_group_whose_offsets_were_lost_begins_at_the_first_message(bench: PopB
     assert [d.message.offset for d in bench.pop(queue_id=1, n=32)] == list(range(1, 20))
 
 
-def test_a_queue_that_we_popped_in_order_stays_where_its_order_is(bench: PopBench, java: Java) -> None:
+def test_ordered_queue_keeps_its_position(bench: PopBench, java: Java) -> None:
     first = bench.pop(queue_id=0, n=3, order=True, local=False)
     assert [d.message.offset for d in first] == [10, 11, 12]
     java.ck(10, [0, 1, 2, 3, 4])
@@ -749,9 +746,7 @@ def test_of_a_topic_that_was_deleted_and_made_anew_nothing_is_taken(bench: PopBe
 
 
 @pytest.mark.parametrize(("create", "left"), [(True, [0, 1]), (False, [])])
-def test_where_no_group_is_known_they_come_into_being_as_when_they_consume(
-    bench: PopBench, java: Java, create: bool, left: list[int]
-) -> None:
+def test_unknown_groups_are_created(bench: PopBench, java: Java, create: bool, left: list[int]) -> None:
     """The file of groups was lost: not every group can have been deleted."""
     java.ck(0, [0, 1])
     bench.close()
@@ -795,7 +790,7 @@ BAD_CHECKPOINTS = [
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_bad_checkpoint_is_told_and_passed_over(
+def test_bad_checkpoint_is_reported_and_skipped(
     bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     java.ck(0, [0], waits=waits)
@@ -827,9 +822,7 @@ def test_a_bad_acknowledgement_acknowledges_nothing(
     assert "makes no sense" in caplog.text
 
 
-def test_a_damaged_record_is_told_and_the_others_are_taken(
-    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_record_is_reported_and_skipped(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(3):
         java.ck(i, [0])
     damaged = bench.read(TIMER_TOPIC)[1].physical_offset
@@ -884,9 +877,7 @@ def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(OffsetTable, "save", watched(OffsetTable.save))
 
 
-def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
-    folder: Path, tmp_path: Path, seen: Seen
-) -> None:
+def test_kill_in_a_take_over_loses_and_doubles_nothing(folder: Path, tmp_path: Path, seen: Seen) -> None:
     crashed = 0
     for at in itertools.count(step=STEP):
         copy = tmp_path / f"at-{at}"

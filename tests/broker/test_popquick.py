@@ -232,7 +232,7 @@ TURNS: dict[str, list[tuple[str, Any, Any]]] = {
 @compiled
 @ways
 @pytest.mark.parametrize("steps", TURNS.values(), ids=TURNS.keys())
-def test_what_takes_more_than_popping_the_next(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
+def test_longer_pop_paths_agree(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
     """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
     pair.way = ORDERS[way]
     for _ in range(2):  # the second time the group is there, and the route to its queues
@@ -415,9 +415,9 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
 @compiled
 def test_a_long_run_of_single_messages(pair: Pair) -> None:
     """Past the read-ahead's ends, and past the first tidying of the timeline."""
-    pair.do(lambda bench: bench.put("t", 3000))
+    pair.do(lambda bench: bench.put("t", 1500))
     draw = random.Random(3)
-    for i in range(3000):
+    for i in range(1500):
         assert pair.pop() == 1
         if i % 7 == 0:
             for bench in pair.benches:
@@ -567,7 +567,7 @@ def test_a_record_that_says_more_is_not_replaced(ordered: Pair, change: str) -> 
 
 
 @compiled
-def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
+def test_busy_queue_is_awaited(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
@@ -592,7 +592,7 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
 
 
 @compiled
-def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
+def test_failed_put_leaves_the_message(pair: Pair) -> None:
     """The alarm that a put rings runs Python, into which Ctrl-C may come."""
     bench = pair.benches[0]
     bench.put("t", 3)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.log.store import MessageStore
 from mqstore.native import kernel
-from mqstore.options import StoreConfig
 from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 
@@ -76,7 +75,7 @@ def test_each_series_is_scraped(used: Broker, name: str) -> None:
 # -- what stands at 0 from the start -----------------------------------------------------------------------------------
 
 
-def test_what_has_not_happened_yet_is_told_as_0_under_its_labels(broker: Broker) -> None:
+def test_unseen_outcomes_are_zero(broker: Broker) -> None:
     """A series that begins with 1 has no increase: the first dead letter was in no alert."""
     broker.start_of("g", "t", 0)
     lines = broker.prometheus().splitlines()
@@ -87,7 +86,7 @@ def test_what_has_not_happened_yet_is_told_as_0_under_its_labels(broker: Broker)
     assert not [line for line in lines if "%" in line and "commit" in line]
 
 
-def test_of_an_empty_store_they_are_told_without_labels(tmp_path: Path) -> None:
+def test_empty_store_has_no_labels(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "empty")
     lines = bench.broker.prometheus().splitlines()
     bench.broker.close()
@@ -96,9 +95,7 @@ def test_of_an_empty_store_they_are_told_without_labels(tmp_path: Path) -> None:
     assert "rocketmq_delay_message_latency_count 0" in lines
 
 
-def test_of_very_many_topics_only_those_that_are_consumed_are_told_as_0(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_topics_show_only_consumed_ones(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape is not to grow by three lines for each of a hundred thousand idle topics."""
     monkeypatch.setattr("mqstore.broker.admin.metrics._ALL_TOPICS", 2)
     for name in ("idle", "consumed"):
@@ -109,7 +106,7 @@ def test_of_very_many_topics_only_those_that_are_consumed_are_told_as_0(
     assert "idle" not in text
 
 
-def test_the_kind_of_a_topic_is_a_label_of_what_comes_in(broker: Broker) -> None:
+def test_topic_kind_is_a_label(broker: Broker) -> None:
     broker.topics.create("ordered", queues=1, message_type="FIFO")
     broker.put("ordered", b"x", message_group="a")
     broker.put("t", b"x", delay_level=1)
@@ -152,9 +149,7 @@ def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_python", [False, True])
-def test_how_long_puts_took_is_counted_by_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_python: bool
-) -> None:
+def test_put_times_are_counted_by_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_python: bool) -> None:
     if by_python:
         monkeypatch.setattr("mqstore.log.writer.kernel", None)
     broker = Bench(tmp_path / "store").broker

@@ -58,7 +58,7 @@ def test_the_last_of_a_group_counts_and_groups_do_not_mix(root: Path) -> None:
     assert sorted(Owner(root).take()) == [("other", {("t", 0): 1}), ("sp", {("t", 0): 4})]
 
 
-def test_what_an_owner_took_and_did_not_settle_is_for_the_next_one(root: Path) -> None:
+def test_taken_files_are_left_for_the_next_owner(root: Path) -> None:
     publish(root, "sp", {("t", 0): 4})
     files = Owner(root)
     assert [*files.take()] == [("sp", {("t", 0): 4})]
@@ -75,7 +75,7 @@ def test_what_an_owner_took_and_did_not_settle_is_for_the_next_one(root: Path) -
     assert names(root) == []
 
 
-def test_what_is_published_between_take_and_settle_stays(root: Path) -> None:
+def test_file_published_meanwhile_stays(root: Path) -> None:
     publish(root, "sp", {("t", 0): 4})
     files = Owner(root)
     assert len([*files.take()]) == 1
@@ -117,7 +117,7 @@ GOOD = {"version": 1, "group": "sp", "offsets": {"t": {"0": 5}}}
         ),
     ],
 )
-def test_a_damaged_file_is_told_once_and_set_aside(root: Path, content: bytes) -> None:
+def test_damaged_file_is_reported_once_and_moved(root: Path, content: bytes) -> None:
     publish(root, "sp", {("t", 0): 4})
     publish(root, "fine", {("t", 0): 1})
     (folder(root) / "sp.json").write_bytes(content)
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_told_once_and_set_aside(root: Path, content: bytes) -
     assert "damaged, and is not counted" in problem
 
 
-def test_a_folder_that_cannot_be_read_or_written_is_told_and_never_fatal(root: Path) -> None:
+def test_unusable_folder_is_reported_and_not_fatal(root: Path) -> None:
     publish(root, "sp", {("t", 0): 4})
     fs = FaultyFileSystem()
     files = Owner(root, fs)
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_read_or_written_is_told_and_never_fatal(root: P
 
 
 @pytest.mark.parametrize("group", ["", ".", "..", "a/b", "a@b", "x" * 201, "a\n"])
-def test_a_name_that_cannot_be_a_file_is_refused_before_anything_is_written(root: Path, group: str) -> None:
+def test_invalid_name_is_refused_before_a_write(root: Path, group: str) -> None:
     with pytest.raises(ValueError, match="cannot be the name of a file"):
         publish(root, group, PROGRESS)
     assert os.listdir(root) == []

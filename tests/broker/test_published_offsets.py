@@ -78,7 +78,7 @@ def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:
         assert owner.table.committed(QueueKey("sp", "t", 0)) == offset
 
 
-def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) -> None:
+def test_reset_holds_until_the_next_progress(owner: Owner) -> None:
     """A stream asks nobody where to start, so nobody takes the reset, which would drop all it tells from then on."""
     owner.publish(4)
     owner.tick()
@@ -96,7 +96,7 @@ def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) ->
 
 
 @pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])
-def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owner: Owner, group: str) -> None:
+def test_file_of_an_invalid_group_is_ignored(owner: Owner, group: str) -> None:
     owner.publish(4)
     content = {"version": 1, "group": group, "offsets": {"t": {"0": 5}}}
     (owner.path / f"config/spark/groups/{group}.json").write_text(json.dumps(content))
@@ -105,7 +105,7 @@ def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owne
     assert owner.waiting() == [f"{group}.json.corrupt"]
 
 
-def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:
+def test_progress_is_merged_once(owner: Owner) -> None:
     owner.publish(9)
     owner.tick()
     owner.table.commit(QueueKey("sp", "t", 0), 3)
@@ -134,7 +134,7 @@ def test_a_removed_group_takes_nobody_elses_progress_along(owner: Owner) -> None
     assert owner.table.groups() == {"sp2"}
 
 
-def test_progress_beyond_the_end_is_lowered_to_it_and_told(owner: Owner) -> None:
+def test_progress_beyond_the_end_is_lowered_and_reported(owner: Owner) -> None:
     """The tail was lost in a power cut after it had been read: what comes next bears its numbers."""
     owner.publish(15)
     owner.tick()
@@ -194,7 +194,7 @@ def open_store_like_the_next(owner: Owner) -> MessageStore:
     return store
 
 
-def test_who_only_reads_sees_it_before_the_owner_does(owner: Owner) -> None:
+def test_reader_sees_progress_before_the_owner(owner: Owner) -> None:
     owner.publish(4)
     before = sorted((owner.path / "config").rglob("*"))
     with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
@@ -207,7 +207,7 @@ def test_who_only_reads_sees_it_before_the_owner_does(owner: Owner) -> None:
     assert owner.waiting() == ["sp.json"]
 
 
-def test_an_operator_who_deletes_the_group_of_a_closed_store_deletes_it(tmp_path: Path) -> None:
+def test_group_of_a_closed_store_can_be_deleted(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "s")
     owner.store.close()
     owner.publish(4)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mqstore import QueueRef
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import QueueKey, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.log.commitlog import QueueRef
 from tests.broker.support import START_MS, clock_of, new_parts
 
 
@@ -76,7 +76,7 @@ def test_statuses(
     assert parts.offsets.query_pull(QueueKey("g", "t", queue_id)) == (next_offset if group else None)
 
 
-def test_what_does_not_pass_the_filter_is_stepped_over(parts: Parts, reads: Reads) -> None:
+def test_filtered_messages_are_skipped(parts: Parts, reads: Reads) -> None:
     for tag in "aab":
         parts.store.put("t", b"", 0, tag=tag)
     result = reads.read("t", 0, 0, filter=parse_filter("b"))
@@ -161,9 +161,7 @@ def test_the_groups_retry_topic_passes_sql_filters_unexamined(parts: Parts, read
 # -- what is lost ------------------------------------------------------------------------------------------------------
 
 
-def test_who_falls_behind_retention_is_told_how_far(
-    parts: Parts, reads: Reads, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_group_behind_retention_hears_the_gap(parts: Parts, reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
     _fill(parts, count=100, size=200)
     first = _lose_front(parts)
     assert first > 10
@@ -232,7 +230,7 @@ def test_a_logical_start_behind_the_end_is_the_end(parts: Parts, reads: Reads) -
     assert (result.status, result.next_offset, result.lost) == ("OFFSET_TOO_SMALL", 5, 1)
 
 
-def test_what_a_group_got_is_counted(parts: Parts, reads: Reads) -> None:
+def test_delivered_messages_are_counted(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     size = sum(m.size for m in reads.read("t", 0, 0).messages)
     reads.read("t", 0, 0, group="g")

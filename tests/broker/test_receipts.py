@@ -59,7 +59,7 @@ FORGED: list[Any] = [
 
 
 @pytest.mark.parametrize("text", FORGED, ids=lambda text: repr(text)[:40])
-def test_what_is_no_receipt_is_refused(text: Any) -> None:
+def test_invalid_receipt_is_refused(text: Any) -> None:
     with pytest.raises(InvalidReceiptError) as caught:
         claim_of(text)
     assert caught.value.code == ResultCode.MESSAGE_ILLEGAL
@@ -114,7 +114,7 @@ def encoded(text: str) -> str:
     ],
     ids=lambda handle: repr(handle)[:30],
 )
-def test_what_is_no_handle_is_refused(handle: Any) -> None:
+def test_invalid_handle_is_refused(handle: Any) -> None:
     with pytest.raises(InvalidReceiptError) as caught:
         parse_recall_handle(handle)
     assert len(str(caught.value)) < 400

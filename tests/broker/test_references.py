@@ -15,16 +15,14 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import RetryPolicy
+from mqstore import Message, Retention, RetryPolicy
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.errors import FormatError
 from mqstore.layout.bodyref import REFERENCE_BYTES, is_reference
 from mqstore.layout.record import BODY_AT_V4
-from mqstore.log.message import Message
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.records import RemovedBodyError
 from mqstore.log.store import MessageStore
-from mqstore.options import Retention
 from tests.broker import support
 from tests.broker.referencesupport import BODY, DELAYS, RETRY, SEGMENT, Bench
 from tests.log.support import flip_log
@@ -186,7 +184,7 @@ def before_append(patch: pytest.MonkeyPatch, call: Callable[[], object]) -> None
 
 @pytest.mark.parametrize("way", ["level", "timer"])
 @pytest.mark.parametrize("between", [4, 5, 6, 7, 30])
-def test_far_record_is_not_referred_to(bench: Bench, way: str, between: int) -> None:
+def test_far_record_gets_no_reference(bench: Bench, way: str, between: int) -> None:
     receipt = bench.broker.put("orders", BODY, queue_id=0, tag="t", keys="k", properties={"p": "1"})
     bench.busy(between)
     waiting = bench.store.at(bench.broker.send_back("g", receipt.physical_offset, **DELAYS[way]).physical_offset)
@@ -278,7 +276,7 @@ def test_retention_keeps_bodies_of_waiting_records_that_are_not_dispatched(tmp_p
     bench.broker.close()
 
 
-def test_no_reference_is_made_while_retention_decides_or_to_what_it_gave_up(bench: Bench) -> None:
+def test_no_reference_during_retention(bench: Bench) -> None:
     first = bench.broker.put("orders", BODY, queue_id=0)
     bench.broker.commit("g", "orders", 0, 1)
     made: list[bool] = []

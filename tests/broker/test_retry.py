@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import RetryPolicy
+from mqstore import Message, RetryPolicy, SendReceipt
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.broker.retry import DLQ_REASON_BYTES, Retries
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.layout.properties import MAX_PROPERTIES_BYTES
-from mqstore.log.commitlog import SendReceipt
-from mqstore.log.message import Message
 from tests.broker.support import START_MS, new_parts
 
 
@@ -152,7 +150,7 @@ def test_no_delay_at_all_goes_to_the_retry_topic_at_once(parts: Parts) -> None:
     assert "DELAY" not in copy.stored_properties()
 
 
-def test_a_list_of_ones_own_counts_from_its_first_entry_and_its_last_repeats(parts: Parts) -> None:
+def test_custom_delays_repeat_the_last(parts: Parts) -> None:
     parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=5, delays=[5, 30]))
     levels = [back(parts, put(parts, reconsume=times)).stored_properties().get("DELAY") for times in range(5)]
     assert levels == ["2", "4", "4", "4", "0"]
@@ -225,7 +223,7 @@ def test_retry_queues_are_all_used_and_never_one_too_many(parts: Parts) -> None:
     assert parts.topics.need("%RETRY%g").read_queues == 3
 
 
-def test_a_retry_topic_that_has_fewer_queues_than_the_group_says_is_not_written_beyond_them(parts: Parts) -> None:
+def test_narrow_retry_topic_is_respected(parts: Parts) -> None:
     parts.topics.ensure("%RETRY%g", 1)
     parts.groups.create("g", retry_queues=8)
     assert {int(back(parts, put(parts)).stored_properties()["REAL_QID"]) for _ in range(30)} == {0}
@@ -318,14 +316,14 @@ def test_the_origin_given_wins_and_else_it_is_where_the_message_was_sent(parts: 
     assert origin(failed, origin_topic="%RETRY%g") == ("%RETRY%g", "orders")
 
 
-def test_the_attempts_of_a_dead_letter_can_be_told(parts: Parts) -> None:
+def test_dead_letter_has_its_attempts(parts: Parts) -> None:
     message = put(parts, reconsume=4)
     assert at(parts, Retries(parts).dead_letter(message, "g", "r")).reconsume_times == 5
     assert at(parts, Retries(parts).dead_letter(message, "g", "r", reconsume_times=17)).reconsume_times == 17
 
 
 @pytest.mark.parametrize("spare", [0, 20, 60, 200, 600])
-def test_a_message_whose_own_properties_leave_no_room_is_dead_lettered_not_stuck(parts: Parts, spare: int) -> None:
+def test_message_without_room_for_properties_is_dead(parts: Parts, spare: int) -> None:
     """Its retry can never be written: neither may it be tried for ever, nor be lost."""
     room = MAX_PROPERTIES_BYTES - 20 - spare
     message = put(parts, properties={"mine": "x" * (room - len("mine") - 2)})
@@ -337,9 +335,7 @@ def test_a_message_whose_own_properties_leave_no_room_is_dead_lettered_not_stuck
     assert copy.properties["mine"] == message.properties["mine"]
 
 
-def test_a_message_that_another_writer_stored_with_a_separator_in_a_value_is_dead_lettered_not_stuck(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_message_with_a_separator_in_a_value_is_dead(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     message = put(parts)
     monkeypatch.setattr(Message, "stored_properties", lambda self: {"UNIQ_KEY": "u", "mine": "a\x01b"})
     receipt = Retries(parts).send_back("g", message.physical_offset)
@@ -360,7 +356,7 @@ def test_retry_queues_of_none_dead_letter_at_once(tmp_path: Path) -> None:
     parts.store.close()
 
 
-def test_what_went_where_is_counted(parts: Parts) -> None:
+def test_retries_and_letters_are_counted(parts: Parts) -> None:
     for level in (0, 0, -1):
         back(parts, put(parts), delay_level=level)
     Retries(parts).dead_letter(put(parts), "g", "r")

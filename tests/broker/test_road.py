@@ -122,7 +122,7 @@ WRONG: dict[str, list[Any]] = {
         ({"properties": {"REAL_TOPIC": "x"}, "delay": 1}, "properties"),
     ],
 )
-def test_what_breaks_a_rule_is_refused_before_anything_is_written(parts: Parts, options: Any, field: str) -> None:
+def test_invalid_message_is_refused_before_a_write(parts: Parts, options: Any, field: str) -> None:
     parts.road.put("orders", b"first")
     end = parts.store.max_offset
 
@@ -151,7 +151,7 @@ def test_with_auto_create_off_an_unknown_topic_is_an_error(tmp_path: Path) -> No
     parts.store.close()
 
 
-def test_a_copy_is_born_where_its_original_was_and_remembers_it(parts: Parts) -> None:
+def test_copy_keeps_its_origin(parts: Parts) -> None:
     born: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:4567"}
     receipt = parts.store.append("orders", 0, b"body", properties={"k": "v"}, reconsume_times=2, **born)
     [original] = parts.store.read("orders")

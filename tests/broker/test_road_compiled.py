@@ -14,11 +14,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mqstore import Profile
 from mqstore.broker.parts import Parts
 from mqstore.broker.road import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
-from mqstore.options import Profile
 from tests.broker.support import START_MS, clock_of, new_parts
 from tests.without import Door, compiled, put_by_python
 
@@ -91,7 +91,7 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, *, by_python: bo
 @compiled
 @example([*_ALONE, *_PAIRS, ("orders", {}, "u"), *_ALONE], "mqstore")
 @given(_PUTS, st.sampled_from(["mqstore", "rocketmq"]))
-def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
+def test_compiled_broker_put_agrees_with_python(
     tmp_path_factory: pytest.TempPathFactory, puts: list[Any], profile: Profile
 ) -> None:
     ours = outcome_of(tmp_path_factory.mktemp("compiled"), puts, profile)
@@ -116,7 +116,7 @@ def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
         ({"delay": 1, "delay_level": 1}, False),
     ],
 )
-def test_what_puts_of_the_broker_compiled_parts_do(tmp_path: Path, options: dict[str, Any], is_compiled: bool) -> None:
+def test_broker_puts_that_are_compiled(tmp_path: Path, options: dict[str, Any], is_compiled: bool) -> None:
     parts = new_parts(tmp_path / "s", segment_bytes=1 << 20)
     for first in ({"delay": 5}, {"delay_level": 3}, {}):
         parts.road.put("orders", b"first", **cast(Any, first))
@@ -127,7 +127,7 @@ def test_what_puts_of_the_broker_compiled_parts_do(tmp_path: Path, options: dict
     parts.store.close()
 
 
-def test_a_level_that_the_table_lost_is_the_last_of_it(tmp_path: Path) -> None:
+def test_level_beyond_the_table_is_its_last(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "s")
     parts.road.put("orders", b"x", delay_level=18)
     parts.store.close()

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import Message, Retention, StoreConfig
 from mqstore.broker import retention
 from mqstore.broker.admin import inspect
 from mqstore.broker.delay.route import level_properties
@@ -30,10 +31,8 @@ from mqstore.broker.retention import worth_rolling
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.properties import decode_properties
-from mqstore.log.message import Message
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.options import Retention, StoreConfig
 from tests.broker import support
 from tests.broker.support import START_MS
 from tests.faults import FaultyFileSystem
@@ -131,9 +130,7 @@ def by_level(bench: Bench, first: int, stop: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("unconsumed", "restarts"), [("keep", True), ("drop", False)])
-def test_a_message_that_waits_300_days_neither_holds_the_log_nor_is_late_nor_comes_twice(
-    tmp_path: Path, unconsumed: str, restarts: bool
-) -> None:
+def test_message_of_300_days_is_relocated_and_on_time(tmp_path: Path, unconsumed: str, restarts: bool) -> None:
     bench = Bench(tmp_path / "store", unconsumed=unconsumed)
     bench.broker.put("orders", b"far", queue_id=0, delay=300 * DAY / 1000)
     bench.settle()
@@ -181,7 +178,7 @@ def test_a_level_of_30_days_does_not_hold_the_log_either(tmp_path: Path, unconsu
     bench.broker.close()
 
 
-def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) -> None:
+def test_relocated_level_message_is_delivered_as_usual(bench: Bench) -> None:
     properties = {"TAGS": "t", "KEYS": "k1 k2", "mine": "x", "WAIT": "true", "DELAY": "3"}
     put = bench.parts.road.append
     fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
@@ -267,7 +264,7 @@ def test_a_message_is_rolled_once_for_each_time_that_its_segment_dies(bench: Ben
     assert len([m for m in bench.messages(TIMER_TOPIC) if m.text() == "0"]) == 1, "the first two are deleted"
 
 
-def test_what_is_due_in_the_running_second_is_not_rolled_nor_what_lies_behind_it(bench: Bench) -> None:
+def test_messages_due_now_are_not_relocated(bench: Bench) -> None:
     """Units are done from the front of the timer's log on, so one that is left there holds the others."""
     for wait_ms in (10 * HOUR, 5900, 20 * HOUR):
         bench.broker.put("orders", str(wait_ms).encode(), queue_id=0, delay=wait_ms / 1000)
@@ -281,7 +278,7 @@ def test_what_is_due_in_the_running_second_is_not_rolled_nor_what_lies_behind_it
     assert bench.arrived() == [("5900", 5900), (str(10 * HOUR), 10 * HOUR), (str(20 * HOUR), 20 * HOUR)]
 
 
-def test_of_two_due_in_the_same_second_the_older_alone_is_rolled_and_both_come_once(bench: Bench) -> None:
+def test_older_of_two_due_together_is_relocated(bench: Bench) -> None:
     at_the_front(bench, HOUR, 2 * HOUR)
     for wait_ms, body in ((HOUR, b"same"), (2 * HOUR, b"same too")):
         bench.broker.put("orders", body, queue_id=0, deliver_at=(START_MS + wait_ms) / 1000)
@@ -390,7 +387,7 @@ def test_level_that_is_gone_does_not_hold_the_log(tmp_path: Path) -> None:
     bench.broker.close()
 
 
-def test_what_is_overdue_is_delivered_and_not_rolled(bench: Bench) -> None:
+def test_overdue_message_is_delivered_not_relocated(bench: Bench) -> None:
     at_the_front(bench, 20 * S, HOUR)
     bench.clock.advance(30 * S)
     assert bench.timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
@@ -426,7 +423,7 @@ def test_a_log_full_of_messages_that_wait_is_not_moved_in_circles(bench: Bench) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_never_is_more_rolled_than_others_put_and_what_waits_holds_twice_its_size(bench: Bench, seed: int) -> None:
+def test_relocation_is_bounded_by_new_messages(bench: Bench, seed: int) -> None:
     rng = random.Random(f"rolling costs {seed}")
     waiting = 0
     for _ in range(40):
@@ -518,7 +515,7 @@ def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: in
 
 
 @pytest.mark.parametrize("kind", ["timer", "level"])
-def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more(bench: Bench, kind: str) -> None:
+def test_crash_doubles_only_recent_relocations(bench: Bench, kind: str) -> None:
     by_level(bench, 0, 4, **({"delay": 30 * DAY / 1000} if kind == "timer" else {}))
     bench.settle()
     bench.jump(20 * S)
@@ -588,7 +585,7 @@ def test_a_full_disk_while_rolling_loses_nothing_and_it_is_tried_again(
     assert sorted(body for body, _ in bench.arrived()) == [*"012345"]
 
 
-def test_a_disk_that_is_really_full_gets_room_by_rolling_once_there_is_some(tmp_path: Path) -> None:
+def test_full_disk_gets_room_by_relocation(tmp_path: Path) -> None:
     """What was rolled before the disk was full is on record all the same: else it would stay full for ever."""
     fs = FaultyFileSystem()
     bench = Bench(tmp_path / "store", fs)
@@ -648,7 +645,7 @@ def test_a_broken_record_that_is_alone_does_not_hold_the_log_for_300_days(bench:
     assert bench.broker.stats().timer_waiting == 0
 
 
-def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_be_rolled(bench: Bench) -> None:
+def test_unrestorable_level_message_is_dead(bench: Bench) -> None:
     bench.broker.put("orders", b"good", queue_id=0, delay_level=3)
     bench.store.append(SCHEDULE_TOPIC, 2, b"bad", properties={"DELAY": "3", "REAL_TOPIC": "orders"})
     bench.broker.put("orders", b"good too", queue_id=0, delay_level=3)
@@ -660,9 +657,7 @@ def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_
     assert [body for body, _ in bench.arrived()] == ["good", "good too"]
 
 
-def test_a_level_message_without_room_for_the_timers_marks_stays_and_comes_from_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_level_message_without_room_for_marks_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(tmp_path / "store", segment_bytes=4 * SEGMENT)
     long = {"mine": "x" * 32_650}
     for body, properties in ((b"a", {}), (b"b", long), (b"c", {})):
@@ -739,7 +734,7 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
     assert inspect.inspect_broker(bench.path, config=config)["oldest_pin"]["physical_offset"] == first.physical_offset
 
 
-def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:
+def test_clock_step_back_finds_relocated_messages(bench: Bench) -> None:
     handles = at_the_front(bench, HOUR, 3 * DAY)
     assert bench.timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
     bench.jump(S)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import SimulatedClock
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics, Total
 from mqstore.broker.names import QueueKey
-from mqstore.clock import SimulatedClock
 from tests.broker.scraping import scraped, series
 from tests.broker.support import in_threads
 

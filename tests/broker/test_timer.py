@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import SimulatedClock
 from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import Progress, TimerCheck
@@ -27,7 +28,6 @@ from mqstore.broker.delay.timerfiles import TimerLog, decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
-from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
@@ -94,9 +94,7 @@ def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(
         ({"TIMER_DELIVER_MS": "soon"}, 5000),
     ],
 )
-def test_a_message_is_due_at_the_moment_its_record_names_or_else_when_its_slot_ends(
-    properties: dict[str, str], due_ms: int
-) -> None:
+def test_message_is_due_at_its_record_time_or_slot_end(properties: dict[str, str], due_ms: int) -> None:
     assert due_of({"TIMER_OUT_MS": "4000", **properties}) == due_ms
 
 
@@ -301,7 +299,7 @@ def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) ->
     assert timers.files() == {"timerwheel", "timerlog", "config/timercheck"}
 
 
-def test_a_delivered_copy_has_the_message_without_what_delayed_it(timers: Timers) -> None:
+def test_delivered_copy_has_no_delay_properties(timers: Timers) -> None:
     timers.clock.advance(250)
     properties = {"TAGS": "t", "KEYS": "k", "mine": "x", "UNIQ_KEY": "u"}
     fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
@@ -315,7 +313,7 @@ def test_a_delivered_copy_has_the_message_without_what_delayed_it(timers: Timers
     assert {name: getattr(message, name) for name in fields} == fields
 
 
-def test_a_compressed_body_stays_as_it_is(timers: Timers) -> None:
+def test_compressed_body_is_copied_unchanged(timers: Timers) -> None:
     stored = zlib.compress(b"x" * 1000)
     timers.parts.road.append("orders", 0, stored, {"TIMER_DELAY_MS": "100"}, sys_flag=1)
     timers.pass_ms(1000)
@@ -375,7 +373,7 @@ def test_a_message_that_is_overdue_when_it_is_placed_comes_at_once(timers: Timer
     assert timers.delivered() == [("sooner", 300), ("overdue", 800), ("later", 800), ("new", 5800)]
 
 
-def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> None:
+def test_unit_holds_its_slot_for_other_programs(timers: Timers) -> None:
     """RocketMQ finds the slot as writeTime + delay, a multiple of its precision."""
     timers.clock.advance(250)
     for wait_ms in (1, 200, 749, 750, 751, 3 * DAY):
@@ -390,7 +388,7 @@ def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> Non
     assert slots == [0, 0, 0, 0, S, 2 * DAY]
 
 
-def test_a_record_is_not_delivered_before_its_own_time_whatever_its_unit_says(timers: Timers) -> None:
+def test_record_time_wins_over_its_unit(timers: Timers) -> None:
     timers.put("a", 3500)
     timers.pass_ms(0)
     timers.close()
@@ -592,7 +590,7 @@ def test_each_of_many_is_found_whatever_lies_between_them(timers: Timers, how: s
     assert Counter(timers.texts()) == Counter(done | (set(handles) - recalled))
 
 
-def test_a_recall_holds_for_what_is_not_delivered_when_the_clock_is_set_back(timers: Timers) -> None:
+def test_recall_holds_after_a_clock_step_back(timers: Timers) -> None:
     """Half of its slot are out when their moment is ahead again."""
     handles = [timers.put(str(n), 900) for n in range(1500)]
     timers.settle()
@@ -695,9 +693,7 @@ def test_a_crash_while_catching_up_repeats_at_most_one_step(
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_a_slot_that_is_damaged_at_any_step_is_gone_on_with(
-    timers: Timers, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_damaged_slot_is_continued(timers: Timers, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """While it is looked through, or delivered; some of it is recalled."""
     small_steps(monkeypatch)
     handles = [timers.put(str(n), 1900) for n in range(10)]
@@ -716,9 +712,7 @@ def test_a_slot_that_is_damaged_at_any_step_is_gone_on_with(
     assert timers.timer.waiting() == 0
 
 
-def test_the_commitlog_and_the_log_are_on_disk_before_the_checkpoint_is_written(
-    timers: Timers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_are_synced_before_the_checkpoint(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     save, saves = TimerCheck.save, []
     timers.reopen(fs := FaultyFileSystem())
     log = timers.path / "timerlog" / f"{0:020d}"
@@ -874,7 +868,7 @@ def test_a_late_message_is_not_lost_when_the_files_are(timers: Timers) -> None:
         (46 * HOUR, 36 * HOUR, 0, 12 * HOUR),  # it was not even placed
     ],
 )
-def test_what_was_recalled_stays_so_over_a_long_stop(
+def test_recall_survives_a_long_stop(
     timers: Timers, wait_ms: int, recalled_after_ms: int, stopped_after_ms: int, stopped_ms: int, killed: bool
 ) -> None:
     """After more than a day what lay farther ahead was held back, and with it one of the two: they never met."""
@@ -891,7 +885,7 @@ def test_what_was_recalled_stays_so_over_a_long_stop(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_was_recalled_stays_so_when_the_files_are_built_again(timers: Timers, killed: bool) -> None:
+def test_recall_survives_a_rebuild(timers: Timers, killed: bool) -> None:
     """Overdue, both were placed in the slot after the stop; and the message rolled on from there, past what cancelled
     it."""
     handle = timers.put("recalled", 60 * HOUR)
@@ -907,7 +901,7 @@ def test_what_was_recalled_stays_so_when_the_files_are_built_again(timers: Timer
     assert timers.texts() == ["other"]
 
 
-def test_what_waits_after_a_long_stop_can_be_recalled(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_message_can_be_recalled_after_a_long_stop(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies where the wheel reaches to while catching up, not where it belongs."""
     timers.put("overdue", 2 * S)
     timers.close()
@@ -962,7 +956,7 @@ def test_a_limit_that_was_lowered_keeps_nobody_from_recalling(timers: Timers) ->
     assert timers.texts() == []
 
 
-def test_where_a_java_broker_had_placed_a_message_its_own_log_tells(timers: Timers) -> None:
+def test_java_timer_log_shows_a_message(timers: Timers) -> None:
     """It rolls two days from when it looks: one that it took up three hours after its put, having been down, was taken
     for rolled when nothing stood for it any more. And what it had delivered in its last minute came again."""
     timers.put("far", 5 * DAY)
@@ -1026,9 +1020,7 @@ def test_a_damaged_record_is_counted_and_passed_over(timers: Timers) -> None:
         {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": TIMER_TOPIC, "REAL_QID": "0"},
     ],
 )
-def test_what_can_never_be_delivered_is_a_dead_letter_and_holds_up_nobody(
-    timers: Timers, properties: dict[str, str]
-) -> None:
+def test_undeliverable_message_is_dead_and_blocks_nothing(timers: Timers, properties: dict[str, str]) -> None:
     timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties=properties)
     timers.put("fine", S)
     timers.pass_ms(3 * S)
@@ -1077,7 +1069,7 @@ def test_a_clock_set_back_repeats_nothing_and_delivers_nothing_early(timers: Tim
     assert (at["waits"], at["far"], at["new"]) == (3 * HOUR, 6 * DAY, begin + 20 * S)
 
 
-def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: Timers) -> None:
+def test_clock_step_back_stops_a_slot(timers: Timers) -> None:
     for n in range(1500):
         timers.put(str(n), 900)
     timers.settle()
@@ -1128,7 +1120,7 @@ def test_a_clock_set_back_far_within_the_second_that_is_read(timers: Timers, how
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path, looked: Counter[str]) -> None:
+def test_message_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Counter[str]) -> None:
     """Calls on files, units and records looked at: the same over a hundred that wait and over five thousand."""
     costs = []
     for waiting in (100, 5_000):
@@ -1154,9 +1146,7 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(
-    tmp_path: Path, looked: Counter[str], reopened: bool
-) -> None:
+def test_recall_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Counter[str], reopened: bool) -> None:
     """Units and records looked at, and calls on files: the same among a hundred of one second and among five
     thousand. It looked at all of them."""
     costs = []

@@ -337,17 +337,6 @@ def test_making_a_wheel_of_a_million_takes_few_writes(tmp_path: Path) -> None:
     wheel.close()
 
 
-def test_neighbours_are_written_together(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    wheel = empty_wheel(tmp_path, fs)
-    before = len(fs.calls)
-    for tick in (*range(10, 60), *range(WHEEL_SLOTS - 2, WHEEL_SLOTS + 2), 5000):
-        wheel.put(tick * P, Slot(0, 0, 1))
-    wheel.write()
-    assert [call.operation for call in fs.calls[before:]] == ["pwrite"] * 4
-    wheel.close()
-
-
 # --- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
@@ -402,14 +391,14 @@ def test_a_checkpoint_torn_between_sectors_never_says_too_much(tmp_path: Path, s
     assert len(seen) == 3
 
 
-def test_a_java_brokers_checkpoint_is_told_apart(tmp_path: Path) -> None:
+def test_java_checkpoint_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     page = struct.pack(">7q", 1_700_000_000_000, 5200, 42, 42, 0, 0, 0).ljust(4096, b"\0")
     (tmp_path / "config" / "timercheck").write_bytes(page)
     assert new_check(tmp_path).load() == JavaProgress(1_700_000_000_000, 5200, 42)
 
 
-def test_of_a_checkpoint_of_another_version_only_what_a_java_broker_reads_counts(tmp_path: Path) -> None:
+def test_checkpoint_of_another_version_counts_partly(tmp_path: Path) -> None:
     """Version 1 counted the units of a slot in another order, so some would have been passed over."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timercheck, "_EXTENSION_VERSION", 1)
@@ -419,7 +408,7 @@ def test_of_a_checkpoint_of_another_version_only_what_a_java_broker_reads_counts
 
 
 @pytest.mark.parametrize("fields", [(2, 0, 0), (0, 52, 0), (0, 0, 1)])
-def test_what_a_java_broker_wrote_since_counts_more_than_our_own(tmp_path: Path, fields: tuple[int, int, int]) -> None:
+def test_newer_java_state_wins(tmp_path: Path, fields: tuple[int, int, int]) -> None:
     """It writes its 56 bytes and leaves ours: what it had delivered came again, all of it."""
     check = new_check(tmp_path)
     check.save(progress(1), 1)

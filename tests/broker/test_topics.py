@@ -86,7 +86,7 @@ def test_a_known_topic_costs_nothing_but_the_look_up(topics: _Topics) -> None:
     assert found[0] is found[1] is not None
 
 
-def test_with_auto_create_off_a_send_makes_no_topic_but_retries_still_find_theirs(tmp_path: Path) -> None:
+def test_auto_create_off_still_creates_retry_topics(tmp_path: Path) -> None:
     topics = _Topics(tmp_path / "s", auto_create_topics=False)
     with pytest.raises(TopicNotFoundError, match="auto_create_topics"):
         topics.table.for_send("a")
@@ -223,13 +223,13 @@ def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> N
     assert told == ["a"] * 4
 
 
-def test_what_is_not_there_is_neither_altered_nor_deleted(topics: _Topics) -> None:
+def test_missing_topic_cannot_be_changed(topics: _Topics) -> None:
     for call in (topics.table.need, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
         with pytest.raises(TopicNotFoundError):
             call("a")
 
 
-def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topics: _Topics) -> None:
+def test_queues_are_removed_from_writers_first(topics: _Topics) -> None:
     topics.table.create("a", queues=4)
     topics.fill("a", 3, 2)
     for both_at_once in ({"read_queues": 2}, {"read_queues": 2, "write_queues": 2}):
@@ -272,7 +272,7 @@ def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics)
     assert not topics.file.exists()
 
 
-def test_what_was_found_is_entered_when_altered_or_ensured(topics: _Topics) -> None:
+def test_found_topic_is_entered_when_changed(topics: _Topics) -> None:
     topics.fill("a", 2)
     topics.fill("%RETRY%g", 2)
     topics.fill("SCHEDULE_TOPIC_XXXX", 4)
@@ -287,7 +287,7 @@ def test_what_was_found_is_entered_when_altered_or_ensured(topics: _Topics) -> N
     }
 
 
-def test_a_found_topic_that_grew_is_listed_as_it_is(topics: _Topics) -> None:
+def test_grown_found_topic_is_listed(topics: _Topics) -> None:
     topics.fill("a", 0)
     assert [config.read_queues for config in topics.table.configs()] == [1]
     topics.fill("a", 5)
@@ -453,7 +453,7 @@ JAVAS = """{
 }"""
 
 
-def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(topics: _Topics) -> None:
+def test_java_file_is_read_and_unknown_fields_are_kept(topics: _Topics) -> None:
     table = topics.write(JAVAS)
     config = table.need("OrderTopic")
     assert (config.read_queues, config.write_queues, config.order) == (20_000, 4, True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message
 from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.parts import open_parts
@@ -23,7 +24,6 @@ from mqstore.errors import (
     StoreFullError,
     TransactionStateError,
 )
-from mqstore.log.message import Message
 from mqstore.log.writer import Outlet
 from tests.broker.support import START_MS, ServiceBench, full, in_threads, new_parts
 
@@ -148,7 +148,7 @@ def test_unknown_changes_nothing(bench: Bench) -> None:
     bench.transactions.end(handle, "unknown")
 
 
-def test_what_was_never_begun_is_an_invalid_transaction_id(bench: Bench) -> None:
+def test_unknown_transaction_id_is_invalid(bench: Bench) -> None:
     handle = bench.begin()
     forged = handle._replace(physical_offset=handle.physical_offset + 1)
     for stranger in ("", "never", forged, handle._replace(producer_group="other")):
@@ -172,7 +172,7 @@ def test_two_threads_that_commit_at_once_commit_once(bench: Bench) -> None:
     assert bench.transactions.open_count() == 0
 
 
-def test_after_its_immunity_only_the_answer_to_a_check_ends_it(bench: Bench) -> None:
+def test_only_a_check_answer_ends_it_after_immunity(bench: Bench) -> None:
     early, late, short = bench.begin(immunity=10), bench.begin(immunity=10), bench.begin(immunity=1)
     bench.clock.advance(10_000)
     bench.transactions.end(early, "commit")
@@ -261,7 +261,7 @@ def test_a_rollback_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypat
 # -- beginning -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_half_message_may_not_be(bench: Bench) -> None:
+def test_invalid_half_message_is_refused(bench: Bench) -> None:
     bench.parts.topics.create("closed", perm=4)
     far = str(START_MS + 367 * 86_400_000)
     bad: list[tuple[Any, dict[str, Any]]] = [
@@ -331,7 +331,7 @@ def test_the_table_comes_back_from_the_log(bench: Bench) -> None:
     assert sorted(bench.bodies()) == [b"1", b"2", b"5"]
 
 
-def test_progress_passes_only_what_is_done_and_the_log_is_held_for_the_rest(bench: Bench) -> None:
+def test_progress_passes_only_finished_transactions(bench: Bench) -> None:
     def progress() -> tuple[int | None, int | None]:
         halves, ops = QueueKey(TRANS_GROUP, HALF_TOPIC, 0), QueueKey(TRANS_GROUP, OP_TOPIC, 0)
         return bench.parts.offsets.committed(halves), bench.parts.offsets.committed(ops)
@@ -469,7 +469,7 @@ def test_immunity_puts_the_first_check_off(bench: Bench, immunity: float, first_
 
 
 @pytest.mark.parametrize(("answer", "visible", "open_after"), [(True, 1, 0), (False, 0, 0), (None, 0, 1)])
-def test_the_answer_ends_it(bench: Bench, answer: bool | None, visible: int, open_after: int) -> None:
+def test_check_answer_ends_the_transaction(bench: Bench, answer: bool | None, visible: int, open_after: int) -> None:
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(answer, asked))
     bench.begin(b"paid", immunity=10)
@@ -526,7 +526,7 @@ def test_fifteen_times_unknown_gives_it_up_into_its_own_topic(bench: Bench, capl
     assert bench.transactions.open_count() == 0
 
 
-def test_with_nobody_to_ask_no_check_counts_but_age_ends_it(bench: Bench) -> None:
+def test_unanswered_transaction_ends_by_age(bench: Bench) -> None:
     bench.begin(b"one")
     asked: list[Message] = []
     bench.pass_ms(20 * CHECK_EVERY_MS)
@@ -539,7 +539,7 @@ def test_with_nobody_to_ask_no_check_counts_but_age_ends_it(bench: Bench) -> Non
     assert bench.bodies(TRANS_CHECK_TOPIC) == [b"one"]
 
 
-def test_who_comes_to_be_asked_is_asked_at_once(bench: Bench) -> None:
+def test_new_producer_is_asked_at_once(bench: Bench) -> None:
     bench.begin()
     bench.pass_ms(CHECK_AFTER_MS + 10)
     asked: list[Message] = []

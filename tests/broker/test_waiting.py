@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import pytest
 
+from mqstore import SimulatedClock
 from mqstore.broker import waiting
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.parts import Parts
 from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters
-from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import UnitFilter
@@ -145,7 +145,7 @@ def test_a_put_wakes_whom_it_concerns(
     assert hall.is_empty() is woken
 
 
-def test_what_any_queue_held_before_is_not_news(hall: Hall) -> None:
+def test_earlier_messages_are_not_news(hall: Hall) -> None:
     """The first growth of a queue that stood full when the first waiter came is the new unit, not all of them."""
     for queue_id in range(3):
         hall.put(queue_id=queue_id, tag="paid", count=4)
@@ -158,18 +158,6 @@ def test_what_any_queue_held_before_is_not_news(hall: Hall) -> None:
     assert other.woken() == ["a"]
     other.put(queue_id=7, tag="paid")  # a queue that is new altogether
     assert other.woken() == ["b"]
-
-
-@pytest.mark.parametrize("dispatched", [True, False])
-def test_what_is_there_already_fires_at_once(hall: Hall, dispatched: bool) -> None:
-    hall.store.put("t", b"", tag="paid")
-    if dispatched:
-        hall.store.dispatch()
-    hall.park("all", offset=0)
-    hall.park("paid", offset=0, filter=PAID)
-    hall.park("next", offset=1)
-    assert hall.woken() == ["all", "paid"]
-    assert len(hall.waiters.parked) == 1
 
 
 def test_growth_between_parking_and_the_second_look_is_seen(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,15 +213,6 @@ def test_more_units_than_are_looked_at_are_worth_a_read(hall: Hall, monkeypatch:
     assert hall.woken() == ["far"]
 
 
-def test_what_lies_before_the_offset_is_not_looked_at(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_LOOK_UNITS", 4)
-    hall.put(tag="paid", count=10)
-    other = Hall(hall.store, hall.clock)  # never heard of this queue
-    other.park("w", offset=10, filter=PAID)
-    other.put(tag="open")
-    assert other.woken() == []
-
-
 def test_a_filter_that_fails_wakes_its_owner_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def units(self, tags_codes: Any) -> Any:
@@ -283,7 +262,7 @@ def test_only_units_that_may_pass_count_for_a_group(hall: Hall) -> None:
     assert hall.woken() == ["a", "b"]
 
 
-def test_who_left_is_not_woken_in_the_place_of_another(hall: Hall) -> None:
+def test_removed_waiter_is_not_woken(hall: Hall) -> None:
     first = hall.park("first", ANY_QUEUE, group="g")
     hall.park("second", ANY_QUEUE, group="g")
     assert hall.waiters.remove_waiter(first)

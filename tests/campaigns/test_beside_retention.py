@@ -33,9 +33,11 @@ import pytest
 
 import mqstore
 from mqstore import Message, OutgoingMessage, Retention, StoreConfig
-from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
+from mqstore.engine import Finding
 from mqstore.errors import OffsetOutOfRangeError
-from mqstore.jobs.verifying import verify
+from mqstore.jobs import verify
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from mqstore.log.walk import walk_queue
 from mqstore_tools.main import main
 from tests.children import in_child, speaking_child

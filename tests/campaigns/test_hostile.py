@@ -34,6 +34,7 @@ import mqstore_tools.main
 from mqstore.broker.published import publish
 from mqstore.errors import MQStoreError
 from mqstore.layout.record import Checksum
+from mqstore.log.store import MessageStore
 from tests.children import in_child
 from tests.commands import looking
 from tests.log.splicesupport import Row, bundle
@@ -195,7 +196,7 @@ def _build(root: Path, profile: Any) -> None:
     config = mqstore.StoreConfig(
         segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=64, default_queues=1
     )
-    mqstore.engine.MessageStore(root, profile=profile, config=config).close()
+    MessageStore(root, profile=profile, config=config).close()
     manifest = root / "mqstore.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"timerlog_segment_bytes": 4096}))
     with mqstore.open(root, config=config) as store:

@@ -10,6 +10,7 @@ import pytest
 import mqstore
 from mqstore import Store
 from mqstore.broker.broker import Broker
+from mqstore.log.store import MessageStore
 from tests.client.pushsupport import PushBench
 
 
@@ -24,7 +25,7 @@ def bench(tmp_path: Path) -> Iterator[PushBench]:
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """A broker that has its threads."""
-    with Broker(mqstore.engine.MessageStore(tmp_path / "store")) as broker:
+    with Broker(MessageStore(tmp_path / "store")) as broker:
         yield broker
 
 

@@ -8,14 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mqstore import Interceptor, Message, PushConsumer, QueueRef, SimulatedClock
 from mqstore.broker.broker import Broker
 from mqstore.client.assignment import Assignment
-from mqstore.client.interceptors import Interceptor
-from mqstore.client.pushconsumer import PushConsumer
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
 from tests.client import support
 from tests.log.support import kill, open_store
 

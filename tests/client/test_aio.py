@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import SimulatedClock, StoreConfig, aio
+from mqstore import aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
@@ -106,7 +106,7 @@ def test_open_takes_what_the_sync_open_takes() -> None:
     )
 
 
-def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
+def test_module_is_loaded_lazily_without_a_thread() -> None:
     # Where redis is installed, portalocker imports it, and it imports asyncio.
     code = """
         import sys, threading
@@ -122,7 +122,7 @@ def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
 # -- a store ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+def test_store_agrees_with_the_sync_store(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
         await store.create_topic("t", queues=2)
         assert await store.topics() == ["t"]
@@ -244,7 +244,7 @@ async def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(store: ai
 
 
 @in_store
-async def test_who_follows_gets_what_was_there_and_what_comes(store: aio.Store) -> None:
+async def test_follower_gets_old_and_new_messages(store: aio.Store) -> None:
     await store.put("t", b"0", queue_id=0)
     seen = []
     there = asyncio.Event()
@@ -270,7 +270,7 @@ async def test_who_follows_gets_what_was_there_and_what_comes(store: aio.Store) 
     [("earliest", 4, b"0123"), (2, 5, b"234"), ("latest", 6, b"45"), (datetime(2000, 1, 1, tzinfo=UTC), 1, b"0")],
 )
 @in_store
-async def test_who_follows_one_queue_begins_and_ends_where_he_says(
+async def test_follower_of_a_queue_respects_its_bounds(
     store: aio.Store, start: Any, stop: int, expected: bytes
 ) -> None:
     for i in range(4):
@@ -284,7 +284,7 @@ async def test_who_follows_one_queue_begins_and_ends_where_he_says(
     assert b"".join([(await first).body, *[m.body async for m in messages]]) == expected
 
 
-def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) -> None:
+def test_follower_of_another_process_polls(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "store") as writer:
         writer.put("t", b"a", queue_id=0)
         writer.log.dispatch()  # readers see what has been
@@ -302,7 +302,7 @@ def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) ->
 
 
 @in_store
-async def test_who_follows_sees_queues_that_come_later(store: aio.Store) -> None:
+async def test_follower_sees_new_queues(store: aio.Store) -> None:
     await store.create_topic("t", queues=1)
     messages = store.iter("t", follow=True)
     step = asyncio.create_task(anext(messages))
@@ -317,7 +317,7 @@ async def test_who_follows_sees_queues_that_come_later(store: aio.Store) -> None
 
 
 @in_store
-async def test_a_queue_does_what_its_sync_twin_does(store: aio.Store) -> None:
+async def test_queue_agrees_with_the_sync_queue(store: aio.Store) -> None:
     async with store.queue("jobs", codec=mqstore.JSON, maxsize=4) as queue:
         await queue.put({"n": 1})
         await queue.put_nowait({"n": 2})
@@ -403,7 +403,7 @@ async def test_walking_through_a_queue_ends_when_nothing_is_ready(store: aio.Sto
     ids=lambda value: type(value).__name__,
 )
 @in_store
-async def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
+async def test_raising_block_agrees_with_the_sync_block(
     store: aio.Store, error: BaseException, passes: bool, outcome: str
 ) -> None:
     retry = mqstore.RetryPolicy(3, [0])
@@ -427,7 +427,7 @@ async def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
 
 
 @in_store
-async def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(store: aio.Store) -> None:
+async def test_newcomer_waits_behind_waiting_puts(store: aio.Store) -> None:
     queue = await store.queue("jobs", maxsize=1)
     await queue.put(b"0")
     puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
@@ -465,25 +465,6 @@ async def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(stor
     await queue.shutdown(immediate=True)
     assert await joining is False
     assert await queue.join() is False
-
-
-def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None:
-    clock = SimulatedClock()
-
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs", visibility=30)
-        await queue.put(b"x")
-        late = await queue.get()
-        waiting = asyncio.create_task(queue.get())
-        while not waiting.done():
-            clock.advance(1_000)
-            store.sync.broker.run_once()
-            await asyncio.sleep(0)
-        assert (await waiting).attempt == 2
-        with pytest.raises(mqstore.errors.ReceiptExpiredError):
-            await late.ack()
-
-    with_store(test, tmp_path, config=StoreConfig(clock=clock))
 
 
 # -- cancelled --------------------------------------------------------------------------------------------------------
@@ -551,9 +532,7 @@ async def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
 @DRAINED
 @pytest.mark.parametrize("consumer", [False, True], ids=["queue", "simple consumer"])
 @in_store
-async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
-    store: aio.Store, steps: int, between: Between, consumer: bool
-) -> None:
+async def test_cancelled_waiter_passes_its_turn(store: aio.Store, steps: int, between: Between, consumer: bool) -> None:
     queue = await store.queue(f"jobs{steps}")
     simple = await store.simple_consumer(f"g{steps}", {f"jobs{steps}": "*"})
 
@@ -575,9 +554,7 @@ async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
 
 @DRAINED
 @in_store
-async def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
-    store: aio.Store, steps: int, between: Between
-) -> None:
+async def test_cancelled_receive_and_poll_take_nothing(store: aio.Store, steps: int, between: Between) -> None:
     bodies = [b"%d" % i for i in range(5)]
     await store.put_many(f"t{steps}", bodies, queue_id=0)
     simple = await store.simple_consumer(f"simple{steps}", {f"t{steps}": "*"})
@@ -769,7 +746,7 @@ async def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(store:
 
 
 @in_store
-async def test_a_thousand_who_wait_for_room_get_it(store: aio.Store) -> None:
+async def test_thousand_puts_waiting_for_room_succeed(store: aio.Store) -> None:
     queue = await store.queue("jobs", maxsize=50)
     puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
     values = []
@@ -784,7 +761,7 @@ async def test_a_thousand_who_wait_for_room_get_it(store: aio.Store) -> None:
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
+def test_closing_a_store_ends_all_waits(tmp_path: Path) -> None:
     async def main() -> None:
         store = await aio.open(tmp_path / "store")
         await store.create_topic("t")
@@ -835,7 +812,7 @@ def test_no_thread_is_left_when_a_store_is_closed_or_forgotten(tmp_path: Path) -
     assert end_of_threads() == []
 
 
-def test_the_end_of_a_loop_leaves_messages_that_were_on_their_way_to_others(tmp_path: Path) -> None:
+def test_end_of_a_loop_releases_pending_messages(tmp_path: Path) -> None:
     stores = []
 
     async def main() -> None:
@@ -954,7 +931,7 @@ class Door:
         self.cancelled = True
 
 
-def test_a_look_that_fails_passes_on_the_turn_it_was_called_for() -> None:
+def test_failed_look_passes_its_turn() -> None:
     class Turn:
         cancelled = 0
 
@@ -981,7 +958,7 @@ def test_a_look_that_fails_passes_on_the_turn_it_was_called_for() -> None:
     run(main())
 
 
-def test_who_is_cancelled_while_he_is_parking_does_not_stay() -> None:
+def test_cancelled_waiter_does_not_park() -> None:
     async def main() -> None:
         bridge, door = Bridge("test"), Door()
         task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
@@ -996,7 +973,7 @@ def test_who_is_cancelled_while_he_is_parking_does_not_stay() -> None:
     run(main())
 
 
-def test_who_is_parked_hears_when_the_bridge_closes() -> None:
+def test_closed_bridge_wakes_parked_waiters() -> None:
     async def main() -> None:
         bridge, door = Bridge("test"), Door()
         door.open.set()

@@ -133,7 +133,7 @@ async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store)
 
 
 @in_store
-async def test_what_was_read_ahead_is_not_given_after_an_immediate_shutdown(store: aio.Store) -> None:
+async def test_prefetch_is_not_delivered_after_shutdown(store: aio.Store) -> None:
     queue, _ = await leased(store, 1)
     await queue.shutdown(immediate=True)
     with pytest.raises(mqstore.QueueShutDown):
@@ -141,7 +141,7 @@ async def test_what_was_read_ahead_is_not_given_after_an_immediate_shutdown(stor
 
 
 @in_store
-async def test_what_a_consumer_failed_at_comes_before_what_was_read_ahead(store: aio.Store) -> None:
+async def test_failed_messages_precede_the_prefetch(store: aio.Store) -> None:
     queue, _ = await leased(store, 2)
     broker = store.sync.broker
     first, second = await store.read("jobs", 0, 0, 2)
@@ -252,7 +252,7 @@ def test_a_verb_that_is_cancelled_anywhere_is_done_or_not_begun(tmp_path: Any, v
 
 @compiled
 @in_store
-async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(store: aio.Store) -> None:
+async def test_item_of_a_cancelled_get_precedes_the_prefetch(store: aio.Store) -> None:
     """A later `get` found the next item read ahead, and overtook the one that the thread had not given back yet."""
     queue, _ = await leased(store, 1)
     taken, go_on = threading.Event(), threading.Event()
@@ -272,7 +272,7 @@ async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(
 
 
 @in_store
-async def test_a_block_that_is_closed_by_the_garbage_collector_gives_its_item_back(store: aio.Store) -> None:
+async def test_collected_block_releases_its_item(store: aio.Store) -> None:
     queue, [task] = await leased(store, 1)
 
     async def block() -> None:
@@ -287,7 +287,7 @@ async def test_a_block_that_is_closed_by_the_garbage_collector_gives_its_item_ba
 
 
 @in_store
-async def test_a_block_that_ends_when_the_store_is_closed_raises_what_ended_it(store: aio.Store) -> None:
+async def test_block_of_a_closed_store_raises_its_own_error(store: aio.Store) -> None:
     _, [failed, clean] = await leased(store, 2)
     await store.close()
     with pytest.raises(ZeroDivisionError):

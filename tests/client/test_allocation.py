@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.allocation import STRATEGIES, Strategy, avg, circle, fixed_queues, strategy_named
+from mqstore import QueueRef, fixed_queues
+from mqstore.client.allocation import STRATEGIES, Strategy, avg, circle, strategy_named
 from mqstore.errors import ConfigError
-from mqstore.log.commitlog import QueueRef
 
 
 def queues(count: int) -> list[QueueRef]:

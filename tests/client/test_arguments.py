@@ -119,7 +119,7 @@ def test_a_rule_of_retention_of_the_wrong_kind_is_named(field: str, value: Any) 
         mqstore.Retention(**{field: value})
 
 
-def test_what_is_no_config_makes_no_store(tmp_path: Path) -> None:
+def test_invalid_config_makes_no_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="StoreConfig, not 5"):
         mqstore.open(tmp_path / "store", config=5)  # type: ignore[arg-type]
     assert not (tmp_path / "store").exists()

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
+from mqstore import BatchFailure, Interceptor, Message, PushConsumer, QueueRef, Retention, Retry
 from mqstore.broker.names import QueueKey
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
-from mqstore.client.handlers import BatchFailure, Retry
 from mqstore.client.handling import Handling
-from mqstore.client.interceptors import Interceptor
-from mqstore.client.pushconsumer import PushConsumer
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
-from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, pulls, unsettled
 from tests.client.support import failing, parked
 
@@ -62,9 +57,7 @@ def test_a_stretch_of_which_nothing_is_wanted_is_committed(bench: PushBench) -> 
 
 
 @pytest.mark.parametrize("passed_over_by", ["filter", "interceptor"])
-def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
-    bench: PushBench, passed_over_by: str
-) -> None:
+def test_skipped_range_keeps_unsettled_messages(bench: PushBench, passed_over_by: str) -> None:
     free = stick(bench)
     options: dict[str, Any] = {"tags": "A"} if passed_over_by == "filter" else {"interceptors": [Told(b"b")]}
     consumer = bench.consumer(lambda message: 1 / 0, **options)
@@ -81,7 +74,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
     assert bench.committed() == 4
 
 
-def test_what_an_interceptor_leaves_out_counts_as_done(bench: PushBench) -> None:
+def test_message_dropped_by_an_interceptor_is_done(bench: PushBench) -> None:
     seen = Seen()
     bench.consumer(seen, interceptors=[Told(b"1", b"3")])
     bench.put(b"1")
@@ -92,7 +85,7 @@ def test_what_an_interceptor_leaves_out_counts_as_done(bench: PushBench) -> None
     assert (seen, bench.committed()) == ([b"2", b"2"], 4)
 
 
-def test_an_interceptor_s_order_does_not_move_the_position_past_what_is_not_done(bench: PushBench) -> None:
+def test_interceptor_order_does_not_move_the_position(bench: PushBench) -> None:
     """Messages that it gave back in another order became the order of the cache, whose first one is the position: that
     was committed, and after a crash the others were gone."""
 
@@ -271,7 +264,7 @@ def test_a_queue_that_is_paused_before_it_is_ours_is_paused_then(bench: PushBenc
 # --- what a pull finds ---------------------------------------------------------------------------------------------
 
 
-def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_retention_under_a_paused_queue_is_reported(tmp_path: Path) -> None:
     """clients#pull: requested < min."""
     retention = Retention(age=None, max_bytes=100_000, unconsumed="drop")
     bench = PushBench(tmp_path / "store", retention=retention, segment_bytes=1 << 16)
@@ -291,7 +284,7 @@ def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(t
     bench.close()
 
 
-def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) -> None:
+def test_offset_beyond_the_queue_is_moved_back(bench: PushBench) -> None:
     """clients#pull: requested > max, as after a crash that cost the log its tail."""
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1")
@@ -307,7 +300,7 @@ def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) ->
 
 
 @pytest.mark.parametrize("where", ["waiting", "full", "paused", "timer"])
-def test_a_reset_finds_the_consumer_wherever_its_pull_is(
+def test_reset_reaches_the_consumer_in_any_pull_state(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     hook, free = Told(), stick(bench)
@@ -333,7 +326,7 @@ def test_a_reset_finds_the_consumer_wherever_its_pull_is(
     assert place(bench) == "waiting"
 
 
-def test_commits_of_before_a_reset_do_not_undo_it(bench: PushBench) -> None:
+def test_earlier_commits_do_not_undo_a_reset(bench: PushBench) -> None:
     seen = Seen()
 
     def handler(message: Message) -> None:
@@ -362,7 +355,7 @@ def test_a_read_that_fails_is_tried_again_in_a_second(bench: PushBench, monkeypa
     assert (seen, place(bench)) == ([b"0"], "waiting")
 
 
-def test_who_may_not_wait_asks_again_in_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_pull_is_repeated_after_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     monkeypatch.setattr(bench.broker, "add_waiter", failing(bench.broker.add_waiter, StoreBusyError("too many")))
     bench.consumer(seen)
@@ -413,7 +406,7 @@ def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
 
 
 @pytest.mark.parametrize("name", ["share", "renew"])
-def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_failed_step_is_repeated(bench: PushBench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An error in one of them ended it for good: no more sweeps, or locks that ran out."""
     consumer = bench.consumer()
     bench.settle()
@@ -576,9 +569,7 @@ def test_the_queues_of_one_who_is_not_heard_of_are_taken_over(bench: PushBench) 
     assert sorted([*seen, *other].count(body) for body in (b"m", b"n")) == [1, 1]
 
 
-def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
-    bench: PushBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_member_releases_all_and_asks_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given up while it hung, and refused when it came back: it went on handling what others had by then."""
     consumer = bench.consumer()
     bench.settle()
@@ -607,7 +598,7 @@ def test_a_consumer_leaves_no_waiter_and_no_listener_behind(bench: PushBench) ->
 # --- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_that_stops_its_consumer_in_the_middle_of_a_rebalance_leaves_no_lock(bench: PushBench) -> None:
+def test_hook_that_stops_its_consumer_leaves_no_lock(bench: PushBench) -> None:
     """A lock that was taken after the stop would keep its queue from everybody for a minute."""
     bench.broker.topics.create("u", queues=1)
     turn = ["t"]
@@ -664,7 +655,7 @@ def test_another_handler_and_another_topic_while_running(bench: PushBench) -> No
     assert bench.broker.locks.owner("g", T0) is None
 
 
-def test_seek_goes_where_it_is_told(bench: PushBench) -> None:
+def test_seek_moves_to_the_offset(bench: PushBench) -> None:
     seen = Seen()
     consumer = bench.consumer(seen)
     bench.put(b"0", b"1")
@@ -702,7 +693,7 @@ def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:
     assert seen == [b"2", b"3"]
 
 
-def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_batch_is_pulled_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
     seen = Seen()
     bench.consumer(seen)
@@ -713,7 +704,7 @@ def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatc
     assert bench.committed() == 2
 
 
-def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
+def test_seek_from_a_handler_voids_its_message(bench: PushBench) -> None:
     seen, committed, told = Seen(), list[int | None](), Told()
 
     def handler(message: Message) -> None:
@@ -808,7 +799,7 @@ def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: P
     assert bench.committed() is None
 
 
-def test_who_takes_over_from_a_broadcaster_goes_on_where_that_one_came_to(bench: PushBench, tmp_path: Path) -> None:
+def test_broadcasting_successor_continues(bench: PushBench, tmp_path: Path) -> None:
     """The new one is made while the old one still runs, and takes its place: it must not go back to where the old one
     was when it was made, nor write that over positions in topics that it does not even read."""
     options: dict[str, Any] = {"model": "broadcasting", "client_id": "cache-1"}
@@ -834,7 +825,7 @@ def test_who_takes_over_from_a_broadcaster_goes_on_where_that_one_came_to(bench:
     assert json.loads(file.read_bytes())["offsets"] == {"t": {"0": 3}, "u": {"0": 2}}
 
 
-def test_what_is_put_to_queues_that_come_later_is_not_skipped(bench: PushBench) -> None:
+def test_messages_of_new_queues_are_not_skipped(bench: PushBench) -> None:
     bench.put(b"old")
     options: dict[str, dict[str, Any]] = {"g": {}, "b": {"model": "broadcasting", "client_id": "cache-1"}}
     seen = {group: Seen() for group in options}
@@ -890,7 +881,7 @@ def test_a_seek_in_on_assign_is_where_it_begins(bench: PushBench, ordered: bool)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_seek_before_on_assign_does_not_pass_it_by(bench: PushBench, ordered: bool) -> None:
+def test_seek_before_on_assign_counts(bench: PushBench, ordered: bool) -> None:
     news: list[Any] = []
     notes = hook(on_assign=lambda queues: news.append("assign"))
     bench.put(*[b"%d" % i for i in range(5)])
@@ -900,7 +891,7 @@ def test_a_seek_before_on_assign_does_not_pass_it_by(bench: PushBench, ordered: 
     assert news == ["assign", b"4"]
 
 
-def test_a_queue_that_goes_before_on_assign_is_told_of_to_nobody(bench: PushBench) -> None:
+def test_queue_lost_before_on_assign_is_not_announced(bench: PushBench) -> None:
     told = Told()
     consumer = bench.consumer(interceptors=[told])
     assert bench.leave(consumer)  # nothing has run

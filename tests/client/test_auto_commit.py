@@ -72,7 +72,7 @@ DECISIONS = st.lists(st.sampled_from(["go", "go", "go", "commit", "rollback", "f
     broadcasts=st.booleans(),
 )
 @example(parts=[(["fail", "commit", "go", "go", "go", "commit", "go"], "kill")], prefetch=4, broadcasts=False)
-def test_what_is_settled_and_delivered_again_is_as_in_the_model(
+def test_settlement_and_redelivery_agree_with_the_model(
     parts: list[tuple[list[str], str]], prefetch: int, broadcasts: bool
 ) -> None:
     model = Model(prefetch)
@@ -228,7 +228,7 @@ def test_total_limits_with_auto_commit_off_are_refused(bench: Bench, limit: dict
 
 @pytest.mark.parametrize("hooked", [False, True])
 @in_store
-async def test_coroutine_decides_as_a_function_does(store: aio.Store, hooked: bool) -> None:
+async def test_coroutine_decides_like_a_function(store: aio.Store, hooked: bool) -> None:
     seen: list[str] = []
     done = asyncio.Event()
 

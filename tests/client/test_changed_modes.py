@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import RetryPolicy
-from mqstore.queue import Queue
+from mqstore import Queue, RetryPolicy
 from tests.client.pushsupport import PushBench
 
 AGAIN = RetryPolicy(5, [2])
@@ -91,7 +90,7 @@ def fail_once(bench: PushBench, before: Consume, topics: tuple[str, ...] = ("t",
 
 @OTHER
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
-def test_what_failed_in_one_mode_comes_again_in_the_other(
+def test_failed_message_is_retried_in_the_other_mode(
     bench: PushBench, before: Consume, after: Consume, ordered: bool
 ) -> None:
     bench.put(b"a", b"b")
@@ -177,7 +176,7 @@ def test_the_retries_of_a_group_whose_name_looks_like_it_are_left_alone(bench: P
     assert sum(bench.broker.lag("g_t").values()) == 1
 
 
-def test_letters_of_a_group_that_popped_are_replayed_to_one_that_reads_meanwhile(bench: PushBench) -> None:
+def test_letters_are_replayed_after_a_mode_change(bench: PushBench) -> None:
     """Their retry topic comes into being while the consumer runs."""
     bench.put(b"a")
     with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
@@ -233,9 +232,7 @@ def test_a_receive_that_waits_hears_of_letters_of_a_group_that_read(bench: PushB
 
 @pytest.mark.parametrize("after", [pop, receive])
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
-def test_a_retry_whose_topic_nobody_pops_holds_nothing_up_and_is_a_dead_letter_in_the_end(
-    bench: PushBench, after: Consume, ordered: bool
-) -> None:
+def test_retry_of_an_unwanted_topic_ends_dead(bench: PushBench, after: Consume, ordered: bool) -> None:
     bench.put(b"left", topic="u")
     bench.put(b"a", b"b")
     fail_once(bench, read, ("t", "u"))
@@ -277,7 +274,7 @@ def test_a_retry_whose_topic_is_subscribed_to_again_is_delivered(bench: PushBenc
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
-def test_a_queue_has_what_a_push_consumer_of_its_group_failed_at(tmp_path: Path, ordered: bool) -> None:
+def test_queue_gets_failed_messages_of_a_push_consumer(tmp_path: Path, ordered: bool) -> None:
     bench = PushBench(tmp_path)
     bench.broker.topics.create("g", queues=1)
     bench.broker.groups.create("g", retry_policy=AGAIN)
@@ -291,7 +288,7 @@ def test_a_queue_has_what_a_push_consumer_of_its_group_failed_at(tmp_path: Path,
     assert queue.empty()
 
 
-def test_a_queue_leaves_alone_what_members_of_its_group_wait_for(tmp_path: Path) -> None:
+def test_queue_leaves_retries_of_live_members(tmp_path: Path) -> None:
     bench = PushBench(tmp_path)
     queue = Queue(bench.broker, "g", retry=AGAIN)
     seen: Seen = []
@@ -317,7 +314,7 @@ def test_a_queue_leaves_alone_what_members_of_its_group_wait_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("first", [pop, receive])
-def test_what_was_read_between_two_times_of_popping_is_not_popped_again(bench: PushBench, first: Consume) -> None:
+def test_messages_read_between_pops_are_not_popped(bench: PushBench, first: Consume) -> None:
     """A group that popped went on popping where it had stopped, whatever it had read since."""
     bench.put(b"a")
     assert first(bench, False) == [("t", b"a", 1)]
@@ -329,7 +326,7 @@ def test_what_was_read_between_two_times_of_popping_is_not_popped_again(bench: P
 
 
 @pytest.mark.parametrize("before", [pop, receive])
-def test_what_a_group_that_popped_still_has_in_flight_is_read_once(bench: PushBench, before: Consume) -> None:
+def test_popped_messages_in_flight_are_read_once(bench: PushBench, before: Consume) -> None:
     """It was read, and put up for redelivery as well."""
     bench.put(b"a")
     assert before(bench, True, seconds=1) == [("t", b"a", 1)]
@@ -357,7 +354,7 @@ def test_a_group_that_popped_does_not_read_what_it_acknowledged(bench: PushBench
 
 
 @pytest.mark.parametrize("late", ["ack", "nack"])
-def test_what_is_settled_late_in_a_group_that_reads_by_now_repeats_nothing(bench: PushBench, late: str) -> None:
+def test_late_settlement_repeats_nothing(bench: PushBench, late: str) -> None:
     """The acknowledgement made the group pop again, later, what it had read since."""
     bench.put(b"a")
     with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
@@ -375,7 +372,7 @@ def test_what_is_settled_late_in_a_group_that_reads_by_now_repeats_nothing(bench
     assert receive(bench, False) == []
 
 
-def test_what_a_popping_group_had_in_flight_is_read_once_after_a_kill(bench: PushBench) -> None:
+def test_popped_messages_are_read_once_after_a_kill(bench: PushBench) -> None:
     bench.put(b"a", b"b")
     consumer = mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"})
     [_, second] = consumer.receive(2, wait=0, visibility=20)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore.client.codecs import BYTES, JSON, TEXT
+from mqstore import BYTES, JSON, TEXT
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -68,13 +68,13 @@ def test_json_is_plain_utf8_without_spaces() -> None:
         (JSON, "\ud800"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(codec: mqstore.Codec, item: Any) -> None:
+def test_unsupported_value_is_refused(codec: mqstore.Codec, item: Any) -> None:
     with pytest.raises(mqstore.errors.InvalidMessageError) as caught:
         codec.encode(item)
     assert caught.value.field == "body"
 
 
-def test_what_is_too_deep_or_a_circle_is_refused() -> None:
+def test_deep_or_circular_value_is_refused() -> None:
     circle: list[Any] = []
     circle.append(circle)
     deep: Any = 0
@@ -89,7 +89,7 @@ def test_what_is_too_deep_or_a_circle_is_refused() -> None:
     ("codec", "body", "position"),
     [(TEXT, b"ab\xff", 2), (JSON, b"{", 1), (JSON, b"", 0), (JSON, b"1 2", 2), (JSON, b"[" * 100_000, 0)],
 )
-def test_what_cannot_be_read_says_where(codec: mqstore.Codec, body: bytes, position: int) -> None:
+def test_undecodable_body_is_located(codec: mqstore.Codec, body: bytes, position: int) -> None:
     with pytest.raises(mqstore.errors.FormatError) as caught:
         codec.decode(body)
     assert caught.value.position == position

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import RetryPolicy
+from mqstore import BatchFailure, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy, cancelled
 from mqstore.client import chunks
 from mqstore.client.chunks import TICK_MS
 from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
-from mqstore.client.handlers import BatchFailure, Reject, Retry
-from mqstore.client.pushconsumer import PushConsumer
-from mqstore.client.workers import cancelled
 from mqstore.errors import NotPermittedError, StoreFullError
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
 from tests.client.support import failing, turns_left, workers_of
 from tests.faults import FaultyFileSystem
@@ -68,7 +63,7 @@ class Handler:
         (Reject("bad"), None, True, ["dlq"]),
     ],
 )
-def test_what_a_handler_says_is_done(
+def test_handler_outcome_is_obeyed(
     bench: PushBench, error: Exception | None, again_s: float | None, dead: bool, told: list[str]
 ) -> None:
     handler, hook = Handler(bench, error), Told()
@@ -126,7 +121,7 @@ def test_untried_messages_of_a_batch_count_no_attempt(bench: PushBench, mode: An
     assert bench.committed() == 4
 
 
-def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(bench: PushBench) -> None:
+def test_too_long_retry_delay_follows_the_policy(bench: PushBench) -> None:
     """It was tried every five seconds for ever, and the handler called each time."""
     handler = Handler(bench, Retry(10 * 365 * 86_400))
     bench.consumer(handler)
@@ -152,9 +147,7 @@ def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(b
     ],
     ids=["standard", "four", "custom", "at once", "exponential", "bounded", "one"],
 )
-def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
-    bench: PushBench, policy: RetryPolicy, delays_s: list[int]
-) -> None:
+def test_repeated_failure_ends_as_one_dead_letter(bench: PushBench, policy: RetryPolicy, delays_s: list[int]) -> None:
     """clients#invariants, and the delays of delivery#backoff."""
     handler, hook = Handler(bench, then=ValueError("always")), Told()
     bench.consumer(handler, retry=policy, interceptors=[hook])
@@ -173,7 +166,7 @@ def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
 # --- what cannot be sent back --------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path: Path) -> None:
+def test_unreturnable_message_holds_the_position(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     bench = PushBench(tmp_path, fs=fs, segment_bytes=1 << 14)
     handler = Handler(bench, ValueError("0"), None, None, ValueError("again"))
@@ -205,7 +198,7 @@ def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path
 # --- topics --------------------------------------------------------------------------------------------------------
 
 
-def test_retries_of_a_topic_that_nobody_subscribes_to_any_more_end_as_dead_letters(bench: PushBench) -> None:
+def test_retries_of_an_unsubscribed_topic_end_dead(bench: PushBench) -> None:
     consumer = bench.consumer(Handler(bench, ValueError("x")), retry=RetryPolicy(3, delays=[1]))
     bench.put(b"m")
     bench.settle()
@@ -281,7 +274,7 @@ def hang(bench: PushBench, consumer: PushConsumer, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "rejects"])
-def test_who_takes_too_long_has_its_message_sent_back_once_and_its_end_is_void(bench: PushBench, end: str) -> None:
+def test_overdue_message_is_returned_once(bench: PushBench, end: str) -> None:
     hook, flags = Told(), list[bool]()
     attempts: list[int] = []
 
@@ -309,7 +302,7 @@ def test_who_takes_too_long_has_its_message_sent_back_once_and_its_end_is_void(b
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_what_hung_comes_again_as_the_policy_says(bench: PushBench, mode: Any) -> None:
+def test_hanging_message_follows_the_policy(bench: PushBench, mode: Any) -> None:
     at_ms = list[int]()
 
     def handler(message: Message) -> None:
@@ -334,7 +327,7 @@ def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(bench: Push
     assert [body for body, _ in after.seen] == [b"1", b"2"]
 
 
-def test_who_takes_less_than_that_is_let_alone(bench: PushBench) -> None:
+def test_handler_in_time_is_left_alone(bench: PushBench) -> None:
     hook = Told()
     consumer = bench.consumer(lambda message: hang(bench, consumer, 19.8), consume_timeout=20, interceptors=[hook])
     bench.put(b"m")
@@ -367,9 +360,7 @@ def test_the_next_call_of_that_worker_counts(bench: PushBench) -> None:
     assert bench.committed() == 2
 
 
-def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
-    bench: PushBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_return_of_a_hanging_message_is_repeated(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is void already: were it only noted that this failed, and the handler back by then, nobody would ever
     settle the message, and its queue would stand still."""
     send_back = failing(bench.broker.send_back, NotPermittedError("no"), NotPermittedError("no"))
@@ -394,7 +385,7 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
     assert hook.settled == [(b"m", "retry"), (b"m", "ack")]
 
 
-def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(bench: PushBench) -> None:
+def test_ticks_end_when_nothing_is_due(bench: PushBench) -> None:
     def fails(message: Message, stack: str) -> None:
         raise SystemExit
 
@@ -441,7 +432,7 @@ def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBen
 @pytest.mark.parametrize(
     ("overtaken", "moment_s", "handled"), [(False, 1e9, b"0"), (True, 1e9, b"04123"), (True, 0.0, b"04")]
 )
-def test_of_a_queue_that_is_to_go_only_what_was_overtaken_is_begun_and_for_a_moment(
+def test_revoked_queue_finishes_only_overtaken_messages(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch, overtaken: bool, moment_s: float, handled: bytes
 ) -> None:
     """What stands before a later pull that was begun is done for an exact hand-over; but where handlers take seconds,

@@ -44,7 +44,7 @@ ENDS: list[tuple[BaseException | None, str]] = [
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(("error", "outcome"), ENDS, ids=[outcome for _, outcome in ENDS])
-def test_each_call_is_told_with_group_topic_and_outcome(
+def test_each_call_is_reported_with_its_outcome(
     bench: PushBench, mode: dict[str, Any], error: BaseException | None, outcome: str, around: bool
 ) -> None:
     class Around(Notes):
@@ -66,7 +66,7 @@ def test_each_call_is_told_with_group_topic_and_outcome(
     assert notes.calls[0].seconds >= 0
 
 
-def test_a_message_that_comes_again_is_told_under_its_own_topic(bench: PushBench) -> None:
+def test_redelivery_is_reported_under_its_topic(bench: PushBench) -> None:
     def handler(message: Message) -> None:
         if message.attempt == 1:
             raise ValueError
@@ -123,7 +123,7 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
 
 
 @in_store
-async def test_handlers_of_aio_are_told_of_alike(store: aio.Store) -> None:
+async def test_aio_handlers_are_reported_alike(store: aio.Store) -> None:
     notes = Notes()
     done = asyncio.Event()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,31 +44,6 @@ def check(store: Store, delivered: int) -> None:
     assert row.max_attempts == delivered
     shown = [line.split() for line in command("dlq", "list", path).stdout.splitlines()]
     assert next(words[-1] for words in shown if words[:2] == ["g", "jobs"]) == str(delivered)
-
-
-@pytest.mark.parametrize("rejects_at", [None, 1, 2])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_letter_of_a_push_consumer_counts_handlings(
-    store: Store, mode: Any, ordered: bool, rejects_at: int | None
-) -> None:
-    seen: list[int] = []
-
-    def handler(message: mqstore.Message) -> None:
-        seen.append(message.attempt)
-        if message.attempt == rejects_at:
-            raise mqstore.Reject("no")
-        raise ValueError("broken")
-
-    store.broker.groups.create("g", retry_policy=RETRIES, orderly=ordered)
-    consumer = store.push_consumer("g", workers=1, mode=mode, ordered=ordered)
-    consumer.subscribe("jobs", handler)
-    store.put("jobs", b"poison", queue_id=0)
-    with consumer:
-        for _ in pass_s(store):
-            consumer.run_once()
-    assert seen == [*range(1, (rejects_at or LIMIT) + 1)]
-    check(store, len(seen))
 
 
 @pytest.mark.parametrize("how", ["nack", "nothing", "dead_letter", "lowered limit"])

@@ -25,8 +25,9 @@ import mqstore
 import mqstore.aio
 from mqstore import QueueEmpty, QueueRef, Store
 from mqstore.broker.broker import Broker
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import StoreLockedError
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.client.support import until
 
 
@@ -194,7 +195,7 @@ HOLDERS: dict[str, tuple[Callable[[Store], Any], Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_what_a_program_holds_keeps_its_store_open(tmp_path: Path, name: str) -> None:
+def test_held_objects_keep_their_store_open(tmp_path: Path, name: str) -> None:
     hold, use = HOLDERS[name]
 
     def make() -> Any:

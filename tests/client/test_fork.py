@@ -64,7 +64,7 @@ def test_forked_child_does_not_wait_for_a_pass_of_the_dispatcher(store: mqstore.
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_forked_child_closes_nothing_and_hangs_at_no_lock_of_another_thread(tmp_path: Path, mode: Any) -> None:
+def test_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: Any) -> None:
     """A child that left the parent's `with` block, by `sys.exit` say, waited for locks that threads held which it does
     not have."""
     seen: list[bytes] = []

@@ -82,7 +82,7 @@ def test_a_consumer_begins_where_its_group_says(bench: PushBench, take: Take, st
 
 
 @EVERY
-def test_a_consumer_that_says_where_is_obeyed_where_the_group_has_no_position(bench: PushBench, take: Take) -> None:
+def test_consumer_start_counts_for_a_group_without_position(bench: PushBench, take: Take) -> None:
     put_before_and_after(bench)
     bench.broker.groups.create("g", start="latest")
     assert take(bench, start="earliest") == [b"old", b"new"]
@@ -102,14 +102,14 @@ def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_a_push_consumer_consumes_in_order_if_its_group_does(bench: PushBench, mode: Any) -> None:
+def test_push_consumer_follows_the_group_order(bench: PushBench, mode: Any) -> None:
     bench.broker.groups.create("g", orderly=True)
     bench.consumer(mode=mode)
     used = bench.broker.members.mode("g")
     assert used == Mode(mode, ordered=True, strategy="avg" if mode == "queue" else None)
 
 
-def test_a_simple_consumer_receives_in_order_if_its_group_does(bench: PushBench) -> None:
+def test_simple_consumer_follows_the_group_order(bench: PushBench) -> None:
     bench.broker.groups.create("g", orderly=True)
     assert mqstore.SimpleConsumer(bench.broker, "g").ordered
     assert not mqstore.SimpleConsumer(bench.broker, "new").ordered
@@ -172,7 +172,7 @@ def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: s
 
 
 @MODES
-def test_the_policy_in_force_is_the_groups_whatever_a_member_has_asked_for(bench: PushBench, mode: str) -> None:
+def test_group_policy_wins_over_refused_members(bench: PushBench, mode: str) -> None:
     joined(bench, mode, retry=THREE)
     bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
     with pytest.raises(GroupInUseError):
@@ -399,7 +399,7 @@ def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path: Path, mode: Any) ->
     bench.close()
 
 
-def test_what_was_paused_before_a_start_that_failed_stays_paused(bench: PushBench) -> None:
+def test_pause_survives_a_failed_start(bench: PushBench) -> None:
     bench.put(b"a")
     first = bench.consumer(client_id="c1")
     seen: list[bytes] = []
@@ -418,7 +418,7 @@ def test_what_was_paused_before_a_start_that_failed_stays_paused(bench: PushBenc
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_what_comes_while_a_new_consumer_is_paused_is_not_before_latest(bench: PushBench, mode: Any) -> None:
+def test_paused_new_consumer_starts_at_latest(bench: PushBench, mode: Any) -> None:
     seen: list[bytes] = []
     bench.put(b"old")
     consumer = bench.consumer(lambda message: seen.append(message.body), run=False, mode=mode, start="latest")
@@ -431,7 +431,7 @@ def test_what_comes_while_a_new_consumer_is_paused_is_not_before_latest(bench: P
     assert seen == [b"new"]
 
 
-def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:
+def test_consumer_stopped_by_a_hook_stays_stopped(bench: PushBench) -> None:
     """`on_error` is told in the middle of `start` that a queue cannot be begun, and stops the consumer."""
     bench.broker.groups.create("g", consume_enable=False)
     consumer = bench.consumer(run=False, on_error=lambda error, message: consumer.stop())

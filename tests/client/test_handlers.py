@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Interceptor, aio
+from mqstore import Interceptor, PushConsumer, aio
 from mqstore.client.handlers import check_handler, check_has_run
-from mqstore.client.pushconsumer import PushConsumer
 from mqstore.errors import ConfigError
 from tests.client.aiosupport import in_store, with_store
 from tests.client.pushsupport import PushBench
@@ -105,7 +104,7 @@ PLAIN = [print, lambda given: None, Methods().plain, functools.partial(print, en
 # --- what is to be seen before ---------------------------------------------------------------------------------------
 
 
-def test_what_can_be_seen_not_to_run_is_refused(bench: PushBench) -> None:
+def test_coroutine_function_is_rejected(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g")
     for handler in COROUTINES:
         with pytest.raises(ConfigError, match=r"mqstore\.aio"):
@@ -194,7 +193,7 @@ def test_work_that_comes_back_instead_of_having_been_done_is_a_failure(
         assert sorted(bench.dead()) == [b"a", b"b", b"c"]
 
 
-def test_what_is_said_tells_what_to_do() -> None:
+def test_handler_result_is_interpreted() -> None:
     for made, advice in ((coroutine, r"asyncio\.run"), (generator, "loop over"), (async_generator, "loop over")):
         with pytest.raises(TypeError, match=advice):
             check_has_run(made(None))
@@ -202,7 +201,7 @@ def test_what_is_said_tells_what_to_do() -> None:
         check_has_run(value)
 
 
-def test_a_generator_that_does_not_want_to_be_closed_is_a_failure_like_others() -> None:
+def test_generator_that_resists_closing_is_a_failure() -> None:
     def stubborn() -> Iterator[int]:
         try:
             yield 1

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
+from mqstore import BatchFailure, Interceptor, Message, Reject, Retry
 from mqstore.broker.begun import Suspects
 from mqstore.client.groupsettings import Wanted
-from mqstore.client.handlers import BatchFailure, Reject, Retry
 from mqstore.client.handling import (
     Failure,
     Handling,
     Subscription,
 )
-from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.interceptors import Interceptors
 from mqstore.client.workers import Worker
 from mqstore.errors import ConfigError
-from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench
 
 ALL = Wanted(("TAG", "*"), None)
@@ -133,12 +132,12 @@ def test_handlers_of_batches_get_a_sequence_others_one_message(handle: Handle, g
         (OddRetry(3), Failure("retry", "", 3)),
     ],
 )
-def test_what_is_raised_says_what_is_to_become_of_it(handle: Handle, error: Exception, expected: Failure) -> None:
+def test_exception_becomes_its_outcome(handle: Handle, error: Exception, expected: Failure) -> None:
     """Whatever an exception of the user's lacks: if it got out of here, its messages would be nowhere."""
     assert handle(raising(error))[0] == expected
 
 
-def test_orders_are_no_errors_and_errors_are_told(handle: Handle, given: list[Message]) -> None:
+def test_orders_are_not_reported_as_errors(handle: Handle, given: list[Message]) -> None:
     for order in (Retry(), Reject("x"), BatchFailure([])):
         assert handle(raising(order))[2] == []
     error = ValueError("x")
@@ -179,7 +178,7 @@ def test_copies_of_messages_name_them_too(handle: Handle, bench: PushBench) -> N
 
 
 @pytest.mark.parametrize("what", ["another message", "no message", "nothing iterable"])
-def test_who_names_something_else_has_failed_with_all(
+def test_failure_naming_other_messages_fails_all(
     handle: Handle, bench: PushBench, given: list[Message], what: str
 ) -> None:
     bench.put(b"3")
@@ -196,7 +195,7 @@ def test_who_names_something_else_has_failed_with_all(
     assert [type(each) for each, _ in told] == [ValueError]
 
 
-def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_others(bench: PushBench) -> None:
+def test_late_worker_blocks_no_suspected_message(bench: PushBench) -> None:
     suspects, told = Suspects(), []
     first, second = (
         Handling("g", bench.clock, batch=False, ordered=False, interceptors=Interceptors(()), suspects=suspects)

@@ -35,7 +35,7 @@ def failed(kind: type[Exception] = ValueError, text: str = "bad") -> Exception:
 # --- by itself -------------------------------------------------------------------------------------------------------
 
 
-def test_another_place_in_the_code_another_type_another_topic_are_not_alike(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_another_place_type_or_topic_differ(caplog: pytest.LogCaptureFixture) -> None:
     """Of two ValueErrors that a handler raised, the second, which mattered, was never seen."""
     log = LimitedLog("", SimulatedClock())
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_another_place_in_the_code_another_type_another_topic_are_not_alike(capl
     assert len(lines(caplog)) == 5
 
 
-def test_the_last_ones_are_told_of_at_the_end_or_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_suppressed_lines_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimulatedClock()
     log = LimitedLog("group g", clock)
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_the_last_ones_are_told_of_at_the_end_or_when_it_is_over(caplog: pytest.
     assert lines(caplog) == ["group g: 4 more were held back like this: c"]
 
 
-def test_what_is_told_once_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_line_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = SimulatedClock()
     log = LimitedLog("", clock)
     for _ in range(3):
@@ -121,7 +121,7 @@ def failing_listener(error: BaseException, message: object) -> None:
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_hooks_and_listeners_that_fail_for_each_message_do_not_fill_the_disk(
+def test_failing_hooks_do_not_fill_the_log(
     bench: PushBench, mode: Any, ordered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """2,000 messages made 2,000 tracebacks of each, without the topic, without the group."""
@@ -141,7 +141,7 @@ def test_hooks_and_listeners_that_fail_for_each_message_do_not_fill_the_disk(
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_broadcasting_passes_over_is_told_with_its_place_and_not_each(
+def test_broadcasting_losses_are_logged_with_a_place(
     bench: PushBench, ordered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rejects(message: Any) -> None:
@@ -156,7 +156,7 @@ def test_what_broadcasting_passes_over_is_told_with_its_place_and_not_each(
     assert f"{NUMBER - 1} more were held back" in lines(caplog)[1]
 
 
-def test_a_disk_that_is_full_is_told_of_once_with_topic_and_queue(
+def test_full_disk_is_logged_once_per_queue(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*args: object, **kwargs: object) -> None:

@@ -42,7 +42,7 @@ def stats_lost(bench: Bench, group: str = "g") -> int:
 
 
 @BOTH
-def test_a_simple_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
+def test_simple_consumer_reports_losses(bench: Bench, ordered: bool) -> None:
     """It stood in `stats()` and in the log alone: consumers by queue were told, those by pop were not."""
     witness = Told()
     consumer = bench.consumer(ordered=ordered, interceptors=[witness])
@@ -58,7 +58,7 @@ def test_a_simple_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bo
 
 
 @BOTH
-def test_a_push_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
+def test_push_consumer_reports_losses(bench: Bench, ordered: bool) -> None:
     witness = Told()
     push = Push(bench, ordered=ordered, interceptors=[witness])
     push.go()
@@ -72,7 +72,7 @@ def test_a_push_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool
     push.consumer.stop()
 
 
-def test_of_several_members_one_is_told(bench: Bench) -> None:
+def test_one_of_several_members_reports(bench: Bench) -> None:
     witness = Told()
     deaf = bench.consumer()
     members = [bench.consumer(interceptors=[witness]) for _ in range(2)]
@@ -84,7 +84,7 @@ def test_of_several_members_one_is_told(bench: Bench) -> None:
         member.close()
 
 
-def test_each_loss_is_told_by_itself(bench: Bench) -> None:
+def test_each_loss_is_reported_once(bench: Bench) -> None:
     witness = Told()
     consumer = bench.consumer(interceptors=[witness])
     first = put_and_lose(bench)
@@ -99,7 +99,7 @@ def test_each_loss_is_told_by_itself(bench: Bench) -> None:
     consumer.close()
 
 
-def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(bench: Bench) -> None:
+def test_popped_message_lost_before_redelivery_is_reported(bench: Bench) -> None:
     """Retention keeps what is in flight; damage may take it all the same, and one who waits for messages is woken."""
     witness = Told()
     consumer = bench.consumer(interceptors=[witness], visibility=1)
@@ -117,7 +117,7 @@ def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(bench: Bench)
     consumer.close()
 
 
-def test_an_offset_beyond_the_end_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_offset_beyond_the_end_is_reported(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.broker.groups.create("g")
     bench.put(b"a")
     bench.broker.offsets.commit(QueueKey("g", "t", 0), 99)
@@ -129,7 +129,7 @@ def test_an_offset_beyond_the_end_is_told(bench: Bench, caplog: pytest.LogCaptur
     consumer.close()
 
 
-def test_who_pops_without_a_consumer_asks(bench: Bench) -> None:
+def test_direct_pop_queries_losses(bench: Bench) -> None:
     bench.broker.start_of("g", "t", 0)
     bench.broker.start_of("reads", "t", 0)
     first = put_and_lose(bench)
@@ -142,7 +142,7 @@ def test_who_pops_without_a_consumer_asks(bench: Bench) -> None:
     assert bench.broker.take_losses("reads") == ()
 
 
-def test_what_nobody_asks_for_does_not_pile_up(tmp_path: Path) -> None:
+def test_unqueried_losses_are_bounded(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "other")
     reads = Reads(parts)
     for i in range(0, 6000, 2):

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import mqstore
+from mqstore import QueueRef, SimulatedClock
 from mqstore.broker.broker import Broker
 from mqstore.broker.locks import LEASE_MS
 from mqstore.broker.members import Mode
 from mqstore.client.allocation import Strategy, avg
 from mqstore.client.membership import Membership, client_id_of
-from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, GroupInUseError
-from mqstore.log.commitlog import QueueRef
+from mqstore.log.store import MessageStore
 
 ALL = {"orders": ("TAG", "*")}
 Q = [QueueRef("orders", i) for i in range(4)]
@@ -57,7 +57,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
-    with Broker(mqstore.engine.MessageStore(tmp_path, config=mqstore.StoreConfig(clock=clock))) as broker:
+    with Broker(MessageStore(tmp_path, config=mqstore.StoreConfig(clock=clock))) as broker:
         broker.topics.create("orders", queues=4)
         broker.groups.create("g")
         yield broker
@@ -87,7 +87,7 @@ def test_client_ids_of_rocketmq_s_form_are_fine() -> None:
         assert client_id_of(fine) == fine
 
 
-def test_who_joins_is_told_to_look(seat: Callable[..., Seat]) -> None:
+def test_joining_triggers_a_rebalance(seat: Callable[..., Seat]) -> None:
     """What happened before it listened it has not heard of."""
     assert seat("c1").news() >= 1
 
@@ -139,7 +139,7 @@ def test_a_topic_that_may_not_be_read_is_nobody_s(seat: Callable[..., Seat], bro
 # --- handing over --------------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_told_of_locks_he_did_not_ask_for(seat: Callable[..., Seat]) -> None:
+def test_only_lock_requesters_are_notified(seat: Callable[..., Seat]) -> None:
     first, second = seat("c1"), seat("c2")
     first.rebalance()
     second.rebalance()
@@ -149,7 +149,7 @@ def test_nobody_is_told_of_locks_he_did_not_ask_for(seat: Callable[..., Seat]) -
     assert (first.news(), second.news()) == (0, 0)
 
 
-def test_what_is_another_s_by_now_is_wanted_no_longer(seat: Callable[..., Seat], broker: Broker) -> None:
+def test_queue_of_another_member_is_dropped(seat: Callable[..., Seat], broker: Broker) -> None:
     first = seat("c1")
     first.rebalance()
     second = seat("c2")
@@ -184,7 +184,7 @@ def test_work_on_a_queue_of_a_broadcast_needs_no_lock(seat: Callable[..., Seat])
     first.end_work(Q[0])
 
 
-def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker: Broker) -> None:
+def test_changes_of_other_groups_are_ignored(seat: Callable[..., Seat], broker: Broker) -> None:
     first = seat("c1")
     first.news()
     broker.groups.create("h")
@@ -200,9 +200,7 @@ def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker:
 # --- who hangs -----------------------------------------------------------------------------------------------------
 
 
-def test_who_has_no_queue_loses_his_seat_as_well(
-    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
-) -> None:
+def test_member_without_queues_loses_its_seat(seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock) -> None:
     """Else a queue that comes later would be nobody's: the share of one who never takes it."""
     seats = [seat(f"c{i}") for i in range(5)]
     assert seats[4].mine() == set()

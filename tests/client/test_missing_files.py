@@ -113,7 +113,7 @@ def test_a_missing_file_of_a_queue_is_named_once(path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
-def test_damaged_records_of_a_file_are_told_once(path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+def test_damaged_records_of_a_file_are_reported_once(path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
     with mqstore.open(path, "r") as store:
         places = [message.physical_offset for message in store.read("t", 0, 10, 5)]
     with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
@@ -129,7 +129,7 @@ def test_damaged_records_of_a_file_are_told_once(path: Path, caplog: pytest.LogC
     assert "mqstore verify" in line
 
 
-def test_no_whole_store_is_complained_of(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_whole_store_reports_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mqstore.open(path) as store:
         for way in WRITING.values():
             assert sum(1 for _ in way(store)) == COUNT
@@ -138,7 +138,7 @@ def test_no_whole_store_is_complained_of(path: Path, caplog: pytest.LogCaptureFi
     assert told(caplog) == []
 
 
-def test_an_id_in_a_missing_segment_is_a_lookup_error_that_names_it(path: Path) -> None:
+def test_id_in_a_missing_segment_names_the_segment(path: Path) -> None:
     with mqstore.open(path, "r") as store:
         place = store.read("t", 0, 200, 1)[0].physical_offset
     (path / "commitlog" / (name := f"{place // SEGMENT * SEGMENT:020d}")).unlink()

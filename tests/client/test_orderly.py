@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy
+from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy, cancelled
 from mqstore.broker.begun import Address
 from mqstore.client import chunks, orderly
-from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
@@ -81,20 +80,6 @@ def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
 
     assert sorted(sizes) == [["0", "1"], ["2", "3"], ["4"], ["a", "b"]]
     assert (wide.committed(0), wide.committed(1)) == (5, 2)
-
-
-@MODES
-def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench, mode: Any) -> None:
-    wide.put("0", "1")
-    wide.put("a", "b", queue_id=1)
-    wide.join(handler=fails("0", times=2), mode=mode)
-    wide.settle()
-
-    assert sorted(wide.bodies) == ["0", "a", "b"]
-    assert wide.committed(0) == 0
-    wide.advance(3)
-    assert [each for each in wide.attempts if each[0] in "01"] == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
-    assert sorted(wide.bodies) == ["0", "0", "0", "1", "a", "b"]
 
 
 @pytest.mark.parametrize("together_s", [0, 1_000])
@@ -164,7 +149,7 @@ def test_a_queue_is_suspended_as_asked_for_within_10_ms_to_60_s(
     assert [later - earlier for earlier, later in pairwise(times)] == pauses_ms
 
 
-def test_what_no_handler_did_stops_a_task_for_5_s_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_failure_pauses_for_5_s_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0", times=1))
     with monkeypatch.context() as patch:
@@ -195,32 +180,6 @@ def test_a_group_that_has_gone_stops_its_queues_until_it_is_there_again(bench: B
 
 
 # --- attempts and dead letters (delivery#order-file) ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("attempts", "last", "reason"),
-    [
-        (3, ValueError("no"), "attempt 3 failed: ValueError: no"),
-        (1, Reject("no such customer"), "no such customer"),
-        (3, Reject("no such customer"), "no such customer"),
-    ],
-)
-def test_a_message_that_is_given_up_is_a_dead_letter_once(
-    bench: Bench, attempts: int, last: Exception, reason: str
-) -> None:
-    def handle(message: Message) -> None:
-        if message.text() == "0":
-            raise last if message.attempt == attempts else ValueError("not yet")
-
-    bench.put("0", "1")
-    bench.join(handler=handle, retry=RetryPolicy(3, [1]))
-    bench.advance(60)
-
-    assert bench.attempts == [*[("0", attempt + 1) for attempt in range(attempts)], ("1", 1)]
-    [letter] = bench.broker.dead_letters("g")
-    assert (letter.body, letter.properties["dlq_reason"], letter.reconsume_times) == (b"0", reason, attempts)
-    assert bench.broker.attempts("g", "t", 0) in ({}, {0: 2})  # forgotten when the file is next written
-    assert bench.committed() == 2
 
 
 def started(consumer: mqstore.PushConsumer) -> None:
@@ -266,9 +225,7 @@ def test_a_message_has_as_many_attempts_as_its_group_says(
     assert bench.dead() == ["0"] * ends
 
 
-def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_at_a_dead_letter_never_loses_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0"), retry=RetryPolicy(1, [1]))
     send_back = bench.broker.send_back
@@ -290,7 +247,7 @@ def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
     assert bench.committed() == 2
 
 
-def test_what_cannot_become_a_dead_letter_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_dead_letter_keeps_its_message(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0"), retry=RetryPolicy(2, [1]))
 
@@ -311,9 +268,7 @@ def test_what_cannot_become_a_dead_letter_stays(bench: Bench, monkeypatch: pytes
     assert bench.dead() == ["0"]
 
 
-def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_during_retries_does_not_stop_the_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0"), retry=RetryPolicy(1, [1]))
 
@@ -329,19 +284,6 @@ def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def fails_from(place: int, *, times: int = 1_000_000) -> Callable[[Sequence[Message]], None]:
-    """A batch handler for which everything from this offset on fails, so many times."""
-    left = [times]
-
-    def handle(messages: Sequence[Message]) -> None:
-        bad = [message for message in messages if message.offset >= place]
-        if bad and left[0]:
-            left[0] -= 1
-            raise BatchFailure(bad)
-
-    return handle
 
 
 def named(messages: Sequence[Message], place: int) -> Exception:
@@ -495,7 +437,7 @@ def test_rejection_of_a_batch_rejects_only_messages_rejected_alone(bench: Bench,
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_of_a_queue_that_is_given_up_no_other_message_is_begun_and_a_failure_counts(wide: Bench, fails: bool) -> None:
+def test_revoked_queue_starts_no_message_and_counts_failures(wide: Bench, fails: bool) -> None:
     def handle(message: Message) -> None:
         wide.join("b")
         first.run_once()
@@ -511,7 +453,9 @@ def test_of_a_queue_that_is_given_up_no_other_message_is_begun_and_a_failure_cou
     assert calls == [("a", "0", 1), *[("b", "0", 2)] * fails, ("b", "1", 1), ("b", "2", 1)]
 
 
-def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_ordered_handler_is_reported_and_keeps_its_queue(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     def timeout(message: Message, stack: str) -> None:
         timeouts.append((message.text(), bench.clock.monotonic_ms()))
 
@@ -575,7 +519,7 @@ def formerly_concurrent(bench: Bench, bodies: Sequence[str], topics: Sequence[st
     bench.advance(10)
 
 
-def test_the_retries_of_a_formerly_concurrent_group_come_in_order_to_whom_they_belong(bench: Bench) -> None:
+def test_retries_of_a_concurrent_group_become_ordered(bench: Bench) -> None:
     bench.store.create_topic("u", queues=1)
     bench.put("0", "1")
     bench.put("2", topic="u")
@@ -608,7 +552,7 @@ def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) ->
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
 
 
-def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told(bench: Bench) -> None:
+def test_retries_of_an_unwanted_topic_end_dead_and_logged(bench: Bench) -> None:
     bench.store.create_topic("u", queues=1)
     bench.put("0", topic="u")
     bench.put("1")
@@ -641,9 +585,7 @@ def test_each_broadcasting_member_has_all_in_order_and_its_own_place(bench: Benc
     assert bench.committed() is None
 
 
-def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_over_in_the_end(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broadcasting_failure_blocks_its_queue_then_is_skipped(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.put("0", "1")
     bench.join("a", fails("0"), model="broadcasting", retry=RetryPolicy(3, [1]))
     bench.join("b", model="broadcasting")
@@ -659,7 +601,7 @@ def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_o
     assert "t/0, offset 0: it is passed over: attempt 3 failed: ValueError: no" in caplog.text
 
 
-def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench) -> None:
+def test_broadcasting_rejection_is_skipped(bench: Bench) -> None:
     bench.put("0", "1")
     bench.join("a", fails("0", error=lambda: Reject("odd")), model="broadcasting")
     bench.settle()

@@ -25,8 +25,9 @@ import mqstore.aio
 from mqstore import MQStoreError, QueueRef, Store, StoreConfig, jobs
 from mqstore.admin import DeadLetters
 from mqstore.broker.broker import Broker
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import MissingFileError, QueueEmpty
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.client.support import ended, in_thread, until
 from tests.tools.support import mqstore as command
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Message, Reject, Retry, RetryPolicy, Store
+from mqstore import Message, Reject, Retry, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
@@ -54,27 +54,6 @@ def test_everything_is_handled_and_done(bench: Bench, ordered: bool) -> None:
     assert push.held() == 0
     stats = push.consumer.stats().topics
     assert (stats["t"].ok, stats["t"].pulled, stats["u"].ok, stats["t"].failed) == (70, 70, 5, 0)
-
-
-@BOTH
-def test_what_always_fails_is_handled_so_often_and_is_a_dead_letter_once(bench: Bench, ordered: bool) -> None:
-    push = Push(bench, fails(b"1"), ordered=ordered, retry=RetryPolicy(4, [10, 20]))
-    bench.put(b"0", b"1", b"2", queue_id=0)
-    push.go()
-    times = []
-    for _ in range(40):
-        times += [bench.clock.monotonic_ms() / 1000] * (push.bodies().count(b"1") - len(times))
-        push.advance(5)
-    assert [attempt for body, attempt in push.seen if body == b"1"] == [1, 2, 3, 4]
-    assert times == [0, 10, 30, 50]
-    assert bench.letters() == [(b"1", "RuntimeError: mine")]
-    assert Counter(push.bodies()) == {b"0": 1, b"1": 4, b"2": 1}
-    assert bench.lag() == 0
-    assert push.consumer.stats().topics["t"].failed == 4
-    if ordered:
-        assert push.bodies() == [b"0", b"1", b"1", b"1", b"1", b"2"]
-    else:
-        assert push.bodies()[:3] == [b"0", b"1", b"2"]
 
 
 @BOTH
@@ -153,7 +132,7 @@ def test_stop_releases_what_was_not_begun(bench: Bench, ordered: bool) -> None:
 
 
 @BOTH
-def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, ordered: bool) -> None:
+def test_long_handling_is_renewed(bench: Bench, ordered: bool) -> None:
     def act(message: Message) -> None:
         if message.body == b"0":
             for _ in range(50):
@@ -200,7 +179,7 @@ def test_the_last_chance_to_settle_is_the_end(bench: Bench, ordered: bool, monke
 
 
 @BOTH
-def test_what_cannot_be_settled_at_the_end_comes_again(
+def test_unsettled_message_at_the_end_is_redelivered(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     push = Push(bench, ordered=ordered)
@@ -216,9 +195,7 @@ def test_what_cannot_be_settled_at_the_end_comes_again(
 
 
 @BOTH
-def test_who_is_too_late_is_told_of_and_done_with(
-    bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_settlement_is_reported_and_dropped(bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The process slept: the message was given to another member meanwhile."""
     recorder = Told()
 
@@ -240,7 +217,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
 
 
 @BOTH
-def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered: bool) -> None:
+def test_message_dropped_by_an_interceptor_is_done(bench: Bench, ordered: bool) -> None:
     recorder = Told(b"0", b"2")
     push = Push(bench, ordered=ordered, interceptors=[recorder])
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
@@ -273,7 +250,7 @@ def test_hooks_hear_how_long_the_handler_of_a_message_took(
 
 
 @BOTH
-def test_it_has_no_queues_to_pause_or_to_seek_in(bench: Bench, ordered: bool) -> None:
+def test_pause_and_seek_are_refused(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
     queue = mqstore.QueueRef("t", 0)
     for call in (lambda: push.consumer.pause(queue), lambda: push.consumer.resume(queue)):
@@ -286,7 +263,7 @@ def test_it_has_no_queues_to_pause_or_to_seek_in(bench: Bench, ordered: bool) ->
 @BOTH
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("how", ["pause", "halt"])
-def test_who_does_not_look_takes_no_turn(bench: Bench, ordered: bool, how: str, when: str) -> None:
+def test_idle_consumer_takes_no_turn(bench: Bench, ordered: bool, how: str, when: str) -> None:
     """The broker calls one receiver for a message. "between": it is called, and before it looks it is to do nothing."""
     push = Push(bench, ordered=ordered)
     push.go()
@@ -337,7 +314,7 @@ def test_topics_may_come_and_go_while_it_runs(bench: Bench, ordered: bool) -> No
 
 
 @BOTH
-def test_what_is_here_of_a_topic_unsubscribed_from_is_released(bench: Bench, ordered: bool) -> None:
+def test_messages_of_an_unsubscribed_topic_are_released(bench: Bench, ordered: bool) -> None:
     bench.put(b"0", b"1", b"2", queue_id=0)
     push = Push(bench, lambda _: push.consumer.unsubscribe("t"), "t", "u", ordered=ordered, start=False)
     push.consumer.start()
@@ -393,7 +370,7 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
 
 
 @BOTH
-def test_what_is_found_after_the_end_is_given_back(
+def test_message_fetched_after_the_end_is_released(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that fetches does not end in time."""
@@ -458,9 +435,7 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
 
 
 @BOTH
-def test_what_fails_with_what_was_found_silences_nobody(
-    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_of_a_fetch_silences_nobody(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poppush, "Held", failing(poppush.Held, MemoryError()))
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)

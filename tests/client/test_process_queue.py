@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import QueueRef
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
-from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
 
@@ -28,7 +28,7 @@ def queue_at(offset: int, **limits: Any) -> ProcessQueue:
     return ProcessQueue(Q, offset, 0, Limits(**limits), size_of=sized)
 
 
-def test_what_is_pulled_twice_counts_once_and_is_replaced() -> None:
+def test_message_pulled_twice_counts_once() -> None:
     queue = queue_at(0)
     queue.put(messages(0, 1, 2), 3)
     again = messages(1, 2, 3)
@@ -47,7 +47,7 @@ def test_clear_leaves_nothing() -> None:
     assert not queue.contains(messages(1)[0])
 
 
-def test_info_tells_what_is_held() -> None:
+def test_info_shows_the_cache() -> None:
     queue = queue_at(10)
     assert queue.info(5).first is None
     queue.put(messages(10, 12), 20)
@@ -88,7 +88,7 @@ def test_a_pause_ends_when_it_is_worth_a_pull() -> None:
         assert queue.begins_to_have_room()
 
 
-def test_what_comes_back_in_pieces_stays_in_order() -> None:
+def test_parts_stay_in_order() -> None:
     queue = queue_at(5)
     queue.put(messages(5, 6, 7), 8)
     queue.take(2)
@@ -104,7 +104,7 @@ def test_what_comes_back_in_pieces_stays_in_order() -> None:
 # --- what the queues of a topic hold together ----------------------------------------------------------------------
 
 
-def test_a_smaller_limit_waits_for_what_is_beyond_it_and_a_larger_one_counts_at_once() -> None:
+def test_smaller_limit_drains_and_larger_counts_at_once() -> None:
     queue = queue_at(0, messages=4, span=None)
     queue.put(messages(0, 1, 2), 3)
     queue.limits = Limits(messages=2, span=None)

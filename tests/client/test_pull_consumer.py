@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 import mqstore
+from mqstore import Message, PullConsumer, QueueRef, SimulatedClock
 from mqstore.broker.broker import Broker
 from mqstore.broker.locks import LEASE_MS
 from mqstore.broker.members import Mode
 from mqstore.broker.names import QueueKey
-from mqstore.client.pullconsumer import PullConsumer
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     FilterError,
@@ -33,8 +32,7 @@ from mqstore.errors import (
     SubscriptionConflictError,
     TopicNotFoundError,
 )
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
 from tests.client.pushsupport import Told
 from tests.client.support import ended, in_thread, parked, until
 
@@ -50,7 +48,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
-    with Broker(mqstore.engine.MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
+    with Broker(MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
         broker.topics.create("orders", queues=4)
         yield broker
 
@@ -116,7 +114,7 @@ def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> N
     assert [look(consumer, 2) for _ in range(5)] == [["a", "b"], ["A", "B"], ["c", "d"], ["C", "D"], []]
 
 
-def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
+def test_filtered_messages_are_consumed(broker: Broker) -> None:
     put(broker, *"abc", tag="no")
     consumer = subscribed(broker, auto_commit_interval=0, tags="yes")
     assert look(consumer) == []
@@ -136,7 +134,7 @@ def test_a_poll_reads_on_over_more_than_one_read_passes(broker: Broker) -> None:
     assert [texts(each) for each in found if each] == [["y"]]
 
 
-def test_interceptors_choose_and_are_told(broker: Broker) -> None:
+def test_interceptors_choose_and_hear(broker: Broker) -> None:
     told = Told(b"b")
     put(broker, *"bab")
     with subscribed(broker, interceptors=[told], auto_commit_interval=0) as consumer:
@@ -169,9 +167,7 @@ def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Bro
 # --- commits -------------------------------------------------------------------------------------------------------
 
 
-def test_a_poll_commits_what_earlier_polls_returned_when_the_interval_is_over(
-    broker: Broker, clock: SimulatedClock
-) -> None:
+def test_poll_commits_earlier_polls_by_interval(broker: Broker, clock: SimulatedClock) -> None:
     put(broker, *"abcdef")
     consumer = subscribed(broker)
     look(consumer, 1)
@@ -210,7 +206,7 @@ def test_closing_commits_what_is_known_to_be_done(
     assert committed(broker) == done
 
 
-def test_without_auto_commit_only_commit_does(broker: Broker, clock: SimulatedClock) -> None:
+def test_manual_commit_is_the_only_one(broker: Broker, clock: SimulatedClock) -> None:
     put(broker, *"abcd")
     with subscribed(broker, auto_commit=False) as consumer:
         look(consumer, 2)
@@ -250,7 +246,7 @@ def test_a_commit_can_be_on_disk_when_it_returns(broker: Broker, tmp_path: Path)
     assert '"0": 3' in (tmp_path / "mq" / "config" / "consumerOffset.json").read_text()
 
 
-def test_a_queue_for_which_a_commit_fails_does_not_keep_the_others_from_it(broker: Broker) -> None:
+def test_failed_commit_of_a_queue_stops_no_other(broker: Broker) -> None:
     put(broker, "a", topic="bills")
     put(broker, "b")
     consumer = PullConsumer(broker, "g", auto_commit=False)
@@ -266,7 +262,7 @@ def test_a_queue_for_which_a_commit_fails_does_not_keep_the_others_from_it(broke
 # --- the loop ------------------------------------------------------------------------------------------------------
 
 
-def test_the_loop_counts_a_message_as_done_when_the_next_is_asked_for(broker: Broker) -> None:
+def test_loop_commits_the_previous_message(broker: Broker) -> None:
     put(broker, *"abcde")
     seen = []
     with subscribed(broker) as consumer:
@@ -400,7 +396,7 @@ def test_a_reset_before_it_begins_is_no_surprise(broker: Broker, caplog: pytest.
     assert caplog.text == ""
 
 
-def test_from_an_offset_that_is_gone_it_goes_on_at_the_first_there_is(broker: Broker) -> None:
+def test_missing_offset_continues_at_the_first(broker: Broker) -> None:
     told = Told()
     put(broker, *"abc")
     consumer = subscribed(broker, interceptors=[told])
@@ -532,7 +528,7 @@ def test_a_poll_needs_something_to_poll(broker: Broker) -> None:
         consumer.seek(Q[0], 0)
 
 
-def test_what_is_asked_of_a_closed_consumer_is_an_error(broker: Broker) -> None:
+def test_closed_consumer_raises(broker: Broker) -> None:
     consumer = subscribed(broker)
     look(consumer)
     consumer.close()
@@ -603,7 +599,7 @@ def test_a_queue_goes_over_where_it_was_left(broker: Broker) -> None:
     assert second.assignment() == {Q[2], Q[3]}
 
 
-def test_on_assign_and_on_revoke_are_told_in_the_poll(broker: Broker) -> None:
+def test_poll_calls_on_assign_and_on_revoke(broker: Broker) -> None:
     told: list[tuple[str, set[int]]] = []
 
     def note(what: str) -> Callable[[frozenset[QueueRef]], None]:
@@ -625,7 +621,7 @@ def test_on_assign_and_on_revoke_are_told_in_the_poll(broker: Broker) -> None:
     assert told[3:] == [("revoke", {0, 1, 2, 3})]
 
 
-def test_what_goes_can_be_committed_by_who_is_told(broker: Broker) -> None:
+def test_on_revoke_may_commit(broker: Broker) -> None:
     put(broker, *"abc", queue_id=3)
     first = subscribed(broker, auto_commit=False, on_revoke=lambda queues: first.commit({Q[3]: 2}))
     look(first)
@@ -636,7 +632,7 @@ def test_what_goes_can_be_committed_by_who_is_told(broker: Broker) -> None:
     assert look(second) == ["c"]
 
 
-def test_what_comes_can_be_sought_in_by_who_is_told(broker: Broker) -> None:
+def test_on_assign_may_seek(broker: Broker) -> None:
     put(broker, *"abc")
     consumer = PullConsumer(broker, "g")
 
@@ -650,7 +646,7 @@ def test_what_comes_can_be_sought_in_by_who_is_told(broker: Broker) -> None:
     assert look(consumer) == ["d"]
 
 
-def test_what_on_revoke_raises_is_raised_and_the_queues_are_given_all_the_same(broker: Broker) -> None:
+def test_error_of_on_revoke_is_raised_after_release(broker: Broker) -> None:
     def fail(queues: frozenset[QueueRef]) -> None:
         raise ZeroDivisionError
 
@@ -670,7 +666,7 @@ def test_what_on_revoke_raises_is_raised_and_the_queues_are_given_all_the_same(b
     assert second.assignment() == set(Q[:4])
 
 
-def test_what_on_revoke_raises_puts_off_nothing(broker: Broker) -> None:
+def test_error_of_on_revoke_delays_nothing(broker: Broker) -> None:
     def fail(queues: frozenset[QueueRef]) -> None:
         raise ZeroDivisionError
 
@@ -768,7 +764,7 @@ def test_assigned_queues_can_be_exchanged_and_positions_stay(broker: Broker) -> 
     assert broker.locks.snapshot() == []
 
 
-def test_who_reads_by_hand_does_not_commit_for_a_member(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_manual_reader_commits_nothing_for_members(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     put(broker, *"ab")
     member = subscribed(broker, "c1")
     assert look(member, 1) == ["a"]
@@ -797,7 +793,7 @@ def test_new_queues_are_shared_at_once(broker: Broker) -> None:
 # --- members that hang ---------------------------------------------------------------------------------------------
 
 
-def test_who_stays_away_loses_his_queues_and_commits_nothing_of_them(broker: Broker, clock: SimulatedClock) -> None:
+def test_absent_member_loses_its_queues(broker: Broker, clock: SimulatedClock) -> None:
     revoked: list[frozenset[QueueRef]] = []
     put(broker, *"abcd")
     first = subscribed(broker, auto_commit_interval=0, on_revoke=revoked.append)
@@ -867,7 +863,7 @@ def test_queues_that_come_and_go_do_not_put_off_commits(broker: Broker, clock: S
     assert committed(broker) == 3
 
 
-def test_who_was_away_and_closes_takes_nothing_back(broker: Broker, clock: SimulatedClock) -> None:
+def test_absent_member_that_closes_takes_nothing_back(broker: Broker, clock: SimulatedClock) -> None:
     put(broker, *"abcd")
     first = subscribed(broker, "c1")
     look(first, 1)
@@ -881,7 +877,7 @@ def test_who_was_away_and_closes_takes_nothing_back(broker: Broker, clock: Simul
     assert broker.locks.snapshot() == []
 
 
-def test_who_was_away_and_no_longer_agrees_is_told_and_can_close(broker: Broker, clock: SimulatedClock) -> None:
+def test_absent_member_that_disagrees_can_close(broker: Broker, clock: SimulatedClock) -> None:
     put(broker, *"abcd", tag="paid")
     first = subscribed(broker, "c1")
     look(first, 1)
@@ -932,7 +928,7 @@ def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> No
     assert look(consumer) == ["a", "b"]
 
 
-def test_what_is_there_already_calls(broker: Broker) -> None:
+def test_present_message_calls_back(broker: Broker) -> None:
     consumer = subscribed(broker)
     calls: list[int] = []
     consumer._when_ready(lambda: calls.append(1))  # a poll would join the group
@@ -1029,7 +1025,7 @@ def test_a_callback_that_fails_harms_nobody(broker: Broker, caplog: pytest.LogCa
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Broker]:
     """A broker with its threads, by the machine's clock."""
-    with Broker(mqstore.engine.MessageStore(tmp_path / "live")) as broker:
+    with Broker(MessageStore(tmp_path / "live")) as broker:
         broker.topics.create("orders", queues=4)
         yield broker
 
@@ -1092,7 +1088,7 @@ def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
     assert isinstance(ended(*poller, SOON_S), StoreClosedError)
 
 
-def test_who_waits_hands_over_and_takes(live: Broker) -> None:
+def test_waiting_member_hands_over(live: Broker) -> None:
     first, second = subscribed(live, "c1"), subscribed(live, "c2")
     one, two = polling(live, first), polling(live, second)
     until(lambda: (first.assignment(), second.assignment()) == (frozenset(Q[:2]), frozenset(Q[2:4])))

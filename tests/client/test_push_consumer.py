@@ -21,15 +21,12 @@ from typing import Any
 import pytest
 
 import mqstore
+from mqstore import Message, PushConsumer, QueueRef, Reject, Retry, cancelled
 from mqstore.broker.broker import Broker
 from mqstore.client.consumerstats import QueueStats
-from mqstore.client.handlers import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.pushconsumer import PushConsumer
-from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
 from tests.children import speaking_child
 from tests.client.pushsupport import PushBench, Told, hook
 from tests.client.support import ended, in_thread, parked, subscribed, until
@@ -112,7 +109,7 @@ def test_one_that_ran_for_nothing_can_be_run_again(broker: Broker) -> None:
     assert consumer.run()
 
 
-def test_who_only_makes_a_consumer_changes_nothing(bench: PushBench) -> None:
+def test_unstarted_consumer_changes_nothing(bench: PushBench) -> None:
     """The group was made an ordered one, for all its members, by a consumer that was never started."""
     bench.consumer(run=False, group="new", ordered=True, retry=mqstore.RetryPolicy(3))
     assert bench.broker.groups.get("new") is None
@@ -165,7 +162,7 @@ def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench, ordered: bool) -> None:
+def test_hook_may_stop_a_starting_consumer(bench: PushBench, ordered: bool) -> None:
     seen: list[Message] = []
     bench.put(b"x")
     stops = hook(on_assign=lambda queues: consumer.stop())
@@ -234,9 +231,7 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
     assert stats.ok_per_s == 0
 
 
-def test_averages_are_of_the_last_minute_while_there_is_something_in_it(
-    bench: PushBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_averages_cover_the_last_minute(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
@@ -284,7 +279,7 @@ def test_all_workers_are_at_what_one_pull_brought(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker, mode: Any) -> None:
+def test_messages_behind_a_slow_one_go_to_others(broker: Broker, mode: Any) -> None:
     """Handlers were fast so far, so nobody was asked to help with this pull."""
     fast, last = list[bytes](), threading.Event()
     waited = list[bool]()
@@ -373,7 +368,7 @@ def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None
     assert broker.committed("g", "t", 0) == 1
 
 
-def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(tmp_path: Path) -> None:
+def test_process_exit_stops_forgotten_consumers(tmp_path: Path) -> None:
     program = """
         import gc, sys, threading, mqstore
         done = threading.Event()
@@ -392,11 +387,9 @@ def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(t
         assert store.committed("g", T0) == 1
 
 
-def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_consumer_of_a_closed_broker_can_be_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     threads = set(threading.enumerate())
-    broker = Broker(mqstore.engine.MessageStore(tmp_path))
+    broker = Broker(MessageStore(tmp_path))
     broker.topics.create("t", queues=2)
     begun, go = threading.Event(), threading.Event()
     consumer = subscribed(broker, lambda message: (begun.set(), go.wait(LONG_S), 1 / 0), workers=2).start()

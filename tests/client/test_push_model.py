@@ -13,11 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mqstore.broker.groups import RetryPolicy
-from mqstore.client.handlers import Reject, Retry
-from mqstore.client.pushconsumer import PushConsumer
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
+from mqstore import Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
 from tests.client.support import turns_left
 

@@ -81,7 +81,7 @@ def test_a_renewal_comes_when_a_third_of_the_lease_is_left(consumer: Consumer) -
     assert consumer.renewals() == 11
 
 
-def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
+def test_removed_lease_is_not_renewed(consumer: Consumer) -> None:
     held = consumer.take(2)
     first, second = held.messages()
     assert consumer.renewer.remove(held, [first]) == [first]
@@ -94,7 +94,7 @@ def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
     assert [each.attempt for each in consumer.pop(2)] == [2, 2]
 
 
-def test_what_came_too_late_is_told_and_renewed_no_more(
+def test_late_renewal_is_reported_and_dropped(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer.take()
@@ -122,7 +122,7 @@ def test_a_full_disk_is_tried_again(consumer: Consumer, monkeypatch: pytest.Monk
     assert consumer.pop() == []
 
 
-def test_what_is_settled_while_others_are_renewed_is_not_lost(
+def test_settlement_during_a_renewal_is_kept(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker settles and removes just before the renewal reaches the broker."""

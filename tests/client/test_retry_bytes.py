@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import RetryPolicy
-from mqstore.log.message import Message
+from mqstore import Message, RetryPolicy
 from tests.client.pushsupport import PushBench
 
 BODY = bytes(range(250)) * 200

@@ -264,7 +264,7 @@ def test_retention_by_size_keeps_unconsumed_items_at_opening_and_closing(
             assert store.queue("jobs").qsize() == 50
 
 
-def test_mechanism_that_calls_a_putting_application_does_not_keep_the_disk_full(tmp_path: Path) -> None:
+def test_callback_that_puts_does_not_keep_the_disk_full(tmp_path: Path) -> None:
     """The flusher saves the mechanisms before it frees room, and may not wait for one that waits for the room."""
     item = bytes(100_000)
     config = StoreConfig(segment_bytes=MIB)

@@ -15,8 +15,7 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Message, Store
-from mqstore.client.workers import cancelled
+from mqstore import Message, Store, cancelled
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import hook
 from tests.client.support import ended, in_thread, subscribed, until, workers_of
@@ -63,7 +62,7 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(store: Store, monkey
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("late", [None, ValueError("late")])
-def test_what_hangs_is_left_and_void_and_what_was_done_before_is_settled(
+def test_hanging_handler_is_void_and_the_rest_is_settled(
     store: Store, mode: Any, ordered: bool, late: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, go, before = threading.Event(), threading.Event(), set(threading.enumerate())
@@ -118,7 +117,7 @@ async def test_consumer_does_not_run_if_its_block_was_not_entered(store: mqstore
     assert store.sync.broker.members.members("g") == []
 
 
-def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_handler_may_close_the_store(tmp_path: Path) -> None:
     """It waited for itself until its time was over and the handler was cancelled: the message came again."""
 
     async def run() -> None:

@@ -52,7 +52,7 @@ def test_a_mode_or_durability_that_there_is_not_is_refused(tmp_path: Path, wrong
     assert not (tmp_path / "new").exists()
 
 
-def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
+def test_lock_holder_is_named(tmp_path: Path) -> None:
     def hold(pipe: int) -> None:
         with mqstore.open(tmp_path / "store"):
             os.write(pipe, b"open")
@@ -67,7 +67,7 @@ def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("propertys", "properties")])
-def test_an_option_that_is_none_is_told_from_one_that_is(store: Store, wrong: str, right: str) -> None:
+def test_option_of_none_differs_from_the_default(store: Store, wrong: str, right: str) -> None:
     with pytest.raises(TypeError, match=f"no option '{wrong}' of a message; did you mean '{right}'"):
         store.put("t", b"x", **{wrong: "x"})  # type: ignore[arg-type]
 
@@ -94,7 +94,7 @@ def test_a_topic_is_there_before_its_first_message(store: Store, caplog: pytest.
 
 
 @pytest.mark.parametrize("queue_id", [-1, 2])
-def test_what_is_not_there(store: Store, queue_id: int) -> None:
+def test_missing_things_raise(store: Store, queue_id: int) -> None:
     store.create_topic("t", queues=2)
     for call in (
         lambda: store.read("t", queue_id, 0),
@@ -107,7 +107,7 @@ def test_what_is_not_there(store: Store, queue_id: int) -> None:
             call()
 
 
-def test_messages_take_turns_unless_told(store: Store) -> None:
+def test_puts_rotate_over_queues(store: Store) -> None:
     store.create_topic("t", queues=4)
     assert {store.put("t", b"x").queue.queue_id for _ in range(4)} == {0, 1, 2, 3}
     assert store.put("t", b"x", queue_id=3).queue == QueueRef("t", 3)
@@ -115,7 +115,7 @@ def test_messages_take_turns_unless_told(store: Store) -> None:
     assert len({receipt.queue for receipt in store.put_many("t", [b"x"] * 8)}) == 1
 
 
-def test_what_was_put_is_read_found_and_gone_through(store: Store) -> None:
+def test_put_message_is_read_found_and_iterated(store: Store) -> None:
     store.create_topic("t", queues=2)
     receipts = [store.put("t", b"%d" % i, tag="even" if i % 2 == 0 else "odd", keys=f"k{i}") for i in range(10)]
     first = receipts[0]
@@ -259,7 +259,7 @@ def test_another_process_follows_from_the_latest_message(tmp_path: Path) -> None
             thread.join()
 
 
-def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
+def test_other_profile_is_refused_and_unlocked(tmp_path: Path) -> None:
     mqstore.open(tmp_path / "store").close()
     with pytest.raises(mqstore.errors.ConfigError):
         mqstore.open(tmp_path / "store", profile="rocketmq")
@@ -305,7 +305,7 @@ def test_a_reader_of_this_process_is_sent_to_its_writer(tmp_path: Path) -> None:
         reader.lag("g")
 
 
-def test_a_forked_child_is_told_the_two_steps_that_work(tmp_path: Path) -> None:
+def test_forked_child_hears_the_remedy(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "mq")
     store.queue("jobs").put(b"x")
     parent = os.getpid()

@@ -78,7 +78,7 @@ def test_a_queue_is_suspended_while_its_next_attempt_runs(bench: Bench, options:
 
 @pytest.mark.parametrize("options", [*MODES, BROADCASTING])
 @pytest.mark.parametrize("last", [Reject("no"), ValueError("no")])
-def test_what_is_given_up_suspends_nothing(bench: Bench, options: dict[str, Any], last: Exception) -> None:
+def test_abandoned_message_blocks_no_queue(bench: Bench, options: dict[str, Any], last: Exception) -> None:
     def handle(message: Message) -> None:
         if message.text() == "0":
             raise last if message.attempt == 2 else ValueError("not yet")

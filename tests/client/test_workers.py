@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mqstore.client.workers import Awaited, Flow, Worker, Workers, cancelled, current
-from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
+from mqstore import SimulatedClock, cancelled
+from mqstore.client.workers import Awaited, Flow, Worker, Workers, current
+from mqstore.clock import SYSTEM_CLOCK
 from tests.client.support import ended, in_thread, until
 from tests.holding import new_threads
 
@@ -64,7 +65,7 @@ def test_timers_fire_in_the_order_in_which_they_are_due(workers: Workers, clock:
     assert fired == ["first", "same", "late"]
 
 
-def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
+def test_failures_stop_neither_jobs_nor_timers(workers: Workers) -> None:
     seen: list[str] = []
     workers.submit(lambda worker: 1 / 0)
     workers.submit(lambda worker: seen.append("job"))
@@ -74,7 +75,7 @@ def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
     assert seen == ["timer", "job"]
 
 
-def test_without_anybody_to_tell_it_passes(workers: Workers) -> None:
+def test_failure_without_listener_is_ignored(workers: Workers) -> None:
     workers.submit(lambda worker: exec("raise SystemExit"))
     with pytest.raises(SystemExit):
         workers.run_once()
@@ -145,7 +146,7 @@ def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
     assert void == lapsed
 
 
-def test_cancelled_is_of_the_call_that_a_thread_is_in(workers: Workers) -> None:
+def test_cancelled_belongs_to_the_call_of_its_thread(workers: Workers) -> None:
     seen: list[bool] = []
 
     def job(worker: Worker) -> None:
@@ -171,7 +172,7 @@ def test_cancelled_is_of_the_call_that_a_thread_is_in(workers: Workers) -> None:
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
+def test_submitted_jobs_finish_before_stop(
     threaded: Callable[[int], Workers],
 ) -> None:
     before = set(threading.enumerate())
@@ -271,7 +272,7 @@ def test_a_job_that_waits_holds_a_worker_and_no_thread(threaded: Callable[[int],
     assert sorted(done) == list(range(30))
 
 
-def test_what_was_raised_elsewhere_is_raised_where_it_was_waited_for(workers: Workers) -> None:
+def test_outside_error_is_raised_to_its_waiter(workers: Workers) -> None:
     seen: list[object] = []
 
     def job(worker: Worker) -> Flow[None]:
@@ -294,7 +295,7 @@ def test_what_was_raised_elsewhere_is_raised_where_it_was_waited_for(workers: Wo
     assert seen[2:] == [True]
 
 
-def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Callable[[int], Workers]) -> None:
+def test_endless_outside_call_is_reported_and_leaves_no_thread(threaded: Callable[[int], Workers]) -> None:
     before = set(threading.enumerate())
     workers, place, seen = threaded(3), Elsewhere(), list[str]()
     workers.start()
@@ -314,7 +315,7 @@ def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Cal
     until(lambda: seen and not new_threads(before))
 
 
-def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
+def test_outside_call_that_ended_was_in_time(
     threaded: Callable[[int], Workers],
 ) -> None:
     workers, place, go, blocked = threaded(2), Elsewhere(), threading.Event(), threading.Event()
@@ -342,7 +343,7 @@ def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
+def test_outside_call_is_polled_until_its_end(
     threaded: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     """It may be on an event loop that somebody closes: then `look` is how it ends."""
@@ -373,7 +374,7 @@ def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
     assert places[0].looks == 3
 
 
-def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(workers: Workers) -> None:
+def test_threadless_stop_waits_for_the_run(workers: Workers) -> None:
     """It used to throw away that something had ended, and the run waited for that for ever."""
     places, done = [Elsewhere(), Elsewhere()], list[int]()
     settling, halted = threading.Event(), threading.Event()

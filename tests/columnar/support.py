@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.columnar.columns import ColumnReader
 from mqstore.columnar.rows import Policy
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.store import MessageStore
 from mqstore_tools.main import cli
 from tests.records import encode_record
 

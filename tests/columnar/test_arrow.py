@@ -19,7 +19,7 @@ def edges(ranges: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(_RANGES, st.booleans())
-def test_what_is_cut_is_what_slices_give(ranges: list[tuple[int, int]], ordered: bool) -> None:
+def test_cuts_equal_slices(ranges: list[tuple[int, int]], ordered: bool) -> None:
     data = bytes(range(80))
     if ordered:  # side by side, as records are
         at = 0
@@ -31,7 +31,7 @@ def test_what_is_cut_is_what_slices_give(ranges: list[tuple[int, int]], ordered:
     assert found.to_pylist() == [data[start : start + size] for start, size in ranges]
 
 
-def test_values_out_of_order_come_in_the_order_asked_for() -> None:
+def test_unsorted_values_keep_their_order() -> None:
     data = b"abcdefghij"
     assert cut(data, np.array([6, 0, 3]), np.array([8, 2, 3])).to_pylist() == [b"gh", b"ab", b""]
 

@@ -18,10 +18,12 @@ import mqstore
 from mqstore import StoreConfig
 from mqstore.columnar.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
 from mqstore.columnar.rows import Policy
-from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
+from mqstore.engine import Finding
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import (
     Odd,
     as_exported,
@@ -140,7 +142,7 @@ def test_the_log_lists_what_dispatch_would(tmp_path: Path) -> None:
         assert sorted(found) == [("seed", 0, 0), ("t", 0, 0), ("t", 1, 8), ("t", 2, 0)]
 
 
-def test_two_tags_of_one_hash_are_told_apart(tmp_path: Path) -> None:
+def test_tags_with_one_hash_differ(tmp_path: Path) -> None:
     records = [Odd(properties=b"TAGS\x01Aa\x02"), Odd(properties=b"TAGS\x01BB\x02")]  # equal in Java's hash
     path = write_store(tmp_path / "s", records)
     assert [row["tags"] for row in rows_of(read_all(path, ["tags"], tags="BB"))] == ["BB"]
@@ -272,7 +274,7 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
         assert {(finding.kind, finding.file) for finding in told} == {("missing_segment", f"commitlog/{4096:020d}")}
 
 
-def test_without_checksums_only_what_the_lengths_tell_is_found(damaged: tuple[Path, list[int]]) -> None:
+def test_lengths_are_checked_without_checksums(damaged: tuple[Path, list[int]]) -> None:
     policy = Policy(on_corrupt="skip", verify=False)
     rows = rows_of(read_all(damaged[0], ["topic", "queue_offset", "body"], policy=policy))
     assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(40) if i not in (10, 11, 39)]
@@ -388,7 +390,7 @@ def test_a_unit_that_points_at_another_units_record_is_damage(
 
 @pytest.mark.parametrize("kind", ["skip", "keep", "fail"])
 @pytest.mark.parametrize("scan", ["queue", "log"])
-def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, kind: Any, scan: str) -> None:
+def test_body_that_does_not_inflate_is_damage(tmp_path: Path, kind: Any, scan: str) -> None:
     good = Odd(body=zlib.compress(b"good"), sys_flag=1)
     path = write_store(tmp_path / "s", [good, Odd(body=b"no zlib", sys_flag=1), good, Odd(body=b"plain")])
 
@@ -441,7 +443,7 @@ def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path:
     assert rows[0]["queue_offset"] == policy.removed
 
 
-def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: Path) -> None:
+def test_log_scan_distinguishes_loss_and_retention(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 900) for i in range(100)])
     with ReadOnlyMessageStore(path) as store:
         end = log_end(store)
@@ -540,7 +542,7 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     assert [row["queue_offset"] for row in kept if row["error"]] == ([] if damage == "none" else [0, 40, 99])
 
 
-def test_a_body_that_holds_records_for_its_own_place_adds_no_rows_wherever_a_scan_is_cut(tmp_path: Path) -> None:
+def test_body_of_nested_records_adds_no_rows(tmp_path: Path) -> None:
     """Reading began at the first record that verified behind the cut: who may put had others read what he liked."""
     with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
         store.put("t", b"before")

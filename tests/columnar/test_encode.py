@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import SimulatedClock, StoreConfig
+from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder, derived_prefix
@@ -20,7 +20,6 @@ from mqstore.columnar.rules import Rules, TopicRule
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import RESERVED, decode_properties
 from mqstore.layout.record import Record, decode_record
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
 from tests.jobs.staged import records
 
@@ -180,7 +179,7 @@ def test_a_deliver_time_is_never_rounded_down() -> None:
     assert record.properties["TIMER_DELIVER_MS"] == "1893456000001"
 
 
-def test_a_group_goes_to_its_queue_with_its_delay_and_a_queue_id_wins_over_it() -> None:
+def test_group_routes_and_queue_id_wins() -> None:
     rows: list[dict[str, Any]] = [
         {"topic": "t", "body": b"", "sharding_key": "order-1", "delay_level": 2},
         {"topic": "t", "body": b"", "sharding_key": "order-1", "queue_id": 6},
@@ -196,7 +195,7 @@ def test_a_group_goes_to_its_queue_with_its_delay_and_a_queue_id_wins_over_it() 
 
 @pytest.mark.parametrize("how", ["jump", "siphash24"])
 @given(keys=st.lists(_text, min_size=1, max_size=9), queues=st.integers(1, 40))
-def test_a_group_goes_where_a_producer_sends_it(how: Any, keys: list[str], queues: int) -> None:
+def test_group_goes_to_the_producer_queue(how: Any, keys: list[str], queues: int) -> None:
     rules = Rules(new_queues=queues, group_hash=how)
 
     found = [
@@ -206,7 +205,7 @@ def test_a_group_goes_where_a_producer_sends_it(how: Any, keys: list[str], queue
     assert found == [group_queue(key, queues, how) for key in keys]
 
 
-def test_rows_without_queue_and_group_take_turns_within_each_topic_and_the_same_at_each_try() -> None:
+def test_rows_without_queue_rotate_repeatably() -> None:
     rows = [{"topic": "ab"[i % 2], "body": b""} for i in range(16)]
     rules = Rules(new_queues=4)
 
@@ -221,7 +220,7 @@ def test_rows_without_queue_and_group_take_turns_within_each_topic_and_the_same_
     assert len({tuple(encode(rows, rules, partition=p)) for p in range(8)}) > 1
 
 
-def test_the_derived_unique_key_tells_application_version_partition_and_row() -> None:
+def test_derived_unique_key_has_its_parts() -> None:
     rows = [{"topic": "t", "body": b"", "unique_key": None}] * 3
     one = encoder()
     keys = [decode_record(each).properties["UNIQ_KEY"] for _ in (1, 2) for each in records(one.encode(frame(rows)))]
@@ -295,7 +294,7 @@ def test_large_batches_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records(pieces) == whole
 
 
-def test_a_topic_that_is_there_has_its_own_queues_and_a_long_name_the_second_form() -> None:
+def test_existing_topic_keeps_queues_and_form() -> None:
     long = "%RETRY%" + "g" * 200
     rules = Rules(topics={"t": TopicRule(2, 5), long: TopicRule(1, 1)}, new_queues=9)
     rows: list[dict[str, Any]] = [{"topic": "t", "body": b"", "sharding_key": f"g{i}"} for i in range(20)]

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+from mqstore import Profile, SimulatedClock, StoreConfig
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.delay.timercheck import TimerCheck
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.options import Profile, StoreConfig
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.log.support import kill, open_in
 

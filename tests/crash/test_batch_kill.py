@@ -16,7 +16,7 @@ CHILD = """
 import ctypes, mmap, sys
 import mqstore
 
-store = mqstore.engine.MessageStore(sys.argv[1])
+store = MessageStore(sys.argv[1])
 store.put_many("t", [b"first"] * 3, queue_id=0)
 mapping = store._log._mapping  # the segment that is written; a store to the locked page ends the process
 page = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + 4 * mmap.PAGESIZE

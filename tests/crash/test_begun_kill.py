@@ -104,9 +104,7 @@ def kill_in_handlers(path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "batch_size"), [("queue", 1), ("pop", 4)])
-def test_what_was_in_handlers_comes_one_at_a_time_and_holds_up_nothing_else(
-    tmp_path: Path, mode: str, batch_size: int
-) -> None:
+def test_interrupted_messages_are_redelivered_one_by_one(tmp_path: Path, mode: str, batch_size: int) -> None:
     with mqstore.open(tmp_path) as store:
         store.create_topic("t", queues=1)
         for i in range(20):

@@ -22,13 +22,10 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message, Retention, RetryPolicy, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.options import Retention, StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.crash.support import if_new
@@ -178,7 +175,7 @@ def record(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     return Run(seed, root, fs).run()
 
 
-CAMPAIGN = Campaign("test_broker_images.py", record, images=60, chunk=20, images_a_script=12)
+CAMPAIGN = Campaign("test_broker_images.py", record, images=36, chunk=12, images_a_script=12)
 
 
 def settings_of(broker: Broker) -> dict[tuple[str, str], int | None]:
@@ -249,5 +246,5 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
-def test_what_a_power_cut_leaves_of_a_broker_skips_nothing_and_forgets_no_setting(tmp_path: Path, first: int) -> None:
+def test_power_cut_skips_nothing_and_keeps_settings(tmp_path: Path, first: int) -> None:
     CAMPAIGN.run(first, check_image, tmp_path)

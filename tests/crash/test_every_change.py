@@ -23,12 +23,10 @@ from typing import Any
 
 import pytest
 
+from mqstore import RetryPolicy, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.crash.support import if_new
 from tests.faults import STEP

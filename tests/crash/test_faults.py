@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.clock import SimulatedClock
+from mqstore import Durability, SendReceipt, SimulatedClock, StoreConfig
 from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
@@ -26,10 +26,8 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, StoreConfig
 from tests.faults import STEP, FaultyFileSystem
 
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 8, "index_slots": 8, "index_entries": 24}

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.children import killed_child
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import kill

@@ -16,11 +16,10 @@ from typing import cast
 
 import pytest
 
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.configfile import ConfigFile
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.log.support import Unsynced
@@ -52,7 +51,7 @@ def record(seed: int, root: Path, fs: RecordingFileSystem) -> list[Event]:
     return fs.events
 
 
-CAMPAIGN = Campaign("test_progress_images.py", record, images=100, chunk=100, images_a_script=10)
+CAMPAIGN = Campaign("test_progress_images.py", record, images=60, chunk=60, images_a_script=10)
 
 
 def check_image(events: list[Event], rng: random.Random, image: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore.log.message import Message
+from mqstore import Message
 from tests.children import speaking_child
 
 REPEATED_MS = 200 + 400

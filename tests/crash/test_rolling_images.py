@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.broker import retention
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
@@ -28,12 +29,10 @@ from mqstore.broker.mechanism import Roller
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
-from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.outgoing import Copy
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.options import Retention, StoreConfig
 from tests.broker.support import messages_of, settle, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
@@ -250,9 +249,7 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
-def test_what_a_power_cut_leaves_of_rolling_loses_nothing_and_comes_neither_early_nor_more_often_than_it_may(
-    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_power_cut_in_a_relocation_loses_nothing(tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_timer_log(monkeypatch, units=6)
     monkeypatch.setattr(retention, "_ROLL_STEP", 2)
     CAMPAIGN.run(first, check_image, tmp_path)

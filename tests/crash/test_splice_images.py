@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from mqstore import Profile
 from mqstore.errors import MQStoreError
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.crash.support import QUEUES, cut_short, open_store
@@ -142,7 +142,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_splice_images.py", run_script, images=30, chunk=10, images_a_script=10)
+CAMPAIGN = Campaign("test_splice_images.py", run_script, images=20, chunk=10, images_a_script=10)
 
 
 def held(store: MessageStore) -> list[bytes]:
@@ -233,5 +233,5 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
 
 
 @pytest.mark.parametrize("first", CAMPAIGN.chunks())
-def test_what_a_power_cut_leaves_has_all_of_a_splice_or_nothing(tmp_path: Path, first: int) -> None:
+def test_power_cut_keeps_all_or_nothing_of_a_splice(tmp_path: Path, first: int) -> None:
     CAMPAIGN.run(first, check_image, tmp_path)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, stage
 from tests.log.support import kill

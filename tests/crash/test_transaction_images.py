@@ -22,13 +22,12 @@ from typing import Any
 
 import pytest
 
+from mqstore import Durability, Message
 from mqstore.broker.halves import CHECK_EVERY_MS, TransactionHandle
 from mqstore.broker.mechanism import oldest_of
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, QueueKey
 from mqstore.broker.retention import all_pins
 from mqstore.broker.transactions import Transactions
-from mqstore.log.message import Message
-from mqstore.options import Durability
 from tests.broker.support import ServiceBench
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
@@ -99,7 +98,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_transaction_images.py", run_script, images=40, chunk=20, images_a_script=10)
+CAMPAIGN = Campaign("test_transaction_images.py", run_script, images=20, chunk=10, images_a_script=10)
 
 
 def visible(bench: ServiceBench[Transactions]) -> Counter[str]:

@@ -25,7 +25,7 @@ import crc32c
 from click.testing import Result
 
 import mqstore
-from mqstore.options import Profile
+from mqstore import Profile
 from tests.children import in_child
 from tests.tools.support import mqstore as command
 
@@ -188,10 +188,10 @@ def overwrite(file: Path, at: int, data: bytes) -> None:
 class Shape(NamedTuple):
     """Sizes of a store, and the seed of its messages."""
 
-    messages: int = 300
+    messages: int = 120
     topics: int = 3
-    body_bytes: int = 2000
-    segment_bytes: int = 1 << 16
+    body_bytes: int = 1000
+    segment_bytes: int = 1 << 14
     seed: int = 1
 
 

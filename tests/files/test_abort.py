@@ -46,7 +46,7 @@ def test_set_over_the_mark_of_a_crash(tmp_path: Path) -> None:
         (None, "run", False),
     ],
 )
-def test_a_mark_tells_whether_the_machine_has_run_since(
+def test_mark_shows_whether_the_machine_restarted(
     tmp_path: Path, content: bytes | None, boot_id: str | None, expected: bool
 ) -> None:
     if content is not None:

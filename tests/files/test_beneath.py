@@ -128,7 +128,7 @@ def _to_a_device(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [_fifo, _to_a_fifo, _to_a_device, Path.mkdir])
 @pytest.mark.parametrize("fs", [REAL, QUIET])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None], fs: FileSystem) -> None:
+def test_irregular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None], fs: FileSystem) -> None:
     make(tmp_path / "a")
     _refused(lambda: fs.open(tmp_path / "a", os.O_RDONLY), str(tmp_path / "a"), "not a regular file")
     _refused(lambda: fs.read_whole(tmp_path / "a", 100), str(tmp_path / "a"), "not a regular file")
@@ -137,7 +137,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
-def test_a_fifo_that_came_after_the_look_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int) -> None:
+def test_late_fifo_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int) -> None:
     (tmp_path / "a").touch()
     os.mkfifo(tmp_path / "b")
     reader = os.open(tmp_path / "b", os.O_RDONLY | os.O_NONBLOCK)
@@ -152,7 +152,7 @@ def test_a_fifo_that_came_after_the_look_is_told(tmp_path: Path, monkeypatch: py
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_name_is_changed_in_a_folder_that_a_link_leads_to(tmp_path: Path, precious: Path) -> None:
+def test_folder_behind_a_link_is_not_changed(tmp_path: Path, precious: Path) -> None:
     link = tmp_path / "tmp"
     link.symlink_to(precious)
     (tmp_path / "mine").touch()
@@ -210,7 +210,7 @@ def test_removing_a_tree_does_not_leave_it_by_a_link_that_comes_meanwhile(tmp_pa
 # -- listing -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_listing_of_our_own_folder_refuses_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
+def test_own_folder_with_a_special_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b").touch()
     (tmp_path / "a").mkdir()
     assert REAL.scandir_own(tmp_path) == (["b"], ["a"])

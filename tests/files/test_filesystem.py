@@ -11,7 +11,7 @@ import pytest
 
 from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files import system
-from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
 from tests.faults import Crash, FaultyFileSystem
 
@@ -32,7 +32,7 @@ def test_a_new_file_is_private_and_not_inherited_by_programs(tmp_path: Path) -> 
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
 
 
-def test_reading_across_the_end_gives_what_there_is(tmp_path: Path) -> None:
+def test_read_across_the_end_is_short(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     fd = REAL.open(tmp_path / "a", os.O_RDONLY)
     assert REAL.pread(fd, 4, 3) == b"3456"
@@ -141,7 +141,7 @@ def test_a_sparse_file_grows_and_never_shrinks(tmp_path: Path) -> None:
     REAL.close(fd)
 
 
-def test_a_mapping_is_shared_outlives_its_descriptor_and_never_passes_the_end(tmp_path: Path) -> None:
+def test_mapping_is_shared_and_bounded(tmp_path: Path) -> None:
     fd = REAL.open(tmp_path / "a", NEW)
     REAL.allocate(fd, 8192, 8192)
     for length in (0, 8193):
@@ -158,7 +158,7 @@ def test_a_mapping_is_shared_outlives_its_descriptor_and_never_passes_the_end(tm
     read_only.close()
 
 
-def test_listings_are_sorted_and_tell_files_from_folders(tmp_path: Path) -> None:
+def test_listing_is_sorted_and_typed(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"12345")
     (tmp_path / "a").touch()
     (tmp_path / "folder").mkdir()
@@ -205,14 +205,6 @@ def test_each_folder_that_was_missing_is_durable_before_the_next_is_made(tmp_pat
         ("sync_directory", str(tmp_path / "a")),
     ]
     assert not fs.make_folders(tmp_path / "a" / "b")
-
-
-def test_the_path_of_a_closed_descriptor_is_forgotten(tmp_path: Path) -> None:
-    fs = FileSystem()
-    fd = fs.open(tmp_path / "a", NEW)
-    assert fs.path_of(fd) == str(tmp_path / "a")
-    fs.close(fd)
-    assert fs.path_of(fd) == f"fd {fd}"
 
 
 # -- the fault injector itself: a test that scripts a fault relies on it happening -------------------------------------
@@ -270,7 +262,7 @@ def test_a_copy_by_any_call_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     REAL.close(source)
 
 
-def test_a_copy_that_fails_says_whose_fault_it_is(tmp_path: Path, fs: FaultyFileSystem) -> None:
+def test_failed_copy_names_its_side(tmp_path: Path, fs: FaultyFileSystem) -> None:
     (tmp_path / "a").write_bytes(b"x" * 5000)
     source, target = fs.open(tmp_path / "a", os.O_RDONLY), fs.open(tmp_path / "b", NEW)
     fs.fail("pread", errno.EIO)
@@ -304,7 +296,7 @@ def test_mode_and_times_are_those_of_the_other_file(tmp_path: Path) -> None:
     QUIET.close(fd)
 
 
-def test_a_tree_goes_with_its_links_and_not_with_what_they_lead_to(tmp_path: Path) -> None:
+def test_removing_a_tree_keeps_link_targets(tmp_path: Path) -> None:
     (tmp_path / "tree" / "deep" / "er").mkdir(parents=True)
     (tmp_path / "tree" / "deep" / "a").write_text("a")
     (tmp_path / "kept").mkdir()

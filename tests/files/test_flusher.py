@@ -108,19 +108,6 @@ def at_rest(commit: GroupCommit) -> bool:
     return not commit._turn.locked() and not in_line(commit)
 
 
-def test_a_lone_caller_syncs_in_its_own_thread() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync, flushed=5)
-    disk.append(100)
-
-    assert commit.wait_until(40, 5) is True
-
-    assert commit.flushed == 100
-    assert disk.calls == [5]
-    assert disk.threads == [threading.get_ident()]
-    assert at_rest(commit)
-
-
 def test_all_that_wait_during_one_sync_share_the_next() -> None:
     disk, commit, leader = in_a_sync()
     targets = [disk.append() for _ in range(8)]
@@ -142,7 +129,7 @@ def test_all_that_wait_during_one_sync_share_the_next() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.001])
-def test_a_follower_whose_time_is_up_is_told_so_and_leaves_the_line(timeout_s: float) -> None:
+def test_follower_leaves_when_its_time_is_up(timeout_s: float) -> None:
     disk, commit, leader = in_a_sync()
     late = disk.append()
 
@@ -298,7 +285,7 @@ def test_poison_stops_those_in_line_and_the_sync_that_is_under_way() -> None:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SyncNotBegunError(errno.EMFILE, "Too many open files", "0", "open")], ids=repr
 )
-def test_a_leader_whose_sync_says_nothing_of_the_disk_hands_over_and_nothing_is_poisoned(error: BaseException) -> None:
+def test_silent_sync_of_a_leader_hands_over(error: BaseException) -> None:
     disk, commit, leader = in_a_sync()
     disk.errors[1] = error
     followers = [Caller(lambda: commit.wait_until(10, None)), Caller(commit.sync_now)]
@@ -317,7 +304,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_a_failed_sync_is_being_handled_does_not_hide_the_failure() -> None:
+def test_ctrl_c_does_not_hide_a_failed_sync() -> None:
     def sync(flushed: int) -> int:
         try:
             raise OSError(5, "Input/output error")
@@ -335,7 +322,7 @@ def test_ctrl_c_while_a_failed_sync_is_being_handled_does_not_hide_the_failure()
 
 
 @pytest.mark.parametrize("handled", [OSError(2, "something of the caller's"), GeneratorExit()])
-def test_ctrl_c_in_a_put_made_while_the_caller_handles_another_error_is_no_failure(handled: BaseException) -> None:
+def test_ctrl_c_in_an_error_handler_is_not_a_failure(handled: BaseException) -> None:
     disk = Disk()
     disk.errors[1] = KeyboardInterrupt()
     commit = GroupCommit(disk.sync)
@@ -356,7 +343,7 @@ def test_ctrl_c_in_a_put_made_while_the_caller_handles_another_error_is_no_failu
     assert commit.sync_now()
 
 
-def test_waiting_for_what_was_never_appended_is_an_error_of_the_caller_and_harms_nobody() -> None:
+def test_waiting_for_an_unwritten_offset_is_a_caller_error() -> None:
     disk = Disk()
     commit = GroupCommit(disk.sync)
 

@@ -7,7 +7,6 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock
 from mqstore.errors import CorruptStoreError, FormatError, StoreFullError, StoreIOError
 from mqstore.files import jsonfile
 from mqstore.files.jsonfile import (
@@ -156,7 +155,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
-def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
+def test_written_value_is_read_back(value: dict[str, Any]) -> None:
     assert decode_json(encode_json(value)) == value
 
 
@@ -222,24 +221,7 @@ def test_the_value_before_is_kept_as_bak(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_steps_of_a_save_come_in_the_order_that_makes_them_durable(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    save_json(path, {"n": 1})
-    fs = FaultyFileSystem()
-    save_json(path, {"n": 2}, fs)
-    steps = [(call.operation, Path(call.path).name, Path(call.target).name) for call in fs.changes()]
-    assert [step for step in steps if step[0] != "unlink"] == [
-        ("create", "x.json.tmp", ""),
-        ("pwrite", "x.json.tmp", ""),
-        ("fdatasync", "x.json.tmp", ""),
-        ("link", "x.json", "x.json.bak.tmp"),
-        ("replace", "x.json.bak.tmp", "x.json.bak"),
-        ("replace", "x.json.tmp", "x.json"),
-        ("sync_directory", tmp_path.name, ""),
-    ]
-
-
-def test_quick_saves_sync_nothing_once_the_synced_value_is_the_backup_on_disk(tmp_path: Path) -> None:
+def test_quick_saves_sync_nothing_after_the_backup(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     save_json(path, {"n": 1})
     fs = FaultyFileSystem()
@@ -353,36 +335,6 @@ def test_a_damaged_file_does_not_replace_a_good_bak(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": 1}
 
 
-def _rewrite(path: Path) -> None:
-    path.write_bytes(b"\0" * 13)
-
-
-def _exchange(path: Path) -> None:
-    other = path.with_name("other")
-    other.write_bytes(b"\0" * path.stat().st_size)
-    os.utime(other, ns=(0, path.stat().st_mtime_ns))
-    other.replace(path)
-
-
-@pytest.mark.parametrize(
-    ("meanwhile", "reads", "backup"),
-    [(lambda path: None, 0, 2), (_rewrite, 1, 1), (_exchange, 1, 1), (Path.unlink, 0, 1)],
-    ids=["unchanged", "rewritten", "exchanged", "removed"],
-)
-def test_the_last_file_is_backed_up_unread_unless_it_changed(
-    tmp_path: Path, meanwhile: Callable[[Path], object], reads: int, backup: int
-) -> None:
-    path, fs = tmp_path / "x.json", FaultyFileSystem()
-    save_json(path, {"n": 1}, fs)
-    last = save_json(path, {"n": 2}, fs)
-    meanwhile(path)
-    fs.calls.clear()
-    save_json(path, {"n": 3}, fs, last=last)
-    assert len([call for call in fs.calls if call.operation == "pread"]) == reads
-    assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": backup}
-    assert load_json(path, writer=False) == ({"n": 3}, [])
-
-
 def test_a_value_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     save_json(path, {"n": 1})
@@ -428,7 +380,7 @@ def put(folder: Path, main: bytes | None, backup: bytes | None) -> Path:
 
 
 @pytest.mark.parametrize("backup", [None, GOOD, b"bad"])
-def test_a_good_file_is_taken_whatever_its_bak_is(tmp_path: Path, backup: bytes | None) -> None:
+def test_good_file_wins_over_its_backup(tmp_path: Path, backup: bytes | None) -> None:
     path = put(tmp_path, b'{"n": 6, "of the future": [1]}', backup)
     assert load_json(path, writer=True, check=shape) == ({"n": 6, "of the future": [1]}, [])
 
@@ -486,7 +438,7 @@ def test_files_moved_aside_do_not_replace_each_other(tmp_path: Path) -> None:
     assert (tmp_path / f"x.json.corrupt-{NOW_MS + 1}").read_bytes() == b"second"
 
 
-def test_a_missing_file_with_a_good_bak_is_taken_and_told(tmp_path: Path) -> None:
+def test_backup_replaces_a_missing_file_and_is_reported(tmp_path: Path) -> None:
     value, problems = load_json(put(tmp_path, None, GOOD), writer=True)
     assert value == {"n": 5}
     assert len(problems) == 1
@@ -543,7 +495,7 @@ def test_a_file_beyond_a_limit_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize("limit", ["JSON_BYTES_MAX", "JSON_VALUES_MAX"])
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_unloaded_value_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     path = tmp_path / "x.json"
     save_json(path, {"n": 1})
     monkeypatch.setattr(jsonfile, limit, 20)
@@ -570,7 +522,7 @@ def test_the_files_of_a_large_store_are_well_within_the_limits() -> None:
         assert sum(map(content.count, b",{[")) * factor < jsonfile.JSON_VALUES_MAX
 
 
-def test_a_damaged_backup_is_told_of_and_by_a_writer_replaced(tmp_path: Path) -> None:
+def test_damaged_backup_is_reported_and_replaced(tmp_path: Path) -> None:
     path = put(tmp_path, GOOD, b"bad")
     what = check_backup(path, writer=False)
     assert what is not None

@@ -55,7 +55,7 @@ def test_a_call_that_finds_no_descriptor_is_made_again(
         cache.close()
 
 
-def test_without_anything_to_give_back_the_error_is_told(paths: list[str]) -> None:
+def test_exhausted_descriptors_raise(paths: list[str]) -> None:
     for call in CALLS.values():
         with free_descriptors(0), pytest.raises(StoreIOError) as caught:
             call(REAL, paths[0])
@@ -94,7 +94,7 @@ def test_mappings_keep_no_descriptor(paths: list[str], writable: bool) -> None:
     assert mappings[2][:5] == b"other"
 
 
-def test_how_many_descriptors_are_free_is_counted() -> None:
+def test_free_descriptors_are_counted() -> None:
     before = limit.free_descriptors()
     fd = os.open(os.devnull, os.O_RDONLY)
     assert limit.free_descriptors() == before - 1

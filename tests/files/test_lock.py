@@ -23,7 +23,7 @@ import portalocker
 import pytest
 from portalocker.portalocker import FlockLocker
 
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock
 from mqstore.errors import StoreIOError, StoreLockedError
 from mqstore.files import lock as lock_module
 from mqstore.files.lock import WriterLock, writer_alive
@@ -141,7 +141,7 @@ class TestBothKinds:
         with_link.acquire()
         with_link.release()
 
-    def test_looking_for_a_writer_in_its_own_process_does_not_weaken_it(self, tmp_path: Path, lock: WriterLock) -> None:
+    def test_probing_own_lock_does_not_weaken_it(self, tmp_path: Path, lock: WriterLock) -> None:
         lock.acquire()
         assert writer_alive(tmp_path)
         assert said_by_child(lambda: try_plain(tmp_path / "lock", "posix")) != "acquired"
@@ -220,7 +220,7 @@ def test_a_java_broker_is_named_by_its_process_and_not_by_an_old_line(tmp_path: 
         assert (caught.value.pid, caught.value.host, caught.value.since) == (pid, None, None)
 
 
-def test_backups_that_read_the_file_do_not_unlock_it(tmp_path: Path, lock: WriterLock) -> None:
+def test_reading_the_lock_file_does_not_unlock(tmp_path: Path, lock: WriterLock) -> None:
     if sys.platform != "linux":
         pytest.skip("POSIX byte locks go with any close; only flock is left then")
     lock.acquire()
@@ -229,7 +229,7 @@ def test_backups_that_read_the_file_do_not_unlock_it(tmp_path: Path, lock: Write
     assert said_by_child(lambda: try_plain(tmp_path / "lock", "flock")) != "acquired"
 
 
-def test_the_file_says_who_holds_it(tmp_path: Path) -> None:
+def test_lock_file_names_its_holder(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path, 'name "quoted"\n\x1b[2J', clock=SimulatedClock(NOW_MS))
     lock.acquire()
     content = (tmp_path / "lock").read_bytes()
@@ -402,7 +402,7 @@ def test_a_file_removed_under_us_is_not_the_lock(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_missing_directory_is_told(tmp_path: Path) -> None:
+def test_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         WriterLock(tmp_path / "absent", "p").acquire()
     assert not writer_alive(tmp_path / "absent")

@@ -49,7 +49,7 @@ def test_access_times_stay(folder: Path) -> None:
     assert folder.stat().st_atime == _OLD[0]
 
 
-def test_what_is_not_there_is_said_as_usual(folder: Path) -> None:
+def test_missing_file_raises_as_usual(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         QUIET.open(folder / "nonesuch", os.O_RDONLY)
     with pytest.raises(FileNotFoundError):

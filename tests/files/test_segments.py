@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def test_a_segment_is_created_only_behind_the_last_and_on_the_grid(folder: Path,
     assert len(names(folder)) == 2
 
 
-def test_a_prepared_segment_waits_outside_the_folder_and_is_renamed_in(folder: Path) -> None:
+def test_prepared_segment_is_renamed_into_place(folder: Path) -> None:
     run = filled(folder, 1)
     run.prepare(SIZE, populate_bytes=8192)
     assert names(folder) == [segment_name(0)]
@@ -136,7 +135,7 @@ def test_close_removes_what_was_prepared_and_keeps_what_was_created(folder: Path
     assert names(folder) == [segment_name(0)]
 
 
-def test_files_and_folders_get_the_modes_asked_for(folder: Path) -> None:
+def test_files_and_folders_have_their_modes(folder: Path) -> None:
     filled(folder, 1)
     shared = folder.parent / "shared"
     filled(shared, 1, file_mode=0o640)
@@ -234,28 +233,7 @@ def test_length_before_name_and_name_before_the_first_acknowledgement(folder: Pa
     ]
 
 
-def test_sync_reaches_every_segment_of_the_range_and_no_other(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 5, fs=fs)
-    fs.calls.clear()
-
-    run.sync(2 * SIZE - 1, 4 * SIZE)
-
-    synced = [Path(call.path).name for call in fs.calls if call.operation == "fdatasync"]
-    assert synced == [segment_name(SIZE), segment_name(2 * SIZE), segment_name(3 * SIZE)]
-
-
-def test_an_empty_range_needs_no_sync(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 2, fs=fs)
-    fs.calls.clear()
-
-    run.sync(SIZE, SIZE)
-
-    assert fs.calls == []
-
-
-def test_a_folder_sync_that_failed_is_made_up_for(folder: Path) -> None:
+def test_failed_folder_sync_is_repeated(folder: Path) -> None:
     fs = FaultyFileSystem()
     run = filled(folder, 1, fs=fs)
     run.create(SIZE)
@@ -319,7 +297,7 @@ def test_only_the_last_segments_can_be_changed_through_a_mapping(folder: Path) -
     run.mapping(segments[3])[0:1] = b"x"
 
 
-def test_the_segment_before_the_last_stays_writable_and_the_one_before_that_does_not(folder: Path) -> None:
+def test_only_the_last_two_segments_are_writable(folder: Path) -> None:
     run = open_run(folder)
     segments = []
     for number in range(3):
@@ -331,7 +309,7 @@ def test_the_segment_before_the_last_stays_writable_and_the_one_before_that_does
     assert run.mapping(segments[0])[0:1] == b"x"
 
 
-def test_preparing_the_next_segment_retires_all_but_the_last_and_harms_no_view(folder: Path) -> None:
+def test_next_segment_retires_the_others(folder: Path) -> None:
     run = open_run(folder)
     segments = []
     for number in range(2):
@@ -416,7 +394,7 @@ def test_a_dropped_segment_cannot_be_mapped_any_more(folder: Path) -> None:
     assert run.find(0) is None
 
 
-def test_a_reference_to_a_segment_that_was_replaced_does_not_enter_the_run_again(folder: Path) -> None:
+def test_replaced_segment_does_not_return(folder: Path) -> None:
     run = filled(folder, 2)
     old = run.find(SIZE)
     assert old is not None
@@ -427,58 +405,6 @@ def test_a_reference_to_a_segment_that_was_replaced_does_not_enter_the_run_again
 
     assert old.mapping is None
     assert run.find(SIZE) is new
-
-
-def test_populating_changes_no_byte(folder: Path) -> None:
-    run = open_run(folder)
-    segment = run.create(0)
-    assert run.populate(segment, 0, SIZE) is False, "not mapped yet"
-    run.mapping(segment)[5:8] = b"abc"
-
-    done = run.populate(segment, 4097, SIZE * 10)
-
-    assert Path(segment.path).read_bytes() == bytes(5) + b"abc" + bytes(SIZE - 8)
-    if sys.platform == "linux":
-        assert done is True
-
-
-def test_populating_a_segment_that_is_no_longer_written_to_does_nothing(folder: Path) -> None:
-    run = filled(folder, 3)
-    first = run.find(0)
-    assert first is not None
-    run.mapping(first)
-
-    assert run.populate(first, 0, SIZE) is False
-
-
-@linux_only
-@pytest.mark.parametrize(
-    ("populated", "areas"),
-    [
-        (0, {(0, 16 * MIB): True}),
-        (MIB, {(0, 16 * MIB): True}),
-        (8 * MIB, {(0, 8 * MIB): False, (8 * MIB, 16 * MIB): True}),
-    ],
-)
-def test_a_synced_byte_of_a_mapping_for_writing_takes_no_neighbours_along_but_where_many_come_soon(
-    folder: Path, populated: int, areas: dict[tuple[int, int], bool]
-) -> None:
-    """A fault that reads ahead would fill the cache with large folios, and a sync of 1 byte would write them whole."""
-    run = open_run(folder, size=16 * MIB)
-    segment = run.create(0)
-    run.allocate(segment, segment.size)
-    run.mapping(segment)
-
-    run.populate(segment, 0, populated)
-
-    found = {}
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if (area := re.match(r"(\w+)-(\w+) \S+ (\w+) \S+ \d+ *(.*)", line)) is not None:
-            begin, end, offset = (int(number, 16) for number in area.groups()[:3])
-            key = (offset, offset + end - begin) if area[4] == segment.path else None
-        elif key is not None and line.startswith("VmFlags:"):
-            found[key] = " rr" in line  # random read advised
-    assert found == areas
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
@@ -493,23 +419,6 @@ def test_zero_leaves_what_is_before_and_clears_what_is_behind(folder: Path, cut:
     assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
     assert (folder / segment_name(SIZE)).read_bytes() == b"\x02" * cut + bytes(SIZE - cut)
     assert (folder / segment_name(2 * SIZE)).read_bytes() == b"\x03" * SIZE
-
-
-def test_zero_writes_only_pages_that_are_not_zero_but_syncs_always(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = open_run(folder, fs=fs)
-    run.create(0)
-    run.write(4096 * 2 + 7, b"stale")
-    fs.calls.clear()
-
-    assert run.zero(100) == 4096
-    assert run.zero(100) == 0
-
-    assert [(call.operation, call.position, call.length) for call in fs.changes()] == [
-        ("pwrite", 8192, 4096),
-        ("fdatasync", 0, 0),
-        ("fdatasync", 0, 0),
-    ]
 
 
 def test_zero_reaches_the_far_end_of_a_segment_of_many_chunks(folder: Path) -> None:
@@ -536,17 +445,7 @@ def test_zero_shows_in_a_mapping_that_somebody_holds(folder: Path) -> None:
     view.release()
 
 
-def test_zero_behind_the_end_does_nothing(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 1, fs=fs)
-    fs.calls.clear()
-
-    assert run.zero(SIZE) == 0
-
-    assert fs.calls == []
-
-
-def test_drop_before_removes_whole_segments_from_the_front_and_never_the_last(folder: Path) -> None:
+def test_drop_before_removes_whole_segments(folder: Path) -> None:
     fs = FaultyFileSystem()
     run = filled(folder, 4, fs=fs)
     fs.calls.clear()
@@ -636,7 +535,7 @@ def test_a_short_last_file_is_read_as_far_as_it_goes_by_a_reader(folder: Path) -
     assert os.path.getsize(folder / segment_name(SIZE)) == 5000
 
 
-def test_a_zero_length_last_file_is_removed_by_a_writer_and_left_by_a_reader(folder: Path) -> None:
+def test_empty_last_file_is_removed_by_a_writer_only(folder: Path) -> None:
     filled(folder, 2).close()
     (folder / segment_name(2 * SIZE)).touch()
     expected = [(segment_name(2 * SIZE), "empty_segment", 2 * SIZE, 0)]
@@ -681,7 +580,7 @@ def test_missing_segments_are_reported_as_one_range(folder: Path) -> None:
     run.sync(0, run.end)
 
 
-def test_names_off_the_grid_or_beyond_what_an_offset_can_be_are_reported_and_not_served(folder: Path) -> None:
+def test_misplaced_names_are_reported_and_ignored(folder: Path) -> None:
     filled(folder, 1).close()
     for start in (SIZE + 1, 10**20 - 10**20 % SIZE - SIZE):
         (folder / segment_name(start)).write_bytes(bytes(SIZE))
@@ -731,28 +630,9 @@ def test_a_reader_sees_a_mended_segment_in_full(folder: Path) -> None:
     assert len(reader.mapping(reader.last)) == SIZE
 
 
-def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> None:
-    """Such a mapping reads nothing ahead by itself: recovery of a cold store waited for the disk at every page."""
-    asked: list[tuple[int, int]] = []
-
-    class Noting(FileSystem):
-        def read_ahead(self, fd: int, position: int, length: int) -> None:
-            asked.append((position, length))
-            super().read_ahead(fd, position, length)
-            super().read_ahead(-1, position, length)  # whatever comes, it is a hint
-
-    run = open_run(folder, fs=Noting())
-    first, second = run.create(0), run.create(SIZE)
-    run.write(SIZE, b"x" * SIZE)
-    for segment in (first, second):
-        run.mapping(segment)
-        run.read_ahead(segment, 100, SIZE - 50)
-    assert asked == [(100, SIZE - 150)]
-
-
 @pytest.mark.parametrize("how", ["mapping", "call"])
 @pytest.mark.parametrize("synced", [False, True])
-def test_the_end_of_data_is_never_told_too_low(tmp_path: Path, how: str, synced: bool) -> None:
+def test_data_end_is_never_too_low(tmp_path: Path, how: str, synced: bool) -> None:
     """Bytes that are in memory only count, be they stored behind blocks that were never written to."""
     size = 1 << 20
     run = SegmentWriter(tmp_path / "log", tmp_path / "tmp", size)
@@ -869,7 +749,7 @@ class _Listing(FileSystem):
         pytest.param([1, 4], [0, 1, 4], [1, 4], [2], id="a hole behind a front that was dropped"),
     ],
 )
-def test_a_reader_tells_a_moving_front_from_a_hole(
+def test_reader_distinguishes_moving_front_and_hole(
     folder: Path, there: list[int], listed: list[int], found: list[int], missing: list[int]
 ) -> None:
     folder.mkdir()

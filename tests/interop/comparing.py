@@ -6,8 +6,8 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from mqstore.engine import MessageStore
 from mqstore.log.message import row_of
+from mqstore.log.store import MessageStore
 from tests.interop.javaengine import SIZES, JavaEngine
 from tests.log.support import EXPORTED, as_ours, open_store
 

@@ -69,7 +69,7 @@ def recovered(path: Path, **options: bool) -> Rows:
 
 
 @pytest.mark.parametrize("damage", HARMLESS)
-def test_what_can_be_built_again_is_and_java_reads_it(path: Path, engine: JavaEngine, damage: str) -> None:
+def test_java_reads_what_was_rebuilt(path: Path, engine: JavaEngine, damage: str) -> None:
     made = make(path)
     before = seen_by_us(path)
     HARMLESS[damage](path, made)
@@ -131,9 +131,7 @@ def test_damage_far_from_the_end_costs_java_the_damaged_message_alone(path: Path
     assert lost_by(seen_by_java(engine), before) == lost
 
 
-def test_damage_in_the_first_segment_costs_java_what_its_queue_has_behind_it_there(
-    path: Path, engine: JavaEngine
-) -> None:
+def test_damaged_first_segment_costs_java_its_queue_there(path: Path, engine: JavaEngine) -> None:
     """A unit that stands for nothing points to 0, in the real engine, too; which takes the segment that begins there
     for a deleted one, and goes on behind it. docs/recovery.md says so."""
     made = make(path)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
+from mqstore.log.store import MessageStore
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
 
 CONFIG = StoreConfig(**SIZES)  # type: ignore[arg-type]

@@ -217,7 +217,7 @@ def test_a_topic_that_java_deleted_and_made_anew_is_the_new_one_for_both(
             other.close()
 
 
-def test_a_topic_that_java_deleted_is_there_again_where_records_alone_decide(path: Path, engine: JavaEngine) -> None:
+def test_topic_deleted_by_java_returns_from_records(path: Path, engine: JavaEngine) -> None:
     """As after a crash of the real engine; after a clean end that looks no further than the queues there are."""
     engine.open(path)
     for i in range(100):

@@ -9,13 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.clock import SYSTEM_CLOCK
 from mqstore.columnar.encode import Encoded, Encoder
-from mqstore.engine import ReadOnlyMessageStore
+from mqstore.engine import Clock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.log.support import all_queues
 
 

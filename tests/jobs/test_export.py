@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import mqstore
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
-from mqstore.jobs import export_parquet
+from mqstore.jobs import export_parquet, select
 from mqstore.jobs.runner import Runner
-from mqstore.jobs.selection import select
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import all_queues, flip
@@ -101,7 +101,7 @@ def test_a_file_for_each_topic_day_and_task(tmp_path: Path) -> None:
     assert done.messages == 36
 
 
-def test_messages_with_a_time_that_no_date_has_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_messages_without_a_date_have_their_folder(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(topic="t", store_ms=T0), Odd(topic="t", store_ms=1 << 60)])
 
     export_parquet(path, tmp_path / "out", topics="t")
@@ -259,7 +259,7 @@ def test_options_that_do_not_fit_are_refused(store: Path, tmp_path: Path) -> Non
             export_parquet(select(store, options={name: value}), tmp_path / "out")
 
 
-def test_what_is_no_file_system_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_file_system_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"'s3://lake/mq' is no path.*only local paths"):
         export_parquet(store, "s3://lake/mq")
@@ -368,7 +368,7 @@ def twice(work: Callable[[Any], Any], task: Any) -> Any:
     return work(task)
 
 
-def test_what_a_failed_attempt_of_a_task_left_is_not_published(
+def test_leftovers_of_a_failed_task_are_not_published(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark runs a task again that failed; only what the last attempt tells of counts."""

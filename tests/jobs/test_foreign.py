@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.jobs import select, verify
 from mqstore.jobs.plan import QueueSlice, plan
-from mqstore.jobs.selection import select
-from mqstore.jobs.verifying import verify
 from tests.columnar.support import read_all, rows_of
 
 

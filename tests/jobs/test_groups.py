@@ -13,13 +13,12 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import QueueKey
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
-from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
+from mqstore.jobs import dlq_report, dlq_resend, lag_report, select, trace
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.selection import select
 from mqstore.jobs.views import view_batch
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.conftest import Golden
 from tests.log.support import all_queues
 from tests.tools.brokers import broker
@@ -159,9 +158,7 @@ def test_letters_can_be_chosen(letters: Path) -> None:
         {"options": {"startingOffsets": "latest"}},
     ],
 )
-def test_what_would_choose_messages_is_not_passed_over_by_who_looks_at_groups(
-    letters: Path, given: dict[str, Any]
-) -> None:
+def test_message_filters_are_refused_for_groups(letters: Path, given: dict[str, Any]) -> None:
     """They told of all messages, whatever had been asked for."""
     chosen = select(letters, **given)
     for job in (lag_report, lambda stores: trace(stores, "k-1")):
@@ -207,7 +204,7 @@ def test_the_letters_that_are_counted_are_those_that_would_be_sent(letters: Path
     assert sum(row.count for row in report.rows) == report.total
 
 
-def test_a_group_without_dead_letters_is_known_and_one_that_has_only_letters_too(letters: Path, tmp_path: Path) -> None:
+def test_groups_without_letters_or_only_letters_are_listed(letters: Path, tmp_path: Path) -> None:
     other = fill(tmp_path / "o", {0: 1}, {("fine", 0): 1})
     shutil.copytree(letters, tmp_path / "left")
     for name in ("consumerOffset.json", "subscriptionGroup.json"):
@@ -283,7 +280,7 @@ def test_a_key_is_followed_through_retries_delays_and_dead_letters(travelled: Pa
 
 
 @pytest.mark.parametrize("what", ["all gone", "one cut off", "first gone", "last gone"])
-def test_what_index_files_do_not_tell_is_searched_in_the_log(travelled: Path, tmp_path: Path, what: str) -> None:
+def test_missing_index_entries_are_searched_in_the_log(travelled: Path, tmp_path: Path, what: str) -> None:
     path = tmp_path / "s"
     shutil.copytree(travelled, path)
     files = sorted((path / "index").iterdir())
@@ -316,7 +313,7 @@ def test_all_stores_are_searched_and_merged_by_time(travelled: Path, tmp_path: P
     assert [hop.store for hop in found.hops] == ["a", "a", "b", "a", "a", "a"]
 
 
-def test_nothing_bears_it(travelled: Path) -> None:
+def test_unknown_key_finds_nothing(travelled: Path) -> None:
     assert trace(travelled, "nobody").hops == ()
     # Words, not parts of them.
     assert trace(travelled, "o").hops == ()

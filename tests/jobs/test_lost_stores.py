@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs import telling
 from mqstore.jobs.options import SourceOptions
@@ -20,6 +19,7 @@ from mqstore.jobs.plan import Slice, plan
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import view_batch, view_stores
+from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, crashed_store, write_store
 
 Spoil = Callable[[], object]

@@ -133,9 +133,7 @@ NO_WRITING: list[tuple[dict[str, str], str]] = [
     ("options", "given", "says"),
     [*((SourceOptions, *row) for row in NO_READING), *((SinkOptions, *row) for row in NO_WRITING)],
 )
-def test_what_does_not_fit_is_refused_with_name_value_and_remedy(
-    options: Any, given: dict[str, str], says: str
-) -> None:
+def test_invalid_option_names_value_and_remedy(options: Any, given: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         options.parse({"path": "/p", **given})
 
@@ -149,7 +147,7 @@ def test_what_does_not_fit_is_refused_with_name_value_and_remedy(
         ("subscribePattern", "(" * 50_000),
     ],
 )
-def test_what_is_nested_too_deeply_is_refused_like_any_value_that_does_not_fit(name: str, text: str) -> None:
+def test_deeply_nested_option_is_refused(name: str, text: str) -> None:
     """It ended in a RecursionError, below a traceback of its own depth."""
     given = {name: text} if name == "paths" else {"path": "/p", name: text}
     with pytest.raises(ConfigError, match=rf"option {name}=.*: it is nested too deeply; ") as caught:
@@ -184,7 +182,7 @@ _TOPICS = (("subscribe", "a"), ("subscribePattern", "a.*"), ("assign", '{"a":[0]
 
 
 @pytest.mark.parametrize(("name", "value"), [*_MESSAGES, *_BOUNDS, *_READING, ("minPartitions", "8"), *_TOPICS])
-def test_a_small_table_refuses_what_it_does_not_go_by(name: str, value: str) -> None:
+def test_small_table_refuses_foreign_options(name: str, value: str) -> None:
     """It was accepted, and did nothing: the table was of all messages, or of all topics."""
     parse(**{name: value}).for_batch()
     for view in VIEWS:
@@ -197,7 +195,7 @@ def test_a_small_table_refuses_what_it_does_not_go_by(name: str, value: str) -> 
                 given.for_batch()
 
 
-def test_what_every_small_table_of_one_session_is_given_is_taken() -> None:
+def test_small_tables_accept_session_options() -> None:
     """`mqstore spark sql` gives its options to all of them."""
     for view in VIEWS:
         given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false")
@@ -264,7 +262,7 @@ def test_options_of_kafka_connections_get_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("path", ["hdfs://nn:9000/mq", "s3a://b/mq", "dbfs:/mq", "S3:x", "file://h/mq", "~/mq", "~x"])
-def test_a_path_that_is_not_local_is_never_taken_for_a_folder_below_the_working_directory(path: str) -> None:
+def test_remote_path_is_not_a_local_folder(path: str) -> None:
     for options in (SinkOptions, SourceOptions):
         with pytest.raises(ConfigError, match=f"option path='{path}': (only local paths|'~' is not replaced)"):
             options.parse({"path": path})
@@ -323,7 +321,7 @@ def test_overwriting_what_others_consume_has_to_be_confirmed() -> None:
         to_write(target="inbox", confirmOverwrite="true").check_overwrite()
 
 
-def test_an_option_that_tells_a_write_is_none_of_a_query() -> None:
+def test_write_option_is_refused_by_a_query() -> None:
     assert [name for name in ONLY_FOR_WRITING if name in SOURCE_OPTIONS] == []
 
 

@@ -10,9 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.jobs.options import Key, Offsets, SourceOptions
 from mqstore.jobs.progress import Costs, Limit, admit, costs_of
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, write_store
 from tests.holding import linux_only, open_files
 
@@ -121,7 +122,7 @@ def test_bytes_stay_within_the_limit_and_everything_is_read_in_the_end(
         assert sum(read) <= most or len(read) == 1
 
 
-def test_a_queue_of_large_messages_does_not_starve_behind_a_flood_of_small_ones() -> None:
+def test_large_messages_are_not_starved() -> None:
     """Its message is larger than the limit; it gets a batch of its own when its turn has come."""
     flood, large = Key("s", "a", 0), Key("s", "b", 0)
     costs = Sizes({flood: [10] * 200_000, large: [5_000] * 3})

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import QueueKey
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs import plan as module
 from mqstore.jobs.opening import StoreName
@@ -26,6 +25,8 @@ from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.sets import SET_FILE
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import view_batch
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, crashed_store, log_end, many, odd_records, rows_of, write_store
 from tests.log.support import open_store, reboot
 
@@ -93,9 +94,7 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scan", ["auto", "queue", "log"])
-def test_messages_that_a_crash_left_in_no_queue_are_told_of(
-    tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_orphan_records_are_reported(tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture) -> None:
     options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "readBy": scan})
     plan(options)
     plan(options)
@@ -108,7 +107,7 @@ def test_messages_that_a_crash_left_in_no_queue_are_told_of(
     assert caplog.messages == []
 
 
-def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> None:
+def test_log_scan_ends_at_the_recovery_end(tmp_path: Path) -> None:
     """Of a batch that was being put when its writer was killed, what lay behind a hole was read, and the hole called
     damage."""
     with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
@@ -132,7 +131,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
         assert recovered.max_offset == places[4]
 
 
-def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
+def test_lost_messages_fail_by_default(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
     (path / "commitlog" / f"{0:020d}").unlink()
     with ReadOnlyMessageStore(path) as store:
@@ -184,7 +183,7 @@ def test_a_topic_without_a_message_is_there(tmp_path: Path) -> None:
         planned(path, assign='{"empty":[2]}')
 
 
-def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
+def test_only_durable_messages_are_planned(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, clock=SimulatedClock())  # so nothing is flushed but by us
     with MessageStore(tmp_path / "s", config=config) as store:
         for i in range(10):
@@ -263,7 +262,7 @@ def test_paths_are_absolute_also_of_stores_with_names(tmp_path: Path, monkeypatc
         assert stores_of(SourceOptions.parse(spelled)) == [StoreName("one", store)]
 
 
-def test_a_store_whose_path_is_no_text_is_read_under_an_id_that_is(tmp_path: Path) -> None:
+def test_path_that_is_not_text_gets_an_id(tmp_path: Path) -> None:
     """A glob finds such; its rows ended in a traceback, since a column is text."""
     write_store(tmp_path / "s", many(8))
     try:
@@ -380,7 +379,7 @@ def test_partitions_share_nothing_lose_nothing_and_are_about_equal(queues: list[
         (11.0, 4, 12),
     ],
 )
-def test_who_runs_many_at_once_has_all_of_them_work_to_the_end(weight: float, slots: int, number: int) -> None:
+def test_parallel_work_finishes_completely(weight: float, slots: int, number: int) -> None:
     found = [Weighed(QueueSlice(StoreName("s", "s"), "t", 0, 0, 1_000_000), weight / 1_000_000)]
     shares = [sum(piece.stop - piece.start for piece in group) for group in partitions(found, 1, slots)]
     assert len(shares) == number
@@ -437,7 +436,7 @@ def test_a_region_has_no_fewer_messages_than_a_slice_is_worth(tmp_path: Path, mo
     assert by_region(path) == alone
 
 
-def test_who_does_not_read_every_record_reads_queue_by_queue(tmp_path: Path, small_regions: None) -> None:
+def test_partial_reads_go_by_queue(tmp_path: Path, small_regions: None) -> None:
     path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)
     assert len(by_region(path)[0]) > 100
     for groups in (by_region(path, tags="a"), by_region(path, keys="k1,k2")):
@@ -454,7 +453,7 @@ def test_whatever_is_in_a_log_nothing_is_read_twice_or_left_out(records: list[Od
         assert whole(by_region(path, **options)) == planned(path, includeSystemTopics="true")
 
 
-def test_a_hole_in_a_queue_leaves_it_as_it_is(tmp_path: Path, small_regions: None) -> None:
+def test_hole_in_a_queue_is_left(tmp_path: Path, small_regions: None) -> None:
     """Of the first, the last and those between, any may say nothing."""
     path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)
     for slots in ((0,), (999,), (400, 500, 600)):
@@ -482,7 +481,7 @@ def test_messages_that_weigh_more_than_a_partition_leave_the_others_theirs(heavy
     assert sorted(sizes)[10] > 40
 
 
-def test_what_a_tag_is_asked_of_takes_fewer_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tag_filters_take_fewer_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each task costs as much as reading the units of a hundred thousand messages."""
     monkeypatch.setattr(module, "_PARTITION_MESSAGES", 250)
     path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from mqstore import MQStoreError, SimulatedClock
 from mqstore.broker.parts import open_tables
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs.options import Key, SourceOptions
 from mqstore.jobs.plan import Bounds
 from mqstore.jobs.progress import Limit, Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import open_store
@@ -248,7 +249,7 @@ def initial(path: Any, **given: str) -> dict[str, Any]:
         ({"startingOffsetsByTimestamp": '{"t":{"1":9999999999999}}', "startingOffsets": "earliest"}, {"0": 0, "1": 20}),
     ],
 )
-def test_a_stream_begins_where_it_is_told_and_else_at_the_end(store: Path, given: Any, expected: Any) -> None:
+def test_stream_begins_at_its_option_or_the_end(store: Path, given: Any, expected: Any) -> None:
     assert initial(store, **given) == expected
 
 
@@ -266,7 +267,7 @@ def test_the_log_of_a_store_begins_at_its_end_or_its_oldest_record(store: Path) 
             StreamProgress(options(store, readBy="log", **{name: value})).initial()
 
 
-def test_a_start_that_is_gone_fails_unless_told_otherwise(world: World) -> None:
+def test_missing_start_fails_by_default(world: World) -> None:
     world.append(0, "t", 0, 40)
     world.retain(0)
     path = world.folder / "s0"
@@ -311,7 +312,7 @@ def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(world: Wo
     assert [row[3] for row in engine.rows] == [*range(10, 15)]
 
 
-def test_a_first_batch_that_is_done_again_does_not_end_a_run_that_reads_what_there_is(world: World) -> None:
+def test_repeated_first_batch_continues_the_run(world: World) -> None:
     world.append(0, "t", 0, 10)
     engine = Engine(path=str(world.folder / "s0"), startingTimestamp="0")
     engine.run(stop="logged")
@@ -410,7 +411,7 @@ def test_a_run_that_ends_begins_no_later_than_it_ends(world: World) -> None:
     assert progress.latest(start) == start == progress.latest(start)
 
 
-def test_a_restart_is_ruled_by_the_checkpoint_and_not_by_a_start_that_is_gone(world: World) -> None:
+def test_checkpoint_rules_a_restart(world: World) -> None:
     world.append(0, "t", 0, 40)
     path = world.folder / "s0"
     engine = Engine(path=str(path), startingOffsets='{"t":{"0":0}}')
@@ -421,7 +422,7 @@ def test_a_restart_is_ruled_by_the_checkpoint_and_not_by_a_start_that_is_gone(wo
     assert [row[3] for row in engine.rows] == [*range(45)]
 
 
-def test_a_spark_that_says_no_start_is_given_all_there_is(world: World) -> None:
+def test_stream_without_start_gets_everything(world: World) -> None:
     """pyspark 4.1 calls `latestOffset` without arguments, after a restart before anything else."""
     world.append(0, "t", 0, 10)
     first = StreamProgress(options(world.folder / "s0"))
@@ -481,7 +482,7 @@ def test_batch_waits_for_messages_or_for_the_longest_delay(world: World) -> None
     assert progress.latest(at)["s"][str(world.folder / "s0")]["t"]["0"] == 25
 
 
-def test_what_is_new_is_reported(world: World) -> None:
+def test_new_messages_are_reported(world: World) -> None:
     world.append(0, "t", 0, 10)
     progress = StreamProgress(options(world.folder / "s0", startingOffsets="earliest"))
     assert progress.reported() is None
@@ -549,7 +550,7 @@ def test_messages_that_retention_took_fail_the_stream_or_are_passed_over(world: 
     assert lenient.partitions(start, at(path, "t", 0, 5)) == []
 
 
-def test_the_first_of_several_losses_is_told_and_the_others_are_counted(world: World) -> None:
+def test_first_loss_is_reported_and_others_counted(world: World) -> None:
     for queue_id in range(3):
         world.append(0, "t", queue_id, 20)
     world.append(0, "t", 0, 60)
@@ -559,7 +560,7 @@ def test_the_first_of_several_losses_is_told_and_the_others_are_counted(world: W
         StreamProgress(options(world.folder / "s0")).latest(start)
 
 
-def test_losses_that_are_allowed_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_allowed_losses_are_reported_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody heard of them: with failOnDataLoss=false a stream just had fewer messages."""
     world.append(0, "t", 0, 40)
     world.retain(0)
@@ -591,7 +592,7 @@ def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: 
     assert (piece.start, piece.stop) == (8, 10)
 
 
-def test_a_queue_or_store_that_is_gone_fails_the_stream_or_waits_where_it_was(world: World) -> None:
+def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
     world.append(0, "t", 0, 10)
     s0, gone = str(world.folder / "s0"), str(world.folder / "gone")
     for start, error, says in (
@@ -613,7 +614,7 @@ def test_a_queue_or_store_that_is_gone_fails_the_stream_or_waits_where_it_was(wo
     assert lenient.partitions(start, more) == []
 
 
-def test_a_store_that_has_no_part_in_a_batch_is_not_looked_at(world: World) -> None:
+def test_store_outside_a_batch_is_not_opened(world: World) -> None:
     """A fleet has many; and one that is away does no harm to a batch that was logged without it."""
     world.append(0, "t", 0, 10)
     s0, gone = str(world.folder / "s0"), str(world.folder / "gone")
@@ -707,7 +708,7 @@ def published(path: Path) -> dict[str, dict[str, int]]:
     return json.loads((path / "config/spark/groups/sp.json").read_text())["offsets"]  # type: ignore[no-any-return]
 
 
-def test_what_is_processed_shows_as_a_group(world: World) -> None:
+def test_processed_offsets_show_as_a_group(world: World) -> None:
     world.append(0, "t", 0, 10)
     world.append(1, "t", 0, 4)
     engine = Engine(path=f"{world.folder}/*", startingOffsets="earliest", commitGroup="sp")
@@ -719,7 +720,7 @@ def test_what_is_processed_shows_as_a_group(world: World) -> None:
         assert open_tables(opened).offsets.of_group("sp") == {("t", 0): 10}
 
 
-def test_progress_of_a_spark_that_tells_no_start_is_that_of_its_commits(world: World) -> None:
+def test_progress_without_start_is_that_of_commits(world: World) -> None:
     """Spark 4.1 does not say where the last batch ended."""
     world.append(0, "t", 0, 10)
     path = world.folder / "s0"
@@ -746,7 +747,7 @@ def test_topics_that_are_not_read_any_more_are_left_out(world: World) -> None:
         assert published(path) == expected
 
 
-def test_a_new_stream_may_begin_where_a_group_that_another_published_is(world: World) -> None:
+def test_new_stream_may_start_at_a_group(world: World) -> None:
     """Though its owner has not taken it over."""
     world.append(0, "t", 0, 10)
     path = world.folder / "s0"

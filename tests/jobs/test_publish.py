@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import SimulatedClock, StoreConfig
+from mqstore import QueueRef, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import open_parts, open_tables
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.rules import Rules
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -43,7 +42,8 @@ from mqstore.jobs.publish import Commit, abort, clean_target, commit, plan_targe
 from mqstore.jobs.staging import STAGING, clean, transaction_folder, write_shards
 from mqstore.layout.record import decode_record
 from mqstore.log.bulk.txn import read_txn
-from mqstore.log.commitlog import QueueRef
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem, deaths
 from tests.jobs.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
@@ -72,7 +72,7 @@ def staged(root: Path) -> list[str]:
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_says_what_is_in_it(tmp_path: Path) -> None:
+def test_shard_describes_its_content(tmp_path: Path) -> None:
     import crc32c
 
     encoder = Encoder(Rules(new_queues=3), app="a", version=1, partition=2, topic="t")
@@ -101,7 +101,7 @@ def test_a_shard_says_what_is_in_it(tmp_path: Path) -> None:
     assert set(shard.topics) == {"t", "SCHEDULE_TOPIC_XXXX"}
 
 
-def test_a_task_without_rows_stages_nothing_and_many_rows_make_several_shards(tmp_path: Path) -> None:
+def test_rows_are_staged_in_shards(tmp_path: Path) -> None:
     options = options_of(tmp_path / "s", maxRowsPerShard="2")
 
     none, several = (stage(options, "a", 0, [batch_of(rows)]) for rows in ([], ONE))
@@ -117,28 +117,13 @@ def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> Non
     assert [name[:4] for name in os.listdir(transaction_folder(tmp_path / "s", "a", 0))] == ["0-0-"]
 
 
-def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -> None:
+def test_full_disk_while_staging_leaves_no_shard(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     fs.fail("pwrite", errno.ENOSPC, path_part="records.bin")
     with pytest.raises(mqstore.errors.StoreFullError):
         stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
 
     assert os.listdir(transaction_folder(tmp_path / "s", "a", 0)) == []
-
-
-@pytest.mark.parametrize("target", ["store", "inbox"])
-def test_staged_records_are_synced_for_an_inbox_alone(root: Path, target: str) -> None:
-    """The owner of an inbox takes them in when the job is long done: records are on disk before the file that says so,
-    and that before the task is done. A commit to a store reads and checks them, and syncs them in the log."""
-    fs = FaultyFileSystem()
-    stage(options_of(root, target=target), "a", 0, [batch_of(ONE)], fs=fs)
-    calls = [(call.operation, Path(call.path).name) for call in fs.changes() if "a-0/" in call.path]
-
-    [folder] = os.listdir(transaction_folder(root, "a", 0))
-    records = [("pwrite", "records.bin"), ("fdatasync", "records.bin")]
-    said = [("create", "shard.json"), ("pwrite", "shard.json"), ("fdatasync", "shard.json"), ("sync_directory", folder)]
-    steps = [step for step in (*records, *said) if target == "inbox" or "sync" not in step[0]]
-    assert calls[-len(steps) :] == steps
 
 
 @pytest.mark.parametrize("file", ["records.bin", "shard.json"])
@@ -173,7 +158,7 @@ def test_body_of_the_stores_own_limit_is_written_and_no_larger_one(tmp_path: Pat
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
+def test_only_old_leftovers_are_removed(root: Path) -> None:
     options = options_of(root)
     stage(options, "old", 0, [batch_of(ONE)])
     stage(options, "new", 3, [batch_of(TWO)])
@@ -285,7 +270,7 @@ def test_a_target_whose_creation_was_killed_is_written_to_all_the_same(tmp_path:
 # -- store -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_partitions(tmp_path: Path) -> None:
+def test_missing_store_is_created_in_partition_order(tmp_path: Path) -> None:
     options = options_of(tmp_path / "s", queues="1")
 
     assert write(options, "a", 0, ONE, TWO, [], ["c"]) == 10
@@ -297,7 +282,7 @@ def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_part
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-def test_what_was_written_before_stays_and_what_comes_later_goes_on(tmp_path: Path, profile: Any) -> None:
+def test_earlier_messages_stay_and_later_ones_follow(tmp_path: Path, profile: Any) -> None:
     with MessageStore(tmp_path / "s", profile=profile, config=SMALL) as store:
         store.put("t", b"first")
     options = options_of(tmp_path / "s")
@@ -423,9 +408,7 @@ def test_delayed_messages_come_when_they_are_due(tmp_path: Path) -> None:
         ({"perm": 4}, "may not be written to now"),
     ],
 )
-def test_a_topic_that_was_altered_while_tasks_ran_is_not_written_to(
-    root: Path, target: str, altered: dict[str, int], says: str
-) -> None:
+def test_changed_topic_is_not_written(root: Path, target: str, altered: dict[str, int], says: str) -> None:
     """A topic that got more queues while the tasks ran had the message groups of a batch go on in other queues."""
     options = options_of(root, target=target)
     with MessageStore(root) as store:
@@ -463,7 +446,7 @@ def test_a_target_that_somebody_has_open_is_waited_for_and_then_named(target: st
     assert sorted(bodies(where) if target == "store" else set_bodies(where)) == [*ONE, *TWO]
 
 
-def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_done_twice(root: Path) -> None:
+def test_overwrite_takes_old_messages_once(root: Path) -> None:
     options = options_of(root, confirmOverwrite="true", queues="1")
     write(options, "a", 0, ONE)
     assert write(options, "a", 1, TWO, overwrite=True) is not None
@@ -477,9 +460,7 @@ def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_do
         assert store.log.offsets("t", 0) == (0, len(ONE) + len(TWO))
 
 
-def test_an_overwrite_that_is_finished_late_takes_no_progress_from_groups_that_went_on(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_overwrite_keeps_newer_progress(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its job was killed when the messages were in and the old ones not yet taken away. Weeks later an append to
     another topic finishes it; the group had gone on meanwhile, and got all of it again."""
 
@@ -525,9 +506,7 @@ WRONG_NOTES = [
 
 
 @pytest.mark.parametrize("content", WRONG_NOTES)
-def test_a_damaged_note_of_an_overwrite_is_mended_by_the_command_that_the_error_names(
-    root: Path, content: bytes
-) -> None:
+def test_damaged_overwrite_note_is_repaired_by_its_command(root: Path, content: bytes) -> None:
     """No job could write to the store any more. `recover --rebuild config` said that every JSON file decodes, verify
     that all was well: neither looked at this one. Where it was JSON of another shape, jobs ended in a KeyError."""
     options = options_of(root, confirmOverwrite="true", queues="1")
@@ -584,7 +563,7 @@ def test_a_set_gets_a_store_for_each_shard_which_a_query_finds(tmp_path: Path) -
         store.producer().send("t", b"more")
 
 
-def test_overwriting_a_set_replaces_what_counts_then_deletes_what_the_sink_had_made(tmp_path: Path) -> None:
+def test_overwriting_a_set_replaces_then_deletes(tmp_path: Path) -> None:
     root = tmp_path / "set"
     options = options_of(root, target="set")
     write(options, "a", 0, ONE)
@@ -677,7 +656,7 @@ def test_jobs_that_commit_at_the_same_time_wait_for_each_other(tmp_path: Path) -
         b'{"version": 1, "stores": {"one": "/srv/other"}}',
     ],
 )
-def test_a_manifest_that_is_none_is_told_of_and_neither_read_nor_written_over(content: bytes, tmp_path: Path) -> None:
+def test_invalid_manifest_is_reported_and_kept(content: bytes, tmp_path: Path) -> None:
     root = tmp_path / "set"
     options = options_of(root, target="set")
     shards = stage(options, "a", 5, [batch_of(TWO)])
@@ -699,7 +678,7 @@ def test_a_manifest_that_is_none_is_told_of_and_neither_read_nor_written_over(co
     assert sorted(root.glob("shards/*")) == before
 
 
-def test_overwriting_a_set_deletes_no_store_that_a_link_leads_to(tmp_path: Path) -> None:
+def test_overwriting_a_set_follows_no_links(tmp_path: Path) -> None:
     """The sink makes no links; one that it met among its stores it followed, and emptied what it led to."""
     root = tmp_path / "set"
     options = options_of(root, target="set")
@@ -817,9 +796,7 @@ _EVERYTHING = [
 @pytest.mark.parametrize(
     ("target", "overwrite"), [("store", False), ("store", True), ("set", False), ("set", True), ("inbox", False)]
 )
-def test_a_job_is_not_told_that_it_failed_when_its_messages_are_in(
-    target: str, overwrite: bool, root: Path, tmp_path: Path
-) -> None:
+def test_successful_job_is_not_reported_failed(target: str, overwrite: bool, root: Path, tmp_path: Path) -> None:
     """Whichever call fails, once. Who is told so runs the job again, and a job without a txnAppId then writes twice.
     FlushFailedError says that it is not known."""
 
@@ -879,7 +856,7 @@ def test_a_bundle_is_in_the_inbox_with_all_that_its_owner_needs(root: Path) -> N
     }
 
 
-def test_the_owner_takes_a_bundle_in_while_it_works_and_delivers_what_waits(root: Path) -> None:
+def test_owner_takes_a_bundle_and_delivers_it(root: Path) -> None:
     clock = SimulatedClock(1_700_000_000_000)
     options = options_of(root, target="inbox", queues="1")
     with Broker(MessageStore(root, config=StoreConfig(clock=clock))) as broker:
@@ -898,7 +875,7 @@ def test_the_owner_takes_a_bundle_in_while_it_works_and_delivers_what_waits(root
     assert (os.listdir(root / "inbox"), staged(root)) == ([], [])
 
 
-def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(root: Path) -> None:
+def test_bundle_taken_by_spark_gets_its_topics(root: Path) -> None:
     write(options_of(root, target="inbox", queues="6"), "a", 0, ONE)
     with pytest.raises(ConfigError, match=r"topic 't' was altered .* has 6 queues .*Write them again"):
         write(options_of(root, queues="2"), "b", 0, TWO)
@@ -909,7 +886,7 @@ def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(r
         assert open_tables(store).topics.need("t").write_queues == 6
 
 
-def test_a_topic_that_was_deleted_while_tasks_ran_comes_again_with_the_queues_that_rows_were_given(root: Path) -> None:
+def test_deleted_topic_returns_with_its_queues(root: Path) -> None:
     options = options_of(root, target="inbox", queues="2")
     with Broker(MessageStore(root, config=StoreConfig(clock=SimulatedClock(1)))) as broker:
         broker.topics.create("t", queues=8)
@@ -932,7 +909,7 @@ def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
 
 
 @pytest.mark.parametrize("query", [True, False])
-def test_who_had_a_bundle_refused_hands_over_nothing_until_that_is_settled(root: Path, query: bool) -> None:
+def test_refused_bundle_blocks_its_application(root: Path, query: bool) -> None:
     """A stream went on behind a batch that its owner had put aside: its rows were missing, and nobody was told."""
     options = options_of(root, target="inbox")
 
@@ -959,9 +936,7 @@ def test_who_had_a_bundle_refused_hands_over_nothing_until_that_is_settled(root:
 
 
 @pytest.mark.parametrize("target", ["store", "set", "inbox"])
-def test_who_writes_what_is_in_already_is_told(
-    target: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_repeated_write_is_reported(target: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A new checkpoint counts its batches from 0: with the txnAppId of the old one they were dropped in silence."""
     options = options_of(root if target != "set" else tmp_path / "set", target=target)
     write(options, "a", 5, ONE)
@@ -1049,7 +1024,7 @@ def jobs(request: pytest.FixtureRequest) -> Jobs:
     return Jobs(*request.param)
 
 
-def test_a_kill_at_any_step_of_a_commit_leaves_all_or_none_and_a_second_one_ends_it(jobs: Jobs, tmp_path: Path) -> None:
+def test_kill_in_a_commit_leaves_all_or_none(jobs: Jobs, tmp_path: Path) -> None:
     clock = SimulatedClock(1_700_000_000_000)
     source = tmp_path / "source"
     jobs.make(source, clock)
@@ -1117,9 +1092,7 @@ def check_image(jobs: Jobs, image: Path, marks: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 16, STEP))
-def test_a_power_cut_leaves_all_or_none_of_a_batch_and_all_once_the_commit_returned(
-    seed: int, recorded: Recorded, tmp_path: Path
-) -> None:
+def test_power_cut_leaves_all_or_none_of_a_batch(seed: int, recorded: Recorded, tmp_path: Path) -> None:
     """Unsynced pages in any order: a set names no store that is not whole on disk."""
     rng = random.Random(seed)
     begin = rng.choice(recorded.begins)
@@ -1127,9 +1100,7 @@ def test_a_power_cut_leaves_all_or_none_of_a_batch_and_all_once_the_commit_retur
     check_image(recorded.jobs, tmp_path / "image", build_image(recorded.events[:cut], rng, tmp_path / "image"))
 
 
-def test_a_power_cut_at_any_step_of_a_commit_that_leaves_only_what_was_synced_takes_no_batch_that_was_told_of(
-    recorded: Recorded, tmp_path: Path
-) -> None:
+def test_power_cut_keeps_reported_batches(recorded: Recorded, tmp_path: Path) -> None:
     """The harshest of images, each in which something more has become durable."""
     begin = recorded.begins[-1]
     steps = [

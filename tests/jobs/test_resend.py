@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.broker.deadletters import DeadLetters
+from mqstore.admin import DeadLetters
 from mqstore.broker.parts import open_tables
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.log.support import files
 from tests.tools.brokers import broker, clock_now
 
@@ -104,7 +105,7 @@ def test_letters_are_chosen_by_offset_in_one_group_of_one_store(stores: dict[str
         ({"groups": ["nobody", "audit"]}, ConfigError, "no store knows the group 'nobody'; there are 'audit', 'bi"),
     ],
 )
-def test_what_cannot_be_sent_leaves_all_stores_as_they_were(
+def test_unsendable_message_leaves_all_stores(
     stores: dict[str, Path], arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     before = {name: files(path) for name, path in stores.items()}

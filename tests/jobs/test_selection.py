@@ -17,12 +17,12 @@ import pytest
 
 import mqstore.jobs
 import mqstore.spark
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError
-from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
+from mqstore.jobs import export_parquet, lag_report, select, traffic_report, verify
 from mqstore.jobs.plan import plan
 from mqstore.jobs.runner import pack
-from mqstore.jobs.selection import Shaped, select
+from mqstore.jobs.selection import Shaped
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.spark.queries import columns_of
 from tests.columnar.support import many, write_store
 
@@ -96,7 +96,7 @@ def test_a_job_by_queues_refuses_to_read_by_log(store: Path) -> None:
         select(store, options={"readBy": "log"}).queue_tasks()
 
 
-def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
+def test_store_without_queues_is_reported(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "s")
     shutil.rmtree(tmp_path / "s" / "consumequeue")
     chosen = select(tmp_path / "s")
@@ -193,12 +193,12 @@ def test_without_pyspark_a_session_says_what_to_install(monkeypatch: pytest.Monk
     assert sessions.NO_JAVA in str(caught.value)
 
 
-def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_store_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotAStoreError):
         select(tmp_path / "nowhere").queue_tasks()
 
 
-def test_a_set_without_stores_is_told_and_not_taken_for_well(tmp_path: Path) -> None:
+def test_empty_set_is_reported(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from mqstore import MQStoreError
 from mqstore.columnar.columns import default_columns
 from mqstore.columnar.rows import Policy
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs import tasks
 from mqstore.jobs.opening import StoreName
@@ -24,6 +23,7 @@ from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, rows_of, write_store
 from tests.jobs.damages import DAMAGES
 
@@ -117,7 +117,7 @@ def repeat_unit(path: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [spoil_unit, repeat_unit, *(each.apply for each in DAMAGES)], ids=lambda harm: harm.__name__
 )
-def test_what_is_not_as_it_should_be_is_told_as_of_each_alone(
+def test_findings_of_a_set_equal_those_of_each_store(
     tmp_path: Path, harm: Callable[[Path], None], given: dict[str, str]
 ) -> None:
     path = write_store(tmp_path / "s", many(60))
@@ -127,7 +127,7 @@ def test_what_is_not_as_it_should_be_is_told_as_of_each_alone(
     assert together == alone
 
 
-def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_read_queues_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To find the ends of a thousand queues takes longer than to read a few messages of some."""
     path = write_store(tmp_path / "s", [Odd(queue_id=i % 20, body=b"%06d" % i) for i in range(60)])
     pieces = pieces_of(path, 5)

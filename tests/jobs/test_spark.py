@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import CorruptStoreError
 from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, select, trace, traffic_report, verify
 from mqstore.jobs.runner import Runner
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.spark import sessions
 from tests.columnar.support import many, write_store
 from tests.log.support import all_queues, flip_log

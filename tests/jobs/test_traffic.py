@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import Message
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
-from mqstore.jobs import traffic_report
+from mqstore.jobs import select, traffic_report
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.selection import select
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.jobs.views import view_batch
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
@@ -123,7 +122,7 @@ def test_the_traffic_of_any_store_is_that_of_its_messages(
     assert_report(report, messages(path, counted), 365 * 86_400_000)
 
 
-def test_stores_are_told_apart_or_added_up(tmp_path: Path) -> None:
+def test_stores_are_separate_or_summed(tmp_path: Path) -> None:
     paths = {name: write_store(tmp_path / name, many(count)) for name, count in (("a", 40), ("b", 8))}
 
     by_store = traffic_report(paths, topics="t", by=["store"])

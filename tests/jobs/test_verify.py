@@ -14,14 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.engine import Finding, ReadOnlyMessageStore
+from mqstore.engine import Finding
 from mqstore.errors import ConfigError
 from mqstore.files.lock import writer_alive
+from mqstore.jobs import verify
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.verifying import VerifyReport, verify
+from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.views import view_batch
 from mqstore.layout.scan import find_next
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.verify import verified_ranges
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
@@ -65,7 +67,7 @@ def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_a_store_of_the_java_engine_is_found_as_one_process_finds_it(golden: Golden, name: str) -> None:
+def test_java_store_is_found_as_by_one_process(golden: Golden, name: str) -> None:
     path = golden(name).path
     before = files(path)
 
@@ -132,7 +134,7 @@ def damage(path: Path, changes: list[tuple[int, float, float, str]]) -> None:
 
 
 @given(which=st.integers(0, 2), changes=damages(), range_bytes=st.integers(120, 9_000))
-def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
+def test_ranges_of_any_size_find_the_same_damage(
     masters: list[Path],
     tmp_path_factory: pytest.TempPathFactory,
     which: int,
@@ -153,9 +155,7 @@ def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
 
 
 @pytest.mark.parametrize("range_bytes", [250, 1_700, 1 << 26])
-def test_a_damaged_record_at_the_front_the_end_or_a_seam_of_a_range_is_told_once(
-    masters: list[Path], tmp_path: Path, range_bytes: int
-) -> None:
+def test_damage_at_a_seam_is_reported_once(masters: list[Path], tmp_path: Path, range_bytes: int) -> None:
     for number, place in enumerate((5, 250, 1_700, 1_750, 5_500, 6_005, 11_000)):
         path = tmp_path / str(number)
         shutil.copytree(masters[0], path)
@@ -264,7 +264,7 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
         assert joined.messages == 201
 
 
-def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: Path) -> None:
+def test_findings_of_a_range_are_limited_and_counted(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(60))
     log = path / "commitlog" / f"{0:020d}"
     with ReadOnlyMessageStore(path) as store:
@@ -297,7 +297,7 @@ def test_a_store_is_checked_beside_its_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool) -> None:
+def test_concurrent_puts_are_not_judged(tmp_path: Path, closed: bool) -> None:
     """What was seen of a segment before the writer filled it, and the next one after, looked like damage between."""
     with open_store(tmp_path / "s") as writer:
 
@@ -362,7 +362,7 @@ def test_a_report_is_plain_values(tmp_path: Path) -> None:
 # -- the view ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_view_has_a_row_for_each_range_and_says_what_is_wrong_in_it(tmp_path: Path) -> None:
+def test_view_has_a_row_for_each_range(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     flip(path / "commitlog" / f"{6_000:020d}", 1_000)
     with ReadOnlyMessageStore(path) as store:

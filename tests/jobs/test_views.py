@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.jobs import select
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
+from mqstore.log.store import MessageStore
 from mqstore.spark import create_views
 from tests.columnar.support import many, write_store
 
@@ -67,7 +67,7 @@ def test_a_topic_of_one_store_and_one_without_a_message_are_there(fleet: Path, v
     assert {row["store"] for row in found} == {str(fleet / name) for name in "ab"}
 
 
-def test_who_names_no_topic_opens_no_store_to_plan(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_topics_opens_no_store(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thousand stores that would be half the time."""
     monkeypatch.setattr("mqstore.jobs.views.open_store", None)
     options = SourceOptions.parse({"path": f"{fleet}/[ab]", "view": "queues"})
@@ -130,9 +130,7 @@ def test_every_table_of_a_session_is_made_whatever_the_options(tmp_path: Path, g
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_store_that_is_gone_fails_a_view_or_is_passed_over_and_told(
-    fleet: Path, view: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_store_fails_or_is_skipped(fleet: Path, view: str, caplog: pytest.LogCaptureFixture) -> None:
     """`failOnDataLoss=false` did nothing for views: of a fleet with one store on a disk that was away nothing could be
     had."""
     whole = rows(view, fleet / "b")

@@ -38,9 +38,7 @@ def test_the_page_equals_the_worked_vector() -> None:
     ("field", "at", "covered"),
     [("queues", 100, [*range(64, 108)]), ("log_start", 112, [*range(64, 100), *range(112, 120)])],
 )
-def test_a_later_field_counts_with_its_own_checksum_and_within_the_extension(
-    field: str, at: int, covered: list[int]
-) -> None:
+def test_later_field_needs_its_checksum(field: str, at: int, covered: list[int]) -> None:
     page = encode(replace(WORKED, **{field: 0x0102_0304_0506_0708}))
     assert page[at : at + 8] == bytes(range(1, 9))
     assert page[at + 8 : at + 12] == crc32c.crc32c(bytes(page[i] for i in covered)).to_bytes(4, "big")
@@ -91,7 +89,7 @@ def test_the_gaps_are_nobodys_business(position: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 24, 39, 40, 64, 96, 99])
-def test_what_a_short_file_lacks_counts_as_zero(kept: int) -> None:
+def test_short_file_counts_as_zeros(kept: int) -> None:
     short = decode(encode(WORKED)[:kept])
     assert short == Checkpoint(*struct.unpack(">5q", encode(WORKED)[:40][:kept].ljust(40, b"\0")))
 

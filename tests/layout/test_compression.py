@@ -75,7 +75,7 @@ def test_garbage_behind_a_frame_is_refused(sys_flag: int, compress: Callable[[by
     assert (caught.value.field, caught.value.position) == ("body", len(packed))
 
 
-def test_what_follows_a_zlib_stream_is_ignored() -> None:
+def test_bytes_after_a_zlib_stream_are_ignored() -> None:
     assert inflate(0x301, zlib.compress(b"one") + b"garbage") == b"one"
 
 

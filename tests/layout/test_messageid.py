@@ -33,7 +33,7 @@ def test_text_that_is_no_message_id_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("host", "offset"), [(b"", 0), (bytes(9), 0), (bytes(8), 2**63), (bytes(8), -(2**63) - 1)])
-def test_what_an_id_cannot_hold_is_refused(host: bytes, offset: int) -> None:
+def test_invalid_id_parts_are_refused(host: bytes, offset: int) -> None:
     with pytest.raises(FormatError):
         encode_message_id(host, offset)
 

@@ -67,7 +67,7 @@ def test_reserved_names_are_those_of_section_3() -> None:
         ("colour", False),
     ],
 )
-def test_reserved_names_are_told_from_free_ones(name: str, reserved: bool) -> None:
+def test_reserved_names_are_recognized(name: str, reserved: bool) -> None:
     assert is_reserved(name) is reserved
 
 
@@ -94,7 +94,7 @@ def test_no_properties_are_no_bytes() -> None:
         {"\udfff": "v"},
     ],
 )
-def test_what_would_not_survive_reading_is_refused(wrong: dict[str, str]) -> None:
+def test_unreadable_property_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         encode_properties({"fine": "yes", **wrong})
     assert caught.value.field == "properties"
@@ -157,7 +157,7 @@ def test_properties_without_a_tail_have_none(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("position", range(9, 20))
-def test_a_damaged_tail_is_told_from_a_missing_one(position: int) -> None:
+def test_damaged_tail_differs_from_a_missing_one(position: int) -> None:
     tail = bytearray(encode_crc_tail(552320511))
     tail[position] ^= 0x40
     with pytest.raises(FormatError):

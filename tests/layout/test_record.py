@@ -212,7 +212,7 @@ def test_records_decode_to_the_fields_of_the_model(model: dict[str, Any]) -> Non
 
 
 @given(models)
-def test_what_was_encoded_verifies_and_one_changed_bit_does_not(model: dict[str, Any]) -> None:
+def test_encoded_record_verifies_and_a_flipped_bit_does_not(model: dict[str, Any]) -> None:
     model = {**model, "checksum": "crc32c-record"}
     data = encode_model(model)
     limit, offset = len(data) + 8, model["numbers"][3]
@@ -317,7 +317,7 @@ def test_a_record_without_a_topic_is_bad(checksum: Checksum) -> None:
         (b"", 11, ["ok", "bad"]),  # RocketMQ compares no checksum of an empty body
     ],
 )
-def test_a_changed_byte_is_found_where_the_checksum_covers_it(body: bytes, position: int, statuses: list[str]) -> None:
+def test_changed_byte_is_found_by_the_checksum(body: bytes, position: int, statuses: list[str]) -> None:
     """The body in both profiles; header, topic and properties under the wider checksum only."""
     checks = []
     for checksum in CHECKSUMS:

@@ -203,7 +203,7 @@ def test_long_and_short_records_lie_side_by_side(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("topics", [1, 2, 40])
 @pytest.mark.parametrize("queues", [1, 3, 40])
-def test_many_queues_are_told_apart(topics: int, queues: int) -> None:
+def test_many_queues_are_separated(topics: int, queues: int) -> None:
     random = np.random.default_rng(topics * 100 + queues)
     rows = []
     for _ in range(300):

@@ -348,7 +348,7 @@ def test_checksums_are_those_of_single_records(checksum: Checksum, data: st.Data
 
 
 @pytest.mark.parametrize("body_bytes", [lambda i: 128, lambda i: i * 37 % 200], ids=["uniform", "mixed"])
-def test_any_changed_bit_of_a_long_run_is_found_where_it_is(body_bytes: Callable[[int], int]) -> None:
+def test_changed_bit_of_a_long_run_is_located(body_bytes: Callable[[int], int]) -> None:
     data = bytearray(log(500, body_bytes))
     positions, _ = walk(data, 0, len(data))
     assert verify(data, gather(data, positions), "crc32c-record").all()
@@ -426,7 +426,7 @@ def test_find_next_looks_past_damage_of_any_length() -> None:
     assert find_next(data, 0, len(data), 10**12 + 1, "crc32c-record") is None
 
 
-def test_find_next_looks_for_records_that_begin_before_a_position_and_may_end_behind_it() -> None:
+def test_find_next_finds_records_that_begin_before() -> None:
     data = log(10, lambda i: 300)
     positions, _ = walk(data, 0, len(data))
     third, fourth = (int(at) for at in positions[2:4])
@@ -437,7 +437,7 @@ def test_find_next_looks_for_records_that_begin_before_a_position_and_may_end_be
     assert find_next(data, third + 1, fourth + 50, 0, "crc32c-record", fourth + 1) is None
 
 
-def test_find_next_looks_at_a_record_of_which_only_zeros_lie_before_the_position() -> None:
+def test_find_next_finds_a_record_behind_zeros() -> None:
     """The first bytes of its size: behind them the range seems to end in zeros."""
     for zeros in range(5):
         found = record(zeros)

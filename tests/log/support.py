@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mqstore.clock import SimulatedClock
+from mqstore import Durability, Profile, QueueRef, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log import commitlog
 from mqstore.log.parts import CheckpointFile
@@ -22,8 +22,6 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.reput import Dispatcher
 from mqstore.log.store import MessageStore
-from mqstore.log.tip import QueueRef
-from mqstore.options import Durability, Profile, StoreConfig
 
 __all__ = [
     "EXPORTED",

@@ -11,30 +11,18 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-from mqstore.log import ahead as module
-from mqstore.log.ahead import Ahead, stay_alone
+from mqstore.log.ahead import Ahead
 from mqstore.log.store import MessageStore
 from tests.children import fork
 
 
-def test_it_runs_before_it_is_asked_for_in_a_thread_of_its_own() -> None:
-    made = threading.Event()
-    with Ahead[str]("reader") as ahead:
-        ahead.begin(lambda: [made.set(), threading.current_thread().name][1])  # type: ignore[func-returns-value]
-        assert made.wait(10)
-        assert ahead.begun
-        assert ahead.result().startswith("reader")
-        assert not ahead.begun
-
-
-def test_an_error_comes_when_the_result_is_asked_for() -> None:
+def test_error_is_raised_with_the_result() -> None:
     with Ahead[int]("reader") as ahead:
         ahead.begin(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
@@ -56,22 +44,6 @@ def test_at_its_end_nothing_runs_any_more() -> None:
         begun.wait(10)
         threading.Timer(0.05, may_end.set).start()
     assert ended == [True]
-
-
-def test_in_a_process_that_stays_alone_it_runs_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_alone", False)  # and what it is set to now is undone
-    stay_alone()
-    order = []
-
-    def made() -> threading.Thread:
-        order.append("made")
-        return threading.current_thread()
-
-    with Ahead[threading.Thread]("reader") as ahead:
-        ahead.begin(made)
-        order.append("asked")
-        assert ahead.result() is threading.current_thread()
-    assert order == ["asked", "made"]
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -117,7 +89,7 @@ def test_ctrl_c_does_not_end_the_wait_for_its_end(asked: bool) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_without_a_thread_it_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threadless_result_is_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -128,23 +100,6 @@ def test_without_a_thread_it_is_made_when_it_is_asked_for(monkeypatch: pytest.Mo
         assert made == []
         ahead.result()
         assert made == [1]
-
-
-def test_a_call_for_which_there_was_no_thread_is_not_made_again_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited in the executor: made then, it read over what had been changed in the same memory meanwhile."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        monkeypatch.setattr(threading.Thread, "start", start)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    made = []
-    with Ahead[None]("reader") as ahead:
-        for number in range(3):
-            ahead.begin(partial(made.append, number))
-            ahead.result()
-    assert made == [0, 1, 2]
 
 
 def test_a_forked_child_makes_its_calls_itself() -> None:

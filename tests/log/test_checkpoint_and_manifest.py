@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
+from mqstore.log.store import MessageStore
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import SEGMENT, files, open_in, open_store
@@ -48,7 +49,7 @@ NO_STORE_YET: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("found", NO_STORE_YET)
-def test_where_there_is_no_store_yet_one_is_created_only_if_asked(tmp_path: Path, found: str) -> None:
+def test_missing_store_is_created_only_on_request(tmp_path: Path, found: str) -> None:
     root = tmp_path / "a" / "b" / "s" if "parents" in found else tmp_path / "s"
     NO_STORE_YET[found](root)
     before = tree(tmp_path)
@@ -185,7 +186,7 @@ def test_a_lost_manifest_is_noticed_by_guard_or_record(path: Path, mode: Any, ke
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_bad_first_record_does_not_hide_whose_the_log_is(path: Path, profile: Any, damaged: bool) -> None:
+def test_bad_first_record_does_not_hide_the_profile(path: Path, profile: Any, damaged: bool) -> None:
     """Of a store of ours that had lost its manifest it made a Java broker's, and of one of theirs ours: by the wrong
     checksum no record was good, and opening for writing zeroed the whole log."""
     with open_store(path, profile=profile) as store:
@@ -291,7 +292,7 @@ def test_rocketmq_store_takes_the_size_that_is_given(path: Path) -> None:
         {"group_hash": "siphash24"},
     ],
 )
-def test_what_creation_fixed_is_refused_in_another_size(path: Path, mode: Any, options: dict[str, Any]) -> None:
+def test_sizes_of_creation_cannot_change(path: Path, mode: Any, options: dict[str, Any]) -> None:
     open_store(path).close()
     before = files(path)
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -395,7 +396,7 @@ def test_the_time_of_the_checkpoint_never_leads_what_is_durable(tmp_path: Path, 
             assert point.dispatched <= point.flushed <= store.max_offset
 
 
-def test_a_checkpoint_in_the_middle_of_dispatch_has_no_time_of_what_is_not_dispatched(tmp_path: Path) -> None:
+def test_checkpoint_has_no_time_of_undispatched_records(tmp_path: Path) -> None:
     """The newest time was told before the position moved: who looked in between had a time beyond both watermarks."""
     clock = SimulatedClock(1_700_000_000_000)
     with open_store(tmp_path / "s", clock=clock) as store:

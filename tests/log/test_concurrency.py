@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from mqstore import OutgoingMessage, Retention, SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
@@ -26,6 +25,8 @@ from mqstore.errors import (
     StoreIOError,
     StoreLockedError,
 )
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
@@ -269,8 +270,9 @@ def test_a_segment_that_is_just_being_removed_is_no_damage(tmp_path: Path) -> No
 
 READER = """
 import sys, time, mqstore
+from mqstore.log.readonly import ReadOnlyMessageStore
 path, total = sys.argv[1], int(sys.argv[2])
-with mqstore.engine.ReadOnlyMessageStore(path) as store:
+with ReadOnlyMessageStore(path) as store:
     print("ready", flush=True)
     seen = {0: 0, 1: 0}
     while min(seen.values()) < total:
@@ -351,7 +353,7 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
         assert store.clean_shutdown
 
 
-def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_path: Path) -> None:
+def test_child_forked_during_a_put_does_not_hang(tmp_path: Path) -> None:
     """The lock of the log was held by a thread that the child does not have."""
     held, done = threading.Event(), threading.Event()
 
@@ -449,7 +451,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_store_locked(tmp_path: P
      (errno.EIO, StoreIOError), (errno.EMFILE, StoreIOError)],
 )  # fmt: skip
 @pytest.mark.parametrize("part", ["lock", "abort"])
-def test_an_opening_refused_by_a_file_names_it(tmp_path: Path, number: int, expected: type[OSError], part: str) -> None:
+def test_refused_opening_names_the_file(tmp_path: Path, number: int, expected: type[OSError], part: str) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"x")
     fs = FaultyFileSystem()
@@ -485,7 +487,7 @@ config = mqstore.StoreConfig(segment_bytes=1 << 18, consumequeue_units=10, index
 count = topics * queues
 names = [(f"topic-{n}", q) for n in range(topics) for q in range(queues)]
 for turn in range(2):
-    with mqstore.engine.MessageStore(path, config=config if turn == 0 else None) as store:
+    with MessageStore(path, config=config if turn == 0 else None) as store:
         assert turn == 0 or store.recovery.scanned_from is None
         for i, (topic, queue_id) in enumerate(names):
             assert store.put(topic, b"%d.%d" % (turn, i), queue_id, keys="k").offset == turn
@@ -494,7 +496,7 @@ for turn in range(2):
             assert [m.body for m in store.read(topic, queue_id)] == [b"%d.%d" % (t, i) for t in range(turn + 1)]
         assert len(store.topics()) == topics
         assert not store.stats().errors, store.stats().errors
-with mqstore.engine.ReadOnlyMessageStore(path) as store:
+with ReadOnlyMessageStore(path) as store:
     assert sum(1 for topic in store.topics() for ref in store.queues(topic) for _ in store.iter(*ref)) == 2 * count
     assert list(store.verify()) == []
 print("fine")
@@ -511,7 +513,7 @@ import resource, sys
 import mqstore
 path, mode, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-store_type = mqstore.engine.MessageStore if mode == "rw" else mqstore.engine.ReadOnlyMessageStore
+store_type = MessageStore if mode == "rw" else ReadOnlyMessageStore
 with store_type(path) as store:
     assert [m.offset for m in store.find("t", key="all", limit=100_000)] == list(range(1999, -1, -1))
     assert [m.offset for m in store.find("t", key="k1")] == [1]

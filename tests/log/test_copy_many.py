@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message, Profile
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties, encode_properties
-from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -139,7 +138,7 @@ def test_as_many_as_go_together_are_stored_and_counted(tmp_path: Path) -> None:
     assert [message.body[:1] for message in all_of(store, "to", 0)] == [b"%d" % n for n in range(7)]
 
 
-def test_what_is_wrong_with_a_copy_is_raised_when_it_is_the_first(tmp_path: Path) -> None:
+def test_invalid_first_copy_raises(tmp_path: Path) -> None:
     store = filled(tmp_path / "s", segment_bytes=1 << 20)
     good = copies_of(store)[:3]
     message = good[0][0]

@@ -6,7 +6,6 @@ format#unit, format#dispatch and format#index; expected bytes are the golden sto
 from __future__ import annotations
 
 import errno
-import math
 import shutil
 import struct
 import threading
@@ -16,20 +15,16 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
 from mqstore.errors import StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.reput import Dispatcher, DispatchThread
-from mqstore.log.taskerrors import TaskErrors
-from mqstore.log.wakeups import NEVER
-from mqstore.signalsafe import Bell
-from mqstore.threads import start_thread
+from mqstore.log.reput import Dispatcher
+from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, dispatcher_of, files, flip_log, open_store, units_of, until_parked
+from tests.log.support import SEGMENT, files, flip_log, open_store, units_of, until_parked
 from tests.records import encode_record
 
 VOID = (0, 0x7FFFFFFF, 0)
@@ -189,7 +184,7 @@ def test_reading_is_wider_than_putting(tmp_path: Path, topic: bytes) -> None:
         assert [m.body for m in store.iter(name)] == [b"a", b"b"]
 
 
-def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) -> None:
+def test_damage_before_the_dispatcher_is_skipped(tmp_path: Path) -> None:
     """A record that turns bad between append and dispatch: its slot becomes void, those behind it are built."""
     with open_store(tmp_path / "s") as store:
         receipts = [store.put("t", b"%d" % i) for i in range(6)]
@@ -247,7 +242,7 @@ def test_a_queue_is_seen_though_another_found_no_room(tmp_path: Path) -> None:
         assert store.offsets("b") == (0, 2)
 
 
-def test_a_full_disk_for_the_index_holds_up_no_queue_and_each_key_is_found_once(tmp_path: Path) -> None:
+def test_full_disk_of_the_index_stops_no_queue(tmp_path: Path) -> None:
     """It once did: queues stopped growing, and each retry put the waiting keys in line again."""
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
@@ -268,7 +263,7 @@ def test_a_full_disk_for_the_index_holds_up_no_queue_and_each_key_is_found_once(
         assert sum(file.header.next_entry - 1 for file in store.index.files) == 50
 
 
-def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(tmp_path: Path) -> None:
+def test_unindexed_keys_are_found_after_reopening(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     store = open_store(tmp_path / "s", fs=fs)
     store.put("t", b"0", keys="k0")
@@ -327,7 +322,7 @@ def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path:
 # -- waking ----------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_only_with_the_message_that_was_asked_for(store: MessageStore) -> None:
+def test_wait_ends_with_its_message(store: MessageStore) -> None:
     """Any new message once ended it."""
     store.put("t", b"0")
     seen: list[tuple[bool, int]] = []
@@ -396,7 +391,7 @@ def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
     assert results == [False] * 5
 
 
-def test_who_comes_to_wait_as_the_store_closes_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_at_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its last look and its parking all others had been woken: it slept until its time was up."""
     store: MessageStore = open_store(tmp_path / "s")
     store.put("t", b"0")
@@ -410,7 +405,7 @@ def test_who_comes_to_wait_as_the_store_closes_is_let_go(tmp_path: Path, monkeyp
     assert store.wait("t", 0, 1, timeout=3600) is False
 
 
-def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path) -> None:
+def test_waiter_hears_of_messages_before_a_full_disk(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"0")
@@ -428,7 +423,7 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         assert store.offsets("t") == (0, 3)
 
 
-def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(store: MessageStore) -> None:
+def test_reader_of_a_busy_writer_sees_earlier_messages(store: MessageStore) -> None:
     store.put("t", b"0")
     # A writer that has always put another one when a pass is over.
     store.on_growth.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
@@ -461,51 +456,3 @@ def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore) -> 
     dispatcher.run_again()
     reader.join()
     assert passes[1] is reader
-
-
-# -- pacing ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mark", "size", "rung"),
-    [(0, 1, True), (1000, 1, False), (1000, 2000, True), (NEVER, 2000, False)],
-    ids=["rests", "paused, little is put", "paused, much is put", "works"],
-)
-def test_a_put_rings_the_dispatcher_at_the_mark(store: MessageStore, mark: int, size: int, rung: bool) -> None:
-    bell = store.wakeups.dispatcher
-    store.wakeups.wake_dispatcher_at(mark)
-    store.put("t", bytes(size))
-    assert bell.wait(0) is rung
-    store.put("t", bytes(size))
-    assert bell.wait(0) is False  # once is enough, until it has come
-
-
-@pytest.mark.parametrize(
-    ("growth", "waits"),
-    [(0, ["pause", "rest"]), (1, ["pause", "pause", "rest"]), (5 << 20, ["none", "pause", "rest"])],
-    ids=["nothing is put meanwhile", "little is", "much is"],
-)
-def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, growth: int, waits: list[str]) -> None:
-    """While `put_many` went on it slept, and the first read had nearly everything to dispatch."""
-    with open_store(tmp_path / "s", segment_bytes=32 << 20) as store:
-        seen: list[str] = []
-        wakeups, dispatcher = store.wakeups, dispatcher_of(store)
-
-        class NotedBell(Bell):
-            def wait(self, timeout_s: float | None = None) -> bool:
-                seen.append("rest" if timeout_s == math.inf else "pause" if timeout_s else "none")
-                wakeups.stopping = timeout_s == math.inf
-                return True
-
-        def grow(*_: object) -> None:
-            dispatcher.listeners.remove(grow)
-            store.put_many("t", [b"x"] if growth == 1 else [bytes(1 << 20)] * (growth >> 20))
-
-        if growth:
-            dispatcher.listeners.append(grow)
-        store.put("t", b"0")
-        start_thread(work := DispatchThread(dispatcher, wakeups, TaskErrors(tmp_path)), NotedBell(), "test").join()
-        assert seen == waits
-        assert work.step() is None  # it is stopping
-        assert store.stats().dispatch_lag_bytes == 0
-        wakeups.stopping = False

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
-from mqstore.options import Profile
+from mqstore import Profile, StoreConfig
 from tests.log.support import kill
 from tests.smalldisk import small_disk
 from tests.tools.support import mqstore as command

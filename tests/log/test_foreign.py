@@ -58,7 +58,7 @@ def crash(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sound_store_is_found_sound_and_told_of(foreign: Callable[[str], Path], name: str) -> None:
+def test_sound_foreign_store_is_found_sound(foreign: Callable[[str], Path], name: str) -> None:
     before = files(foreign(name))
     with opened(foreign(name)) as store:
         assert list(store.verifier().findings()) == []
@@ -69,7 +69,7 @@ def test_a_sound_store_is_found_sound_and_told_of(foreign: Callable[[str], Path]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("crashed", [False, True])
-def test_recovery_leaves_it_as_it_is(foreign: Callable[[str], Path], name: str, full: bool, crashed: bool) -> None:
+def test_recovery_keeps_foreign_queues(foreign: Callable[[str], Path], name: str, full: bool, crashed: bool) -> None:
     path = foreign(name)
     if crashed:
         crash(path)
@@ -121,7 +121,7 @@ def test_light_queues_are_read(foreign: Callable[[str], Path], mode: Any) -> Non
         assert [m.tag for m in store.read("%LMQ%a", tags="odd")] == ["odd"] * 4
 
 
-def test_a_unit_of_a_light_queue_that_its_record_does_not_ask_for_is_damage(foreign: Callable[[str], Path]) -> None:
+def test_unwanted_light_unit_is_damage(foreign: Callable[[str], Path]) -> None:
     path = foreign("light")
     file = path / "consumequeue" / "%LMQ%b" / "0" / f"{0:020d}"
     data = bytearray(file.read_bytes())
@@ -179,7 +179,7 @@ def test_few_records_leave_light_queues_to_arrays(foreign: Callable[[str], Path]
         ("rmq_sys_wheel_timer", "%LMQ%a", "7", []),
     ],
 )
-def test_which_light_queues_a_record_is_in(topic: str, named: str, numbers: str, queues: list[Any]) -> None:
+def test_light_queues_of_a_record(topic: str, named: str, numbers: str, queues: list[Any]) -> None:
     given = {"INNER_MULTI_DISPATCH": named} | ({"INNER_MULTI_QUEUE_OFFSET": numbers} if numbers else {})
     assert light_queues(topic, 3, encode_properties(given)) == queues
 
@@ -226,7 +226,7 @@ def test_queues_in_files_are_built_beside_rocksdb(foreign: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("folder", ["consumerOffsets", "topics", "rdb/config-storage-1"])
-def test_tables_in_rocksdb_are_told_of(foreign: Callable[[str], Path], folder: str) -> None:
+def test_rocksdb_tables_are_reported(foreign: Callable[[str], Path], folder: str) -> None:
     path = foreign("light")
     (path / "config" / folder).mkdir(parents=True)
     with opened(path) as store:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.jobs.verifying import verify
+from mqstore.engine import Finding
+from mqstore.jobs import verify
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from tests.log.support import delete_as_java, files, note_in_checkpoint, open_store
 
@@ -59,7 +59,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_it_is_in_order_and_stays_what_it_is(root: Path, tmp_path: Path) -> None:
+def test_generations_are_ordered_and_stable(root: Path, tmp_path: Path) -> None:
     before = {queue_id: rows(root, queue_id=queue_id) for queue_id in (0, 1)}
     assert [offset for offset, _ in before[0]] == list(range(15))
     assert found(root) == []
@@ -75,7 +75,7 @@ def test_it_is_in_order_and_stays_what_it_is(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_opening_keeps_it(tmp_path: Path, killed: bool) -> None:
+def test_opening_keeps_the_generation(tmp_path: Path, killed: bool) -> None:
     root = tmp_path / "mq"
     with open_store(root, profile="rocketmq", segment_bytes=1 << 15, consumequeue_units=8) as store:
         put(store, "others", range(180))
@@ -182,7 +182,7 @@ def test_a_wrong_unit_is_found_and_mended(tmp_path: Path, damage: Callable[[Path
             assert kinds(root) == set()
 
 
-def test_a_queue_that_lists_nothing_is_built_from_all_there_is(root: Path) -> None:
+def test_empty_queue_is_built_from_all_records(root: Path) -> None:
     """What a deletion leaves and what a disk loses look the same: here the records decide, as for a Java broker after a
     crash."""
     shutil.rmtree(root / "consumequeue")

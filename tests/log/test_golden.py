@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.message import row_of
+from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.log.support import EXPORTED, as_ours, open_store
 
@@ -48,7 +48,7 @@ def test_every_message_of_a_java_store_is_read_field_by_field(golden: Golden, na
         assert count == java.of("store")[0]["readable"]
 
 
-def test_reading_below_what_retention_left_of_a_java_store_tells_the_bounds(golden: Golden) -> None:
+def test_read_below_java_retention_names_the_bounds(golden: Golden) -> None:
     java = golden("trimmed")
     (topic, queue_id), lines = next(iter(by_queue(java, "lost").items()))
     with open_store(java.path, "r") as store, pytest.raises(OffsetOutOfRangeError) as caught:
@@ -73,7 +73,7 @@ def test_keys_of_a_java_store_find_what_the_java_engine_finds(golden: Golden, na
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_every_message_of_a_java_store_is_found_by_its_id_and_its_unique_key(golden: Golden, name: str) -> None:
+def test_java_messages_are_found_by_id_and_key(golden: Golden, name: str) -> None:
     java = golden(name)
     with open_store(java.path, "rw") as store:
         for line in java.of("message")[::7]:
@@ -84,7 +84,7 @@ def test_every_message_of_a_java_store_is_found_by_its_id_and_its_unique_key(gol
                 assert line["physical_offset"] in [m.physical_offset for m in found]
 
 
-def test_a_java_store_gets_no_manifest_and_no_guard_from_being_written_to(golden: Golden) -> None:
+def test_writing_to_a_java_store_adds_no_manifest(golden: Golden) -> None:
     java = golden("clean")
     with open_store(java.path, "rw") as store:
         store.put("mine", b"x")
@@ -117,7 +117,7 @@ def test_a_java_store_goes_on_where_the_java_engine_stopped(golden: Golden, name
             assert message.physical_offset == line["physical_offset"]
 
 
-def test_what_is_put_into_a_java_store_bears_the_java_checksum(golden: Golden) -> None:
+def test_put_into_a_java_store_uses_its_checksum(golden: Golden) -> None:
     java = golden("clean")
     with open_store(java.path, "rw") as store:
         receipt = store.put("mine", b"hello")

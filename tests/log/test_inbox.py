@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from mqstore import SimulatedClock
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.broker import Broker
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     MQStoreError,
     StoreBusyError,
@@ -34,7 +34,7 @@ from tests.log.support import files, kill, open_store
 ONE, TWO = [Row(b"1"), Row(b"2", queue_id=1)], [Row(b"3"), Row(b"4", "clicks")]
 
 
-def test_opening_takes_up_what_waits_and_removes_it(tmp_path: Path) -> None:
+def test_opening_takes_waiting_bundles(tmp_path: Path) -> None:
     bundle(tmp_path, "job", 0, [ONE, TWO])
     assert inbox_state(tmp_path, REAL).waiting == ("job-0",)
     with open_store(tmp_path) as store:
@@ -56,14 +56,6 @@ def test_the_owner_looks_every_two_seconds(tmp_path: Path) -> None:
         assert bodies(store) == [b"1", b"2"]
 
 
-def test_without_an_inbox_a_look_is_one_call(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with open_store(tmp_path, fs=fs) as store:
-        fs.calls.clear()
-        assert store.take_inbox() == 0
-        assert [call.operation for call in fs.calls] == ["stat"]
-
-
 def test_versions_of_an_application_go_in_their_order(tmp_path: Path) -> None:
     for version in (10, 9, 2):
         bundle(tmp_path, "job", version, [[Row(b"%d" % version)]])
@@ -71,7 +63,7 @@ def test_versions_of_an_application_go_in_their_order(tmp_path: Path) -> None:
         assert shown(store) == {("orders", 0): [b"2", b"9", b"10"]}
 
 
-def test_what_is_in_the_making_is_not_looked_at(tmp_path: Path) -> None:
+def test_unfinished_bundle_is_ignored(tmp_path: Path) -> None:
     for name in (".job-0", "_job-0"):
         bundle(tmp_path, "job", 0, [ONE], name=name)
     (tmp_path / "inbox" / "note").write_text("no folder")
@@ -169,7 +161,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_bundle_is_moved_aside_with_a_reason_and_the_others_go_in(tmp_path: Path, name: str) -> None:
+def test_bad_bundle_is_moved_and_others_are_taken(tmp_path: Path, name: str) -> None:
     change, why = BAD[name]
     bad = bundle(tmp_path, "job", 0, [ONE])
     change(bad)
@@ -236,7 +228,7 @@ def test_a_crash_at_any_change_neither_loses_nor_doubles_a_bundle(tmp_path: Path
     assert nth > 20
 
 
-def test_what_the_disk_refuses_waits_shows_and_is_tried_again(tmp_path: Path) -> None:
+def test_bundle_refused_by_the_disk_waits(tmp_path: Path) -> None:
     clock, fs = SimulatedClock(), FaultyFileSystem()
     with open_store(tmp_path, clock=clock, fs=fs) as store:
         store.run_once(clock.monotonic_ms())
@@ -284,7 +276,7 @@ def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Pa
     ("change", "why"),
     [(_pipe("0-0-abc/records.bin"), "records.bin: it is a"), (_folder("0-0-abc/records.bin"), "records.bin: it is a")],
 )
-def test_what_is_no_file_is_moved_aside_at_once(tmp_path: Path, change: Callable[[Path], None], why: str) -> None:
+def test_special_file_is_moved_at_once(tmp_path: Path, change: Callable[[Path], None], why: str) -> None:
     change(bundle(tmp_path, "job", 0, [ONE]))
     bundle(tmp_path, "job", 1, [TWO])
     with open_store(tmp_path) as store:
@@ -302,7 +294,7 @@ UNREADABLE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", [*UNREADABLE, "bundle.json of somebody else"])
-def test_an_unreadable_bundle_keeps_its_application_waiting_for_a_while_and_no_other(tmp_path: Path, name: str) -> None:
+def test_unreadable_bundle_delays_only_its_application(tmp_path: Path, name: str) -> None:
     clock, fs = SimulatedClock(), FaultyFileSystem()
     bad = bundle(tmp_path, "job", 0, [ONE])
     if name in UNREADABLE:
@@ -413,7 +405,7 @@ def test_a_broker_enters_the_topics_of_a_bundle(tmp_path: Path) -> None:
         assert (broker.topics.need("clicks").write_queues, broker.topics.need("orders").write_queues) == (3, 8)
 
 
-def test_topics_of_a_bundle_taken_in_without_a_broker_are_entered_by_the_next(tmp_path: Path) -> None:
+def test_topics_of_a_bundle_are_entered_by_the_next_broker(tmp_path: Path) -> None:
     bundle(tmp_path, "job", 0, [ONE], {"orders": 8})
     with open_store(tmp_path) as store:
         assert bodies(store) == [b"1", b"2"]

@@ -27,7 +27,7 @@ def index_file(slots: int, entries: int, count: int, *, first_offset: int = 0, s
 @pytest.mark.parametrize("shape", [(53, 200), (17, 60), (100, 400), (1, 2), (7, 2), (1000, 50), (4, 16), (500, 2000)])
 @pytest.mark.parametrize("fill", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("first_offset", [0, 1 << 33])
-def test_any_shape_is_told_by_its_entries(shape: tuple[int, int], fill: float, first_offset: int) -> None:
+def test_entries_show_any_shape(shape: tuple[int, int], fill: float, first_offset: int) -> None:
     slots, entries = shape
     count = max(1, int((entries - 1) * fill))
 
@@ -38,7 +38,7 @@ def test_any_shape_is_told_by_its_entries(shape: tuple[int, int], fill: float, f
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])
-def test_each_file_of_the_java_engine_tells_its_own(golden: Callable[[str], GoldenStore], name: str) -> None:
+def test_java_files_show_their_shape(golden: Callable[[str], GoldenStore], name: str) -> None:
     shape = (17, 60) if name in ("rolled", "trimmed") else (53, 200)
     files = sorted((golden(name).path / "index").iterdir())
 
@@ -47,7 +47,7 @@ def test_each_file_of_the_java_engine_tells_its_own(golden: Callable[[str], Gold
     assert shape_of_file(files[0], REAL) == shape
 
 
-def test_an_empty_file_tells_nothing() -> None:
+def test_empty_file_has_no_shape() -> None:
     assert shape_of(index_file(53, 200, 0)) is None
 
 
@@ -75,6 +75,6 @@ def test_any_flipped_byte_gives_the_shape_or_nothing() -> None:
         data[at] ^= 0x55
 
 
-def test_a_file_that_is_not_there_tells_nothing(tmp_path: Path) -> None:
+def test_missing_file_has_no_shape(tmp_path: Path) -> None:
     assert shape_of_file(tmp_path / "nonesuch", REAL) is None
     assert shape_of_file(tmp_path, REAL) is None

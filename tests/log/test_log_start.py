@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mqstore import SendReceipt
 from mqstore.broker.admin.contents import inspect_store
+from mqstore.engine import Finding
 from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
-from mqstore.log.commitlog import SendReceipt
-from mqstore.log.recovery.report import Finding
 from mqstore.log.snapshot import moment
 from mqstore.log.snapshot.take import snapshot_store
 from mqstore.log.store import MessageStore
@@ -54,7 +54,7 @@ def bodies_left(store: MessageStore) -> list[int]:
 
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("crash", [False, True], ids=["closed", "killed"])
-def test_lost_first_segments_are_told_until_retention_passes(path: Path, crash: bool, lost: int) -> None:
+def test_lost_first_segments_are_reported_until_retention(path: Path, crash: bool, lost: int) -> None:
     """The log silently began at the second segment."""
     receipts = make(path, crash=crash)
     for number in range(lost):
@@ -107,7 +107,7 @@ def test_a_crash_in_retention_is_no_loss(tmp_path: Path) -> None:
     assert nth > 4, "it was never killed between the note and the last of two files"
 
 
-def test_a_log_whose_first_segment_was_never_synced_ends_before_it(path: Path) -> None:
+def test_unsynced_first_segment_ends_the_log(path: Path) -> None:
     """What remains is a prefix of the log, also of one whose first file's name a power cut took (reliability#p2)."""
     make(path, crash=True, flush=False)
     reboot(path)
@@ -152,7 +152,7 @@ def test_the_profile_of_the_java_broker_notes_nothing(path: Path) -> None:
         assert bodies_left(store) == [r.physical_offset for r in receipts if r.physical_offset >= SEGMENT]
 
 
-def test_a_store_that_notes_no_start_is_opened_and_notes_it(path: Path) -> None:
+def test_store_without_a_noted_start_gets_one(path: Path) -> None:
     make(path)
     overwrite(path / "checkpoint", 112, bytes(16))  # as a former version wrote it
     segment(path, 0).unlink()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import mqstore
-from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreIOError
-from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.store import MessageStore
@@ -125,29 +122,3 @@ def test_a_reader_follows_links(root: Path, tmp_path: Path) -> None:
         (root / name).symlink_to(tmp_path / Path(name).name)
     with mqstore.open(root, "r") as store:
         assert [message.body for message in store.read("orders", 0, 0)] == [b"1"]
-
-
-def test_a_clean_opening_lists_each_queue_once(root: Path) -> None:
-    class Counting(FileSystem):
-        def __init__(self) -> None:
-            super().__init__()
-            self.listed: Counter[str] = Counter()
-
-        def scandir(self, path: StrPath) -> list[str]:
-            self.listed[os.fspath(path)] += 1
-            return super().scandir(path)
-
-        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
-            self.listed[os.fspath(path)] += 1
-            return super().scandir_files(path, own=own)
-
-        def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
-            self.listed[os.fspath(path)] += 1
-            return super().scandir_own(path)
-
-    with mqstore.open(root) as store:  # of the first topics the sizes are looked at beforehand
-        store.put("payments", b"1", queue_id=0)
-    fs = Counting()
-    MessageStore(root, fs=fs, config=mqstore.StoreConfig(clock=SimulatedClock())).close()
-    queues = [path for path in fs.listed if path.startswith(str(root / "consumequeue" / "payments" / "0"))]
-    assert [fs.listed[path] for path in queues] == [1]

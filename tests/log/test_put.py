@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import Message, OutgoingMessage, SimulatedClock
-from mqstore.engine import MessageStore
+from mqstore import Durability, Message, OutgoingMessage, SimulatedClock
 from mqstore.errors import (
     ConfigError,
     InvalidMessageError,
@@ -32,8 +31,8 @@ from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
+from mqstore.log.store import MessageStore
 from mqstore.native import kernel
-from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
 from tests.log.support import HEADER, SEGMENT, Unsynced, act_behind, files, kill, open_store, units_of
 from tests.without import put_by_python
@@ -92,16 +91,14 @@ def put_second_of_two(
 
 
 @pytest.mark.parametrize("put", [put_one, put_second_of_two])
-@pytest.mark.parametrize(("field", "arguments"), REFUSED, ids=[f"{field}-{i}" for i, (field, _) in enumerate(REFUSED)])
-def test_a_message_that_breaks_a_rule_is_refused_by_name_and_leaves_nothing(
-    store: MessageStore, put: Callable[..., None], field: str, arguments: dict[str, Any]
-) -> None:
+def test_invalid_message_is_refused_and_leaves_nothing(store: MessageStore, put: Callable[..., None]) -> None:
     before = files(store.path)
-    with pytest.raises(InvalidMessageError) as caught:
-        put(store, **arguments)
-    surrogate = any(c in repr(arguments) for c in ("\\ud800", "\\udfff"))
-    assert caught.value.field == ("properties" if surrogate and field in SURROGATE else field)
-    assert (store.max_offset, store.topics(), store.stats().puts) == (0, [], 0)
+    for field, arguments in REFUSED:
+        with pytest.raises(InvalidMessageError) as caught:
+            put(store, **arguments)
+        surrogate = any(c in repr(arguments) for c in ("\\ud800", "\\udfff"))
+        assert caught.value.field == ("properties" if surrogate and field in SURROGATE else field), arguments
+        assert (store.max_offset, store.topics(), store.stats().puts) == (0, [], 0), arguments
     assert files(store.path) == before
     assert store.put("topic", b"next").offset == 0
 
@@ -118,7 +115,7 @@ def test_an_unknown_durability_is_refused_before_anything_is_written(store: Mess
     assert store.max_offset == 0
 
 
-def test_a_store_opened_for_reading_has_no_way_to_change_it(tmp_path: Path) -> None:
+def test_reader_cannot_change_the_store(tmp_path: Path) -> None:
     changing = (
         *("put", "put_many", "append", "copy_many", "_outlet", "flush", "dispatch", "run_once"),
         *("splice", "take_inbox", "clean", "drop_before"),
@@ -570,7 +567,7 @@ def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, 
         assert store.offsets("t") == (0, 3 + between)
 
 
-def test_an_error_told_many_times_does_not_grow(tmp_path: Path) -> None:
+def test_repeated_error_does_not_grow(tmp_path: Path) -> None:
     """One exception object was raised for every put to a closed or failed store, and gathered the frames of them all:
     a producer that kept trying filled the memory."""
     store: MessageStore = open_store(tmp_path / "s")
@@ -584,7 +581,7 @@ def test_an_error_told_many_times_does_not_grow(tmp_path: Path) -> None:
     assert len(depths) == 1
 
 
-def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tmp_path: Path) -> None:
+def test_flushed_put_is_synced_on_return(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"not synced")
@@ -623,7 +620,7 @@ def test_views_outlive_the_store(tmp_path: Path) -> None:
     assert (message.body, bytes(view), message.properties) == (b"still here", b"still here", {"n": "v"})
 
 
-def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> None:
+def test_partial_put_many_names_the_stored(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs, max_message_size=1000) as store:
         store.put("t", b"first")  # makes the first segment
@@ -725,7 +722,7 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
 
 @pytest.mark.parametrize("moment", ["replace", "create", "mapping"])
 @pytest.mark.parametrize("filled", [0, 1])
-def test_ctrl_c_while_a_segment_is_made_leaves_none_behind_the_end_of_a_closed_store(
+def test_ctrl_c_in_a_new_segment_leaves_no_file_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int, moment: str
 ) -> None:
     """The next opening did not believe that it had been closed, read the log, and said that it changed the store."""
@@ -789,9 +786,7 @@ def by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any
-) -> None:
+def test_written_bytes_equal_a_stored_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any) -> None:
     clock = SimulatedClock()
     batches = [[bytes([65 + i]) * n for n in (5, 700, 0, 300 + i)] for i in range(12)]
     for name, limit in (("called", 1000), ("stored", 1 << 40)):
@@ -851,7 +846,7 @@ class Interrupting(Unsynced):
 @pytest.mark.parametrize("again", [False, True], ids=["once", "while it wipes, too"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("end", ["put", "put_many", "copy_many", "close", "kill"])
-def test_what_an_interrupted_call_wrote_is_no_message(tmp_path: Path, end: str, share: float, again: bool) -> None:
+def test_interrupted_write_is_not_a_message(tmp_path: Path, end: str, share: float, again: bool) -> None:
     """Whole records lay behind the end of the log: a clean close or a crash brought back all of a call that had
     raised, or, once another record had taken the place of the first, all but that."""
     fs = Interrupting()
@@ -883,56 +878,6 @@ def test_what_an_interrupted_call_wrote_is_no_message(tmp_path: Path, end: str, 
         assert [m.body for m in reopened.read("t")] == expected
         assert sum(len(reopened.read(topic)) for topic in reopened.topics()) == len(expected)
         assert list(reopened.verify()) == []
-
-
-def test_pages_are_made_ready_for_single_puts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes whole pages that a call writes as they come: to zero them first would be work for nothing."""
-    with open_store(tmp_path / "s", segment_bytes=16 << 20) as store:
-        ready: list[tuple[int, int]] = []
-        real = store.log_files.populate
-
-        def populate(segment: Any, position: int, length: int) -> bool:
-            ready.append((position, length))
-            return real(segment, position, length)
-
-        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
-        store.put("t", b"first")
-        store.run_once(0)
-        assert [position for position, _ in ready] == [store.max_offset]
-        ready.clear()
-        for _ in range(6):
-            store.put_many("t", [bytes(1 << 20)] * 2)
-            store.run_once(0)
-        assert [position for position, _ in ready if position] == []  # 0: of the next segment, which is being prepared
-        assert (tmp_path / "s" / "tmp").exists()
-        store.put("t", b"alone again")
-        store.run_once(0)
-        assert [position for position, _ in ready if position] == [store.max_offset]
-
-
-def test_the_faster_the_writer_the_more_pages_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that the writer comes to first costs it more than the record; a page made ready for nobody is written."""
-    clock = SimulatedClock()
-    with open_store(tmp_path / "s", segment_bytes=192 << 20, clock=clock) as store:
-        ready: list[int] = []
-
-        def populate(segment: Any, position: int, length: int) -> bool:
-            ready.append(segment.start + position + length - store.max_offset)
-            return True
-
-        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
-        paces = []
-        for puts, milliseconds in ((1, 100), (4, 1), (50, 1), (1, 100)):
-            begun = store.max_offset
-            while store.max_offset - begun < 40 << 20:
-                for _ in range(puts):
-                    store.put("t", bytes(100_000))
-                    store.run_once(clock.monotonic_ms())
-                clock.advance(milliseconds)
-            paces.append(ready[-1])
-        assert paces[0] == paces[3] == 4 << 20
-        assert 10 << 20 < paces[1] < 14 << 20  # 30 times 400 kB
-        assert paces[2] == 32 << 20
 
 
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(bytearray(b"x")), st.just("x")), max_size=8))

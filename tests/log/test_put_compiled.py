@@ -14,18 +14,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import native
+from mqstore import Durability, OutgoingMessage, SendReceipt, SimulatedClock, Store, StoreConfig, native
 from mqstore.broker.broker import Broker
 from mqstore.broker.road import Road
-from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, InvalidMessageError, StoreClosedError
 from mqstore.log import commitlog as commitlog_module
 from mqstore.log import writer as writer_module
-from mqstore.log.commitlog import SendReceipt
-from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, StoreConfig
-from mqstore.store import Store
 from tests.log.support import act_behind
 from tests.without import Door, append_compiled, compiled, put_by_python
 
@@ -85,7 +80,7 @@ def log_of(
     st.sampled_from([None, "[2001:db8::1]:9"]),
     st.sampled_from(["append", "flush"]),
 )
-def test_a_compiled_put_does_what_a_put_of_python_does(
+def test_compiled_put_agrees_with_python(
     tmp_path_factory: pytest.TempPathFactory, puts: Puts, host: str | None, durability: Durability
 ) -> None:
     ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
@@ -146,7 +141,7 @@ def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest
         ({"delay": 1}, None),
     ],
 )
-def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
+def test_puts_that_are_compiled(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
     with MessageStore(tmp_path) as store:
         door = Door(store)
         receipt = door.put("t", b"body", 0, **options)
@@ -159,7 +154,7 @@ def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], st
 
 @compiled
 @pytest.mark.parametrize("sender", [None, 5, object()])
-def test_what_is_no_sender_leaves_every_put_to_python(sender: object) -> None:
+def test_other_sender_is_left_to_python(sender: object) -> None:
     door = Door(sender)
     door.put("t", b"", 0, tag="a")
     delattr(door, "_sender")

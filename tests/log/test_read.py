@@ -15,15 +15,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import OutgoingMessage, SimulatedClock
-from mqstore.engine import MessageStore
+from mqstore import OutgoingMessage, Profile, SimulatedClock
 from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
 from mqstore.files.filesystem import StrPath
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
-from mqstore.options import Profile
+from mqstore.log.store import MessageStore
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, overwrite, until_parked
 
 UNIT = struct.Struct(">qiq")
@@ -84,7 +83,7 @@ def test_the_status_of_each_offset(trimmed: MessageStore) -> None:
             assert trimmed.read("t", 0, offset, 3) == result.messages
 
 
-def test_nothing_matched_goes_on_behind_what_was_looked_at(trimmed: MessageStore) -> None:
+def test_empty_match_continues_behind_the_range(trimmed: MessageStore) -> None:
     low, high = trimmed.offsets("t")
     result = trimmed.get("t", 0, low, tags="none")
     assert (result.status, result.next_offset, result.messages) == ("NO_MATCHED_MESSAGE", high, [])
@@ -181,7 +180,7 @@ def test_a_count_limit_is_filled_in_spite_of_colliding_hashes(store: MessageStor
     assert read == [b"%d" % i for i in range(6, 60, 7)]
 
 
-def test_a_filter_looks_at_800_units_a_step_and_read_goes_on_until_something_matches(tmp_path: Path) -> None:
+def test_filtered_read_steps_800_units(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", segment_bytes=1 << 18, consumequeue_units=500) as store:
         store.put_many("t", [OutgoingMessage(b"", tag="hay")] * 2500 + [OutgoingMessage(b"!", tag="needle")])
         result = store.get("t", 0, 0, tags="needle")
@@ -475,7 +474,7 @@ def test_at_finds_the_starts_of_records_and_nothing_else(store: MessageStore) ->
 
 
 @pytest.mark.parametrize("message_id", ["", "xyz", "0" * 31, "0" * 33, "G" * 32, "0" * 57, "é" * 32])
-def test_what_is_no_message_id_is_refused(store: MessageStore, message_id: str) -> None:
+def test_invalid_message_id_is_refused(store: MessageStore, message_id: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
         store.get_by_id(message_id)
     assert caught.value.field == "message_id"
@@ -588,7 +587,7 @@ def test_every_millisecond_survives_being_a_datetime(tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("way", ["read", "iter"])
-def test_a_reader_is_told_when_retention_has_overtaken_it(tmp_path: Path, way: str) -> None:
+def test_overtaken_reader_hears_of_retention(tmp_path: Path, way: str) -> None:
     """It once looped over what was gone, or passed over it in silence."""
     with open_store(tmp_path / "s") as writer:
         for i in range(200):
@@ -688,7 +687,7 @@ def test_iter_ends_where_the_queue_ended_when_it_began(store: MessageStore) -> N
 
 
 @pytest.mark.parametrize("way", ["get", "offset_at"])
-def test_what_retention_has_taken_is_passed_over_at_once(tmp_path: Path, way: str) -> None:
+def test_expired_range_is_skipped_at_once(tmp_path: Path, way: str) -> None:
     """The log was listed once for each message that was gone, and a command that asked for one did not end."""
     listings = []
 

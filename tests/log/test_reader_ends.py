@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mqstore import Message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.message import Message
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.log.support import SEGMENT, Unsynced, flip, open_store
@@ -58,7 +58,7 @@ def test_the_end_that_a_reader_sees_moves_back_with_that_of_the_log(tmp_path: Pa
 
 @pytest.mark.parametrize("queue_id", [0, None])
 @pytest.mark.parametrize("more", [0, 5, COUNT])
-def test_who_follows_goes_on_from_where_the_log_was_cut_and_says_so(
+def test_follower_continues_from_a_cut_and_reports(
     tmp_path: Path, queue_id: int | None, more: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     places = fill(tmp_path / "s", range(COUNT))

@@ -19,17 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mqstore.clock import SimulatedClock
+from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.layout.checkpoint import Checkpoint, decode
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import (
     HEADER,
@@ -219,7 +217,7 @@ def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: i
     settle(crashed)
 
 
-def test_a_tail_lost_below_the_watermark_is_told(clean: Made) -> None:
+def test_tail_lost_below_the_watermark_is_reported(clean: Made) -> None:
     first_lost = clean.receipts[-3]
     path, at = clean.place(first_lost)
     overwrite(path, at, bytes(SEGMENT - at))
@@ -260,7 +258,7 @@ def test_a_reader_knows_that_a_crash_left_messages_in_no_queue(tmp_path: Path) -
         assert not unlisted(tmp_path / name)
 
 
-def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_aside(crashed: Made) -> None:
+def test_records_behind_a_torn_one_are_cut_and_kept(crashed: Made) -> None:
     torn = crashed.receipts[72]
     path, at = crashed.place(torn)
     flip(path, at + 50)
@@ -321,7 +319,7 @@ def test_a_lost_tail_is_kept_aside_before_it_is_cut(clean: Made, way: str) -> No
     settle(clean)
 
 
-def test_what_is_kept_of_a_lost_tail_has_the_zeros_that_it_ended_in(tmp_path: Path) -> None:
+def test_kept_tail_has_its_zeros(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"a")
         last = store.put("t", bytes(300))
@@ -387,7 +385,7 @@ def test_a_copy_is_not_written_over_when_a_killed_recovery_is_run_again(tmp_path
     assert nth > 10
 
 
-def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_read(clean: Made) -> None:
+def test_damage_outside_the_scan_is_found_by_verify(clean: Made) -> None:
     bad = clean.in_segment(0)[1]
     n = clean.receipts.index(bad)
     flip_log(clean.path, bad.physical_offset + 93)
@@ -417,7 +415,7 @@ def test_a_record_that_lies_elsewhere_than_it_says_is_no_record(crashed: Made) -
     assert not any(crashed.segment(crashed.end - end).read_bytes()[end:])
 
 
-def test_units_that_a_killed_writer_left_unsynced_are_synced_before_they_count(crashed: Made) -> None:
+def test_unsynced_units_are_synced_first(crashed: Made) -> None:
     fs = FaultyFileSystem()
     with MessageStore(crashed.path, profile=crashed.profile, config=StoreConfig(clock=SimulatedClock()), fs=fs):  # type: ignore[arg-type]
         synced = {
@@ -450,7 +448,7 @@ def test_a_short_last_segment_is_extended_and_cut_as_a_torn_tail(crashed: Made) 
 @pytest.mark.parametrize(
     "length", ["in a header", "in a record", "behind a record", "in zeros", "in the blank", "torn"]
 )
-def test_a_plan_tells_of_a_short_last_segment_what_the_run_does(crashed: Made, length: str, behind: bool) -> None:
+def test_plan_of_a_short_last_segment_equals_the_run(crashed: Made, length: str, behind: bool) -> None:
     """It judged a record by where the file ended, while the run extends the file first: it told other reasons."""
     last = crashed.receipts[-1]
     if length == "in the blank":  # a segment that was full
@@ -504,7 +502,7 @@ def test_surplus_bytes_of_a_segment_are_ignored_and_reported(clean: Made) -> Non
     assert clean.segment(SEGMENT).stat().st_size == SEGMENT + 7
 
 
-def test_a_segment_made_ahead_that_is_removed_is_told_of(golden: Callable[[str], Any]) -> None:
+def test_removal_of_a_prepared_segment_is_reported(golden: Callable[[str], Any]) -> None:
     java = golden("crashed")  # its broker had made one more
     planned = recover_store(java.path, RecoverOptions(full=True, dry_run=True))
     before = {file.name for file in (java.path / "commitlog").iterdir()}
@@ -563,7 +561,7 @@ def originals(made: Made) -> dict[str, bytes]:
     return {k: v for k, v in files(made.path).items() if k.startswith("consumequeue")}
 
 
-def test_a_missing_folder_or_file_after_a_clean_exit_is_for_verify_and_recover(clean: Made) -> None:
+def test_missing_file_after_a_clean_exit_is_left_to_recover(clean: Made) -> None:
     before = originals(clean)
     (clean.path / "consumequeue" / "orders" / "0" / f"{160:020d}").unlink()
     with clean.open("r") as store:
@@ -677,7 +675,7 @@ def test_a_queue_file_that_a_power_cut_left_short_gets_its_length_again(crashed:
     assert originals(crashed) == before
 
 
-def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(clean: Made) -> None:
+def test_void_last_unit_does_not_hide_the_file(clean: Made) -> None:
     """Its physical offset is 0, below every minimum: the whole file was taken for dead."""
     mine = [r for r in clean.receipts if (r.topic, r.queue_id) == ("orders", 0)]
     assert len(mine) > 16
@@ -696,7 +694,7 @@ def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(cl
 # --- the numbers in the records ---
 
 
-def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_slot(path: Path) -> None:
+def test_wild_offset_at_a_segment_end_costs_no_slot(path: Path) -> None:
     """The room it lay in did not count when the next record's number jumped by its own: that got none, either, and so
     on for as many records as it took to make up for it. They were there, and no queue listed them."""
     with open_store(path, profile="rocketmq", segment_bytes=SEGMENT) as store:
@@ -755,7 +753,7 @@ def test_recovery_and_verify_agree_on_a_wild_queue_offset(path: Path, number: in
     settle(made)
 
 
-def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_for_the_next_one(path: Path) -> None:
+def test_queue_with_a_wild_first_offset_keeps_it(path: Path) -> None:
     """Nothing told against the number when the queue had no file yet. Then it had one, which began with a void slot
     in a log that begins at 0: the next recovery made the number nonsense."""
     store = open_store(path, profile="rocketmq")
@@ -770,7 +768,7 @@ def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_f
     settle(made)
 
 
-def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(path: Path) -> None:
+def test_message_after_a_wild_offset_survives_a_second_crash(path: Path) -> None:
     """One recovery read the whole log, believed 3 and not the 2 behind it; the next message got 4. The recovery after
     it read the end only, believed the 2 and not the 4, and no queue listed that message any more."""
     store = open_store(path, profile="rocketmq")
@@ -830,7 +828,7 @@ def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, uni
         (0, [0, 2], [0, 100], [0, None]),  # a record itself is no room
     ],
 )
-def test_slots_are_told_from_nonsense(
+def test_plausible_slots_are_recognized(
     expected: int | None, offsets: list[int], physical: list[int], slots: list[int | None]
 ) -> None:
     sizes = np.full(len(offsets), 100, np.int32)
@@ -846,10 +844,13 @@ BITS = [(0, 0), (0, 1), (0, 5), (7, 3)]
 """(byte of the queue offset counted from its last one, bit): near, and far beyond any room in the log."""
 
 
-@pytest.mark.parametrize(("byte", "bit"), BITS)
+PLACES = [*((which, "there") for which in (0, 1, 5, -1)), *((which, "lost") for which in (0, 1, 5, -2))]
+"""Of a last record without its unit nothing says which it is."""
+
+
 @pytest.mark.parametrize(
-    ("which", "units"),  # of a last record without its unit nothing says which it is
-    [*((which, "there") for which in (0, 1, 5, -1)), *((which, "lost") for which in (0, 1, 5, -2))],
+    ("which", "units", "byte", "bit"),
+    [*((*PLACES[i], *BITS[i % 4]) for i in range(8)), *((*PLACES[i], *BITS[(i + 2) % 4]) for i in range(8))],
 )
 def test_a_flipped_bit_in_a_queue_offset_is_free(tmp_path: Path, which: int, byte: int, bit: int, units: str) -> None:
     """Profile `rocketmq` has no checksum over it. The message was dropped, and its unit voided."""
@@ -1088,7 +1089,7 @@ def test_a_record_whose_keys_lie_in_two_index_files_keeps_them_all(tmp_path: Pat
         assert sum(file.header.next_entry - 1 for file in store.index.files) == 120
 
 
-def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(tmp_path: Path) -> None:
+def test_stale_index_header_is_rebuilt(tmp_path: Path) -> None:
     """The slot's page was written, the header's was not: the chain behind that slot can no longer be reached."""
     store = open_store(tmp_path / "store", index_slots=1, index_entries=64)
     receipts = [store.put("t", b"x", keys=f"k{n}") for n in range(20)]
@@ -1101,7 +1102,7 @@ def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(t
             assert [m.physical_offset for m in store.find("t", key=f"k{n}")] == [receipt.physical_offset]
 
 
-def test_index_entries_beyond_a_lost_tail_go_with_it(clean: Made) -> None:
+def test_index_entries_of_a_lost_tail_are_removed(clean: Made) -> None:
     lost = clean.receipts[-5]
     path, at = clean.place(lost)
     overwrite(path, at, bytes(SEGMENT - at))
@@ -1128,7 +1129,7 @@ def damage_a_lot(made: Made) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": True}, {"rebuild_index": True}], ids=["plain", "prefix", "index"])
-def test_a_dry_run_writes_nothing_and_says_what_the_real_one_does(crashed: Made, options: dict[str, Any]) -> None:
+def test_dry_run_writes_nothing_and_shows_the_plan(crashed: Made, options: dict[str, Any]) -> None:
     damage_a_lot(crashed)
     before = snapshot(crashed.path)
     planned = crashed.recover(dry_run=True, **options)
@@ -1254,7 +1255,7 @@ def test_a_json_file_whose_backup_is_good_is_mended_by_a_recovery(tmp_path: Path
 
 
 @pytest.mark.parametrize("text", ['{"n": "five"}', "{", ""])
-def test_a_damaged_backup_of_a_good_json_file_is_told_of_and_mended(tmp_path: Path, text: str) -> None:
+def test_damaged_json_backup_is_reported_and_repaired(tmp_path: Path, text: str) -> None:
     """Nobody looked at it: that there was one good copy left showed when that was damaged, too."""
     made = make(tmp_path / "s")
     folder = with_json(made, '{"n": 5}', text)
@@ -1271,7 +1272,7 @@ def test_a_damaged_backup_of_a_good_json_file_is_told_of_and_mended(tmp_path: Pa
     assert (again.findings, again.changed) == ([], False)
 
 
-def test_a_value_of_the_wrong_type_is_mended_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_value_of_a_wrong_type_is_repaired_on_request(tmp_path: Path) -> None:
     """`--rebuild config` judged by less than those who would not load the file, and found nothing to do."""
     made = make(tmp_path / "s")
     with_json(made, '{"n": "five"}', None)

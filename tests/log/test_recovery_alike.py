@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mqstore.clock import SimulatedClock
+from mqstore import Profile, SimulatedClock, StoreConfig
 from mqstore.errors import MQStoreError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
@@ -25,7 +25,6 @@ from mqstore.log.recovery import recover as recovery
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
 from tests.damage.kinds import KINDS, Kind, Target
 from tests.damage.support import FORMATS, STATES, Made, Shape, write
 from tests.damage.support import make as make_store
@@ -141,7 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]
     ("name", "form", "state", "way"),
     [(name, FORMATS[n % 3], STATES[n % 2], n % len(WAYS)) for n, name in enumerate(DAMAGES)],
 )
-def test_what_is_done_about_damage_does_not_depend_on_compiled_parts(
+def test_damage_handling_is_independent_of_compiled_parts(
     tmp_path: Path, made: Callable[[str, str], Made], name: str, form: str, state: str, way: int
 ) -> None:
     options, lost_checkpoint = WAYS[way]

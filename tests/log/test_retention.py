@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from mqstore import Retention, SimulatedClock
-from mqstore.engine import MessageStore
 from mqstore.errors import FlushFailedError, OffsetOutOfRangeError, StoreIOError
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import retention as retention_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
+from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, open_store
 
@@ -85,7 +85,7 @@ def test_dropping_on_demand_takes_whole_segments_below_the_offset(tmp_path: Path
 @pytest.mark.parametrize(
     ("offset", "count"), [(-1, 0), (0, 0), (1, 0), (SEGMENT - 1, 0), (10 * SEGMENT, 9), (1 << 62, 9)]
 )
-def test_what_is_asked_for_is_dropped_but_for_the_last_segment(store: MessageStore, offset: int, count: int) -> None:
+def test_requested_segments_are_dropped_except_the_last(store: MessageStore, offset: int, count: int) -> None:
     """Of an empty store there is nothing to drop, and the one that is written is never dropped."""
     assert store.drop_before(offset) == store.clean(Retention(age=0, max_bytes=0)) == []
     fill(store)
@@ -94,7 +94,7 @@ def test_what_is_asked_for_is_dropped_but_for_the_last_segment(store: MessageSto
     assert store.drop_before(offset) == []
 
 
-def test_what_is_not_durable_or_not_dispatched_yet_stays(tmp_path: Path) -> None:
+def test_undurable_or_undispatched_segments_stay(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         for i in range(40):
@@ -252,7 +252,7 @@ def test_a_queue_that_lost_its_first_file_is_built_once_and_for_all(tmp_path: Pa
         assert store.offsets("t", 0) == (low, high)
 
 
-def test_a_segment_that_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_undeletable_segment_is_reported_and_retried(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         fill(store)
@@ -285,7 +285,7 @@ def test_segments_dropped_one_after_the_other_while_writing_goes_on(tmp_path: Pa
         assert list(store.verify()) == []
 
 
-def test_a_segment_without_a_readable_record_goes_with_the_next_that_is_old(tmp_path: Path) -> None:
+def test_unreadable_segment_goes_with_the_next(tmp_path: Path) -> None:
     clock = SimulatedClock()
     with open_store(tmp_path / "s", clock=clock) as store:
         for _ in range(16):

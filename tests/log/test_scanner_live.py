@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
+from mqstore.log.store import MessageStore
 from tests.log.support import overwrite
 
 
 def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` beside a busy writer reported a bad record now and then: the scan saw zeros, the writer put two records
     there, and the second one then seemed to lie behind damage."""
-    with mqstore.engine.MessageStore(
-        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    ) as writer:
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         writer.put("orders", b"before")
         look = scanner.used_end
         looks = 0
@@ -35,7 +34,7 @@ def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypa
             return look(*arguments)  # type: ignore[arg-type]  # passed through
 
         monkeypatch.setattr(scanner, "used_end", look_later)
-        with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
+        with ReadOnlyMessageStore(tmp_path) as reader:
             events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert looks > 0
@@ -46,9 +45,7 @@ def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypa
 def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the log had ended there were zeros, and suddenly records in the file behind, which a Java broker makes
     ahead of time."""
-    with mqstore.engine.MessageStore(
-        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    ) as writer:
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         places = [writer.put("orders", b"some").physical_offset for _ in range(200)]
     files = [tmp_path / "commitlog" / f"{start:020d}" for start in (0, 1 << 14)]
     whole = [file.read_bytes() for file in files]
@@ -62,7 +59,7 @@ def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatc
         return look(run, segment, *arguments)
 
     monkeypatch.setattr(scanner, "first_good_in", look_later)
-    with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
+    with ReadOnlyMessageStore(tmp_path) as reader:
         events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert not [event for event in events if isinstance(event, Bad)]
@@ -72,10 +69,10 @@ def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("stop", [1, 500, 3_000, 1 << 14])
 def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: int) -> None:
     config = StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    with mqstore.engine.MessageStore(tmp_path, config=config) as writer:
+    with MessageStore(tmp_path, config=config) as writer:
         places = [writer.put("orders", bytes(100 + 7 * i)).physical_offset for i in range(30)]
         end = writer.max_offset
-    with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
+    with ReadOnlyMessageStore(tmp_path) as reader:
         checksum = reader.manifest.checksum
         [segment] = reader.log_files.segments()
         scan = scan_segment(reader.log_files, segment, 0, checksum, stop=stop)
@@ -98,7 +95,7 @@ def _walk_while(
 ) -> tuple[list[int], list[object]]:
     """(fronts that a walk was told of, the other events but for records) of a store that `change` changes at each
     event, and that is then listed again if `lists`."""
-    with mqstore.engine.ReadOnlyMessageStore(path) as reader:
+    with ReadOnlyMessageStore(path) as reader:
         if limit is not None:
             reader.stop_at(limit)
         fronts: list[int] = []
@@ -114,9 +111,7 @@ def _walk_while(
 
 @pytest.fixture
 def ten_segments(tmp_path: Path) -> Path:
-    with mqstore.engine.MessageStore(
-        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    ) as writer:
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         while writer.max_offset < 10 << 14:
             writer.put("orders", bytes(1000))
     return tmp_path
@@ -158,7 +153,7 @@ def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path, 
 
 
 def test_a_walk_that_does_not_expect_it_says_what_is_gone(ten_segments: Path) -> None:
-    with mqstore.engine.ReadOnlyMessageStore(ten_segments) as reader:
+    with ReadOnlyMessageStore(ten_segments) as reader:
         _segment(ten_segments, 0).unlink()
         with pytest.raises(FileNotFoundError):
             list(scan_log(reader.log_files, 0, reader.manifest.checksum))

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import SimulatedClock
-from mqstore.engine import MessageStore
+from mqstore import Message, SimulatedClock
 from mqstore.errors import FormatError, StoreFullError
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.segmentwriter import SegmentWriter
@@ -29,9 +28,9 @@ from mqstore.layout.properties import encode_properties
 from mqstore.log import reput
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
-from mqstore.log.message import Message
 from mqstore.log.reader import GetResult
 from mqstore.log.reput import Dispatcher
+from mqstore.log.store import MessageStore
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store, overwrite

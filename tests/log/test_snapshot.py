@@ -22,7 +22,6 @@ import pytest
 
 from mqstore import MQStoreError, Retention, StoreConfig
 from mqstore.broker.published import publish
-from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError, ReadOnlyStoreError, StoreBusyError, StoreIOError
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
@@ -36,6 +35,7 @@ from mqstore.log.snapshot import moment as looking
 from mqstore.log.snapshot import take as module
 from mqstore.log.snapshot.moment import Original
 from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem, deaths
@@ -111,7 +111,7 @@ def root(tmp_path: Path) -> Path:
 # -- what is in it -----------------------------------------------------------------------------------------------------
 
 
-def test_a_store_at_rest_is_copied_and_stays_as_it_is(root: Path, tmp_path: Path) -> None:
+def test_store_at_rest_is_copied_unchanged(root: Path, tmp_path: Path) -> None:
     (root / "config" / "mine.json").write_text('{"a": 1}')
     (root / "local_offsets" / "one").mkdir(parents=True)
     (root / "local_offsets" / "one" / "g.json").write_text("{}")
@@ -178,7 +178,7 @@ def test_a_store_of_the_java_engine(golden: Golden, tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["light", "batch", "addresses", "rocksdb"])
-def test_what_only_a_java_broker_keeps_goes_with_it(
+def test_java_only_files_are_copied(
     foreign: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     target = tmp_path_factory.mktemp("snapshots") / "copy"
@@ -191,7 +191,7 @@ def test_what_only_a_java_broker_keeps_goes_with_it(
     assert {each: after[each] for each in kept} == {each: before[each] for each in kept}
 
 
-def test_rocksdb_that_is_in_use_is_left_and_told_of(
+def test_rocksdb_in_use_is_left_and_reported(
     foreign: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = tmp_path_factory.mktemp("snapshots") / "copy"
@@ -223,7 +223,7 @@ def test_numbers_of_a_queue_that_retention_emptied_go_on(tmp_path: Path) -> None
         assert copy.put("rare", b"y").offset == 5
 
 
-def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: Path) -> None:
+def test_crashed_store_is_copied_as_recovered(tmp_path: Path) -> None:
     store = open_store(tmp_path / "mq")
     put(store, range(100))
     end = store.max_offset
@@ -241,7 +241,7 @@ def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: P
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_damage_is_copied_and_told(root: Path, tmp_path: Path, live: bool) -> None:
+def test_damage_is_copied_and_reported(root: Path, tmp_path: Path, live: bool) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
     flip_log(root, hit.physical_offset + 95)
@@ -256,7 +256,7 @@ def test_damage_is_copied_and_told(root: Path, tmp_path: Path, live: bool) -> No
         assert sum(1 for queue in range(3) for _ in copy.iter("orders", queue)) == 199
 
 
-def test_a_json_file_that_is_bad_is_told_by_its_name_in_the_copy(root: Path, tmp_path: Path) -> None:
+def test_bad_json_file_is_named(root: Path, tmp_path: Path) -> None:
     (root / "config" / "consumerOffset.json").write_text("{")
     (root / "config" / "consumerOffset.json.bak").write_text("{}")
     (finding,) = taken(root, tmp_path / "copy").findings
@@ -265,7 +265,7 @@ def test_a_json_file_that_is_bad_is_told_by_its_name_in_the_copy(root: Path, tmp
     assert (root / "config" / "consumerOffset.json").read_text() == "{"
 
 
-def test_what_is_no_part_of_a_store_is_left_and_told_of(root: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_left_and_reported(root: Path, tmp_path: Path) -> None:
     for i in range(10):
         (root / f"note{i}").write_text("mine")
     (root / "cut").mkdir()
@@ -279,13 +279,14 @@ def test_what_is_no_part_of_a_store_is_left_and_told_of(root: Path, tmp_path: Pa
 # -- beside a writer ---------------------------------------------------------------------------------------------------
 
 
-def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile_is_a_prefix(tmp_path: Path) -> None:
+def test_copy_beside_a_writer_is_a_prefix(tmp_path: Path) -> None:
     """A writer in another process puts numbered messages and says which are in; segments roll and are dropped."""
     script = (
         "import sys, mqstore\n"
+        "from mqstore.log.store import MessageStore\n"
         "config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=64,\n"
         "    retention=mqstore.Retention(age=None, max_bytes=1 << 20))\n"
-        "with mqstore.engine.MessageStore(sys.argv[1], config=config) as store:\n"
+        "with MessageStore(sys.argv[1], config=config) as store:\n"
         "    for i in range(1 << 60):\n"
         "        store.put('orders', b'%08d' % i * 10, queue_id=i % 3, keys=f'k{i}')\n"
         "        if i % 100 == 0: print(i, flush=True)\n"
@@ -432,7 +433,7 @@ def test_a_half_written_backup_is_fine(root: Path, tmp_path: Path, ends: bool) -
     assert [finding.kind for finding in report.findings] == ([] if ends else ["bad_json"])
 
 
-def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_path: Path) -> None:
+def test_java_records_after_a_killed_splice_are_copied(tmp_path: Path) -> None:
     """It knows nothing of an intent, which then is not acted on."""
     root = tmp_path / "mq"
     store = open_store(root, profile="rocketmq")
@@ -567,7 +568,7 @@ def test_the_end_is_sought_from_what_was_flushed(root: Path, tmp_path: Path, mon
     assert first.messages == 206
 
 
-def test_links_to_folders_are_not_followed_but_told_of(root: Path, tmp_path: Path) -> None:
+def test_linked_folders_are_reported_and_not_followed(root: Path, tmp_path: Path) -> None:
     (root / "config" / "loop").symlink_to("..")
     (root / "config" / "nowhere.json").symlink_to("gone")
     os.mkfifo(root / "config" / "pipe")
@@ -583,7 +584,7 @@ def test_links_to_folders_are_not_followed_but_told_of(root: Path, tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_root_copies_belongs_to_whom_the_store_belongs(root: Path, tmp_path: Path) -> None:
+def test_copy_by_root_belongs_to_the_owner(root: Path, tmp_path: Path) -> None:
     for path in (root, *root.rglob("*")):
         os.chown(path, 1234, 1234)
     taken(root, tmp_path / "copy")
@@ -609,7 +610,7 @@ def test_root_that_may_not_give_files_away_keeps_them(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("link", [False, True])
-def test_what_is_of_root_is_not_given_away(root: Path, tmp_path: Path, link: bool) -> None:
+def test_files_of_root_keep_their_owner(root: Path, tmp_path: Path, link: bool) -> None:
     """Neither a file elsewhere that the store's owner put a link to, nor one of the original's that the copy shares."""
     (tmp_path / "secret").write_text("{}")
     (root / "config" / "mine.json").symlink_to(tmp_path / "secret")
@@ -772,7 +773,7 @@ def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("held", [0, 3, 256])
-def test_what_retention_takes_meanwhile_is_not_missed(
+def test_retention_during_a_copy_is_harmless(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, link: bool
 ) -> None:
     """What is held open is copied all the same. Else it begins with a new moment, and keeps what it has: what was put
@@ -909,7 +910,7 @@ def test_with_link_closed_segments_are_shared_and_the_last_one_is_not(root: Path
 
 
 @pytest.mark.parametrize("cut", ["mq", "copy"])
-def test_who_cuts_into_a_shared_segment_takes_a_copy_of_it(root: Path, tmp_path: Path, cut: str) -> None:
+def test_cut_in_a_shared_segment_copies_it(root: Path, tmp_path: Path, cut: str) -> None:
     with open_store(root, "r") as store:
         (hit,) = store.find("orders", key="k50")
     taken(root, tmp_path / "copy", link=True)
@@ -1009,9 +1010,7 @@ def counts_behind(root: Path, more: range, copy: Path, others: range) -> tuple[i
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("left", ["a file made ahead", "a splice"])
-def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in(
-    tmp_path: Path, profile: Any, left: str
-) -> None:
+def test_last_segment_at_rest_is_not_shared(tmp_path: Path, profile: Any, left: str) -> None:
     """It need not be the last file: a Java broker makes the next one ahead, and a kill leaves half a splice."""
     root = tmp_path / "mq"
     store = open_store(root, profile=profile, fs=FaultyFileSystem())
@@ -1031,7 +1030,7 @@ def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in
     assert counts_behind(root, range(100, 110), tmp_path / "copy", range(900, 920)) == (110, 120)
 
 
-def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(root: Path, tmp_path: Path) -> None:
+def test_shared_segment_ending_in_zeros_is_copied(root: Path, tmp_path: Path) -> None:
     """A power cut took pages of it, and left what lies in the segments behind."""
     kill(open_store(root))
     reboot(root)
@@ -1062,7 +1061,7 @@ def test_links_to_segments_are_copied_not_linked(root: Path, tmp_path: Path) -> 
     sound(tmp_path / "deep" / "copy")
 
 
-def test_what_a_writer_has_not_flushed_is_linked_all_the_same(tmp_path: Path) -> None:
+def test_unflushed_segments_are_linked(tmp_path: Path) -> None:
     with open_store(tmp_path / "mq") as store:
         put(store, range(200))
         report = taken(store.path, tmp_path / "copy", link=True)
@@ -1185,12 +1184,12 @@ def test_a_relative_target(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("target", ["", "a\0b"])
-def test_what_is_no_name_is_refused(root: Path, target: str) -> None:
+def test_invalid_target_name_is_refused(root: Path, target: str) -> None:
     with pytest.raises(ConfigError, match="is not a folder name"):
         taken(root, target)  # type: ignore[arg-type]
 
 
-def test_a_target_below_a_link_is_where_the_system_has_it(root: Path, tmp_path: Path) -> None:
+def test_target_below_a_link_is_resolved(root: Path, tmp_path: Path) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "way").symlink_to(tmp_path / "far" / "away")
     snapshot_store(root, f"{tmp_path}/way/../copy/")
@@ -1213,7 +1212,7 @@ def test_nothing_that_bears_such_a_name_is_touched(root: Path, tmp_path: Path) -
     assert told(tmp_path / "copy") == told(root)
 
 
-def test_of_two_at_one_target_one_is_told(root: Path, tmp_path: Path) -> None:
+def test_second_copy_to_a_target_is_refused(root: Path, tmp_path: Path) -> None:
     def other(call: int) -> None:
         if call == 0:
             taken(root, tmp_path / "copy")

@@ -16,8 +16,8 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore import Message, Profile, Retention, SimulatedClock
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -34,10 +34,8 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.bulk.splice import SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnFile, TxnState
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.message import Message
 from mqstore.log.recovery.scanner import End, scan_log
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
 from tests.log.splicesupport import Halfway, Row, described, kill_in_splice, put_one_by_one, shown, stage, staged
 from tests.log.support import SEGMENT, files, flip, kill, open_store
@@ -124,7 +122,7 @@ _rows = st.lists(
     shards=st.lists(_rows, max_size=4),
     profile=st.sampled_from(PROFILES),
 )
-def test_any_shards_come_to_what_puts_come_to(
+def test_shards_equal_puts(
     tmp_path_factory: pytest.TempPathFactory, before: list[bytes], shards: list[list[Row]], profile: Profile
 ) -> None:
     root = tmp_path_factory.mktemp("any")
@@ -188,7 +186,7 @@ def test_a_store_with_durability_flush_shows_it_at_once(root: Path, shard: Path)
         assert store.stats().flush_lag_bytes == 0
 
 
-def test_what_waits_for_a_message_is_woken(root: Path, shard: Path) -> None:
+def test_splice_wakes_waiters(root: Path, shard: Path) -> None:
     with MessageStore(root) as store:
         store.put("clicks", b"first")
         there = []
@@ -246,7 +244,7 @@ def test_a_splice_that_nobody_will_repeat_leaves_no_entry(tmp_path: Path) -> Non
         assert sum(map(len, shown(store).values())) == len(ROWS)
 
 
-def test_the_table_of_applications_is_bounded_and_forgets_who_was_used_longest_ago() -> None:
+def test_application_table_forgets_the_oldest() -> None:
     day_ms = 86_400_000
     state = TxnState(apps={f"old-{i}": (0, i) for i in range(9_999)})
     state = state.recorded("new", 0, 100 * day_ms, {})
@@ -504,7 +502,7 @@ def test_a_put_of_another_thread_waits_and_lies_behind(root: Path, shard: Path) 
         assert sorted(body for body in shown(store)["late", 0]) == [b"1", b"2", b"3"]
 
 
-def test_what_a_signal_handler_asks_in_the_middle_is_refused(root: Path, shard: Path) -> None:
+def test_signal_handler_is_refused_during_a_splice(root: Path, shard: Path) -> None:
     refused = []
 
     def handle() -> None:
@@ -542,7 +540,7 @@ def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(root: Path, 
         assert not store.splice([shard], app="b", version=0).already
 
 
-def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(root: Path, shard: Path) -> None:
+def test_closing_undoes_a_splice(root: Path, shard: Path) -> None:
     closer = threading.Thread(target=lambda: store.close())
 
     def close() -> None:
@@ -694,7 +692,7 @@ def test_nothing_is_deleted_for_half_a_splice(tmp_path: Path, monkeypatch: pytes
         assert len(store.log_files.starts) == 4
 
 
-def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(root: Path, shard: Path) -> None:
+def test_full_disk_undoes_a_splice(root: Path, shard: Path) -> None:
     fs = FaultyFileSystem()
     with open_store(root, fs=fs) as store:
         store.put("orders", b"before")
@@ -715,7 +713,7 @@ KINDS = sorted((CHANGES | {"pread", "open"}) - {"mkdir", "rmdir", "truncate_spar
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(tmp_path: Path, kind: str) -> None:
+def test_failed_splice_is_all_or_nothing(tmp_path: Path, kind: str) -> None:
     """Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on (reliability#p8)."""
     shards = [stage(tmp_path / "a", ROWS[:30]), stage(tmp_path / "b", ROWS[30:])]
     total = sum(1 for row in ROWS if (row.topic, row.queue_id) == ("orders", 0))
@@ -794,7 +792,7 @@ def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, root: 
         assert not store.recovery.changed
 
 
-def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(root: Path, shard: Path) -> None:
+def test_dry_run_reports_a_splice_and_changes_nothing(root: Path, shard: Path) -> None:
     from mqstore.log.recovery.recover import RecoverOptions
     from mqstore.log.recovery.repair import recover_store
 
@@ -883,7 +881,7 @@ def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(root: Path,
         assert shown(store) == held
 
 
-def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(root: Path, shard: Path) -> None:
+def test_damaged_table_stops_the_opening(root: Path, shard: Path) -> None:
     from mqstore.log.recovery.repair import rebuild_config
 
     with open_store(root) as store:
@@ -931,7 +929,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(root: Path, shard: P
 
 
 @pytest.mark.parametrize("queues", [1 << 70, 1 << 63])
-def test_what_could_not_be_read_again_is_not_written(root: Path, queues: int) -> None:
+def test_unverified_shard_is_not_written(root: Path, queues: int) -> None:
     with open_store(root) as store:
         store.splice([], app="a", version=0)
         before = files(root / "config")

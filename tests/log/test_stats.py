@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from mqstore.clock import SimulatedClock
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.log.stats import Histogram
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
 from tests.log.support import HEADER, SEGMENT, kill, open_store
 

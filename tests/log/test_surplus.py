@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
-from mqstore.options import Profile
+from mqstore import Profile, StoreConfig
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 

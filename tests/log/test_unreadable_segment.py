@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
-from mqstore.engine import ReadOnlyMessageStore
+from mqstore import Profile, StoreConfig
 from mqstore.errors import StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.quiet import QuietFileSystem
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.options import Profile
+from mqstore.log.store import MessageStore
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -109,7 +109,7 @@ def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, 
         assert os.strerror(number) in missing[0].detail
     for refused in (
         lambda: recover_store(path, RecoverOptions(), fs=_denying(FileSystem, name, number)),
-        lambda: mqstore.engine.MessageStore(path, fs=_denying(FileSystem, name, number)),
+        lambda: MessageStore(path, fs=_denying(FileSystem, name, number)),
     ):
         with pytest.raises(mqstore.MQStoreError, match=f"{name}.*{os.strerror(number)}"):
             refused()

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-import mqstore
 from mqstore import Message, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.engine import Finding
 from mqstore.errors import TopicNotFoundError
 from mqstore.log.reader import GetResult
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from mqstore.log.walk import walk_queue
 from tests.log.support import flip_log, overwrite
 
@@ -26,7 +27,7 @@ Made = tuple[Path, list[SendReceipt]]
 def store(tmp_path: Path) -> Made:
     """1500 messages in one queue, more than a step of the walk, with their receipts."""
     config = StoreConfig(segment_bytes=_SEGMENT, consumequeue_units=_UNITS)
-    with mqstore.engine.MessageStore(tmp_path / "s", config=config) as opened:
+    with MessageStore(tmp_path / "s", config=config) as opened:
         receipts = opened.put_many("orders", [OutgoingMessage(b"%04d" % i) for i in range(1500)])
     return tmp_path / "s", receipts
 
@@ -38,7 +39,7 @@ def write_units(path: Path, offset: int, data: bytes) -> None:
 
 def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     offsets, findings = [], []
-    with mqstore.engine.ReadOnlyMessageStore(path) as store:
+    with ReadOnlyMessageStore(path) as store:
         for item in walk_queue(store, "orders", 0, *bounds):
             if isinstance(item, Message):
                 assert item.body == b"%04d" % item.offset
@@ -75,7 +76,7 @@ def test_bounds_are_kept(store: Made, bounds: tuple[int | None, int | None], exp
     ],
     ids=str,
 )
-def test_each_bad_record_is_told_once(store: Made, victims: range | list[int]) -> None:
+def test_bad_record_is_reported_once(store: Made, victims: range | list[int]) -> None:
     """Wherever it lies: at either end, across the steps of the walk, and whole steps of it."""
     path, receipts = store
     for i in victims:
@@ -95,7 +96,7 @@ def test_each_bad_record_is_told_once(store: Made, victims: range | list[int]) -
     ]
 
 
-def test_a_missing_segment_is_told_once(store: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_segment_is_reported_once(store: Made, caplog: pytest.LogCaptureFixture) -> None:
     """Each of its messages was a record that does not verify, in a file that is not there."""
     path, receipts = store
     (path / "commitlog" / f"{_SEGMENT:020d}").unlink()
@@ -109,7 +110,7 @@ def test_a_missing_segment_is_told_once(store: Made, caplog: pytest.LogCaptureFi
     assert caplog.text == ""
 
 
-def test_missing_units_are_told_by_the_files_they_lack_in(store: Made) -> None:
+def test_missing_units_are_reported_by_file(store: Made) -> None:
     path, _ = store
     write_units(path, 60, bytes(4 * 20))
     write_units(path, 64, bytes(2 * 20))
@@ -133,7 +134,7 @@ def test_void_units_are_passed_over_in_silence(store: Made) -> None:
     assert findings == []
 
 
-def test_a_unit_that_points_nowhere_is_told(store: Made) -> None:
+def test_dangling_unit_is_reported(store: Made) -> None:
     path, _ = store
     write_units(path, 10, (1 << 60).to_bytes(8, "big") + (100).to_bytes(4, "big"))
 
@@ -144,9 +145,9 @@ def test_a_unit_that_points_nowhere_is_told(store: Made) -> None:
     assert [f.kind for f in findings] == ["bad_record"]
 
 
-def test_what_retention_took_is_no_finding(store: Made) -> None:
+def test_expired_records_are_not_findings(store: Made) -> None:
     path, receipts = store
-    with mqstore.engine.MessageStore(path) as opened:
+    with MessageStore(path) as opened:
         opened.drop_before(receipts[1000].physical_offset)
     first = next(
         i for i in range(1500) if receipts[i].physical_offset >= receipts[1000].physical_offset // _SEGMENT * _SEGMENT
@@ -157,14 +158,14 @@ def test_what_retention_took_is_no_finding(store: Made) -> None:
 
 
 def test_an_unknown_queue_is_an_error(store: Made) -> None:
-    with mqstore.engine.ReadOnlyMessageStore(store[0]) as opened, pytest.raises(TopicNotFoundError):
+    with ReadOnlyMessageStore(store[0]) as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))
 
 
 def test_retention_during_a_step_is_no_gap(store: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of units that went between the read and the look at its gaps were reported as missing units."""
     path, receipts = store
-    with mqstore.engine.MessageStore(path) as writer, mqstore.engine.ReadOnlyMessageStore(path) as reader:
+    with MessageStore(path) as writer, ReadOnlyMessageStore(path) as reader:
         get = reader.get
 
         def overtaken(*arguments: Any, **options: Any) -> GetResult:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.engine import Finding, ReadOnlyMessageStore
-from mqstore.jobs.verifying import verify
+from mqstore.engine import Finding
+from mqstore.jobs import verify
 from mqstore.layout.checkpoint import decode
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
@@ -134,9 +135,7 @@ def test_a_bad_record_of_a_kill_is_damage(tmp_path: Path, profile: str, judge: s
 
 @pytest.mark.parametrize("judge", JUDGES | RECOVER)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_bad_record_of_a_closed_store_is_damage_whatever_its_checkpoint_says(
-    tmp_path: Path, profile: str, judge: str
-) -> None:
+def test_bad_record_of_a_closed_store_is_damage(tmp_path: Path, profile: str, judge: str) -> None:
     places, _ = make(tmp_path / "s", profile)
     with open_store(tmp_path / "s"), open_store(tmp_path / "other", profile=profile) as other:  # type: ignore[arg-type]
         other.put("orders", b"one")
@@ -146,7 +145,7 @@ def test_a_bad_record_of_a_closed_store_is_damage_whatever_its_checkpoint_says(
     assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at)}
 
 
-def test_an_opening_that_is_killed_does_not_hide_that_the_machine_went_down(tmp_path: Path) -> None:
+def test_killed_opening_does_not_hide_a_machine_crash(tmp_path: Path) -> None:
     """Else the next one would keep what the first one was moving to `cut/`."""
     places, flushed = make(tmp_path / "made", "mqstore")
     torn = next(place for place in places if place >= flushed)
@@ -190,7 +189,7 @@ def test_a_bad_record_beyond_the_watermark_tears_the_tail(tmp_path: Path, profil
 
 
 @pytest.mark.parametrize("judge", JUDGES)
-def test_damage_on_both_sides_is_told_apart(tmp_path: Path, judge: str) -> None:
+def test_damage_on_both_sides_is_separate(tmp_path: Path, judge: str) -> None:
     places, flushed = make(tmp_path / "s", "mqstore")
     below = [place for place in places if place < flushed][-2]
     torn, behind = [place for place in places if place >= flushed][:2]

@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mqstore.jobs.verifying import verify
+from mqstore.engine import Finding
+from mqstore.jobs import verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.slots import sort_out
 from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite_log, reboot, units_of
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
 from mqstore.errors import OffsetOutOfRangeError
+from mqstore.log.store import MessageStore
 from tests.log.support import Unsynced
 
 TOPICS = ("alpha", "beta", "%RETRY%" + "g" * 130)  # the last has records of version 2

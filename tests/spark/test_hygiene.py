@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore import QueueRef, StoreConfig
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import export_parquet
 from mqstore.jobs.opening import StoreName
@@ -23,7 +22,7 @@ from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import VIEWS, view_batch
-from mqstore.log.commitlog import QueueRef
+from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, many, query, rows_of, write_store
 from tests.holding import held, linux_only, open_files
 from tests.jobs.damages import (
@@ -64,10 +63,10 @@ def test_nothing_stays_when_the_reader_is_left_early(tmp_path: Path) -> None:
     assert held(path) == []
 
 
-OPENS = "import sys, mqstore; mqstore.engine.MessageStore(sys.argv[1]).close()"
+OPENS = "import sys, mqstore; MessageStore(sys.argv[1]).close()"
 
 
-def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_process(tmp_path: Path) -> None:
+def test_owner_keeps_its_lock_during_a_query(tmp_path: Path) -> None:
     """A POSIX lock is gone with the first descriptor of its file that the process closes, whoever opened it."""
     with mqstore.open(tmp_path / "s") as store:
         store.put("t", b"x")
@@ -105,7 +104,7 @@ query(Path(sys.argv[1]), subscribe="t")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept to there")
-def test_where_the_address_space_is_too_small_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_small_address_space_error_has_a_remedy(tmp_path: Path) -> None:
     """As `spark.executor.pyspark.memory` limits it."""
     path = tmp_path / "s"
     with MessageStore(path, config=StoreConfig(segment_bytes=64 << 20)) as store:
@@ -252,7 +251,7 @@ def test_a_view_of_a_damaged_store_keeps_the_rows_that_were_not_hit(
         assert sum(row["messages"] for row in found if row["topic"] != "seed") == left
 
 
-def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_store(tmp_path: Path) -> None:
     """Of a fleet nobody knew which store the byte was in."""
     for name in "abc":
         write_store(tmp_path / name, many(20))
@@ -271,7 +270,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     assert caught.value.file == f"commitlog/{0:020d}"
 
 
-def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With onCorrupt=skip, and failOnDataLoss=false, a query had fewer rows, and nobody knew."""
     path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
     log = path / "commitlog" / f"{SEGMENT:020d}"

@@ -14,10 +14,10 @@ from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import check_columns
 from mqstore.columnar.rules import Rules
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, instant, read_all, write_store
 from tests.jobs.staged import records
 

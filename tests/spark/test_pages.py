@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 
 pytestmark = pytest.mark.spark
 DOCS = Path(__file__).parent.parent.parent / "docs"

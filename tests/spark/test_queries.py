@@ -141,7 +141,7 @@ def sleeping(gate: str, number: int) -> int:
     return number
 
 
-def test_how_far_a_query_is_is_counted_in_tasks_of_its_stages(spark: Any, tmp_path: Path) -> None:
+def test_progress_counts_tasks_of_stages(spark: Any, tmp_path: Path) -> None:
     """Two of four wait for a file; the tasks of a stage that has not begun are not known yet."""
     from mqstore_tools.spark.sql import _tasks_of
 
@@ -163,7 +163,7 @@ def test_how_far_a_query_is_is_counted_in_tasks_of_its_stages(spark: Any, tmp_pa
     assert counted == [[0, 0, 1, 1]]
 
 
-def test_a_query_that_is_wrong_is_told_in_one_line(command: Callable[..., Any], stores: dict[str, Path]) -> None:
+def test_wrong_query_is_one_line(command: Callable[..., Any], stores: dict[str, Path]) -> None:
     for query, text in (("select nonsense from messages", "nonsense"), ("selec 1", "selec")):
         result = command("spark", "sql", stores["a"], query)
         assert (result.exit_code, result.stdout) == (2, "")

@@ -19,12 +19,13 @@ from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import check_columns
 from mqstore.columnar.rows import Policy
 from mqstore.columnar.rules import Rules, TopicRule
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, odd_records, read_all, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.jobs.staged import records, stage
@@ -223,7 +224,7 @@ def test_a_damaged_message_has_no_record(tmp_path: Path) -> None:
     assert all(decode_record(row["record"]).total_size == len(row["record"]) for row in kept if not row["error"])
 
 
-def test_a_record_is_only_read_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_record_column_is_read_on_request(tmp_path: Path) -> None:
     [batch, *_] = read_all(write_store(tmp_path / "s", [Odd()]))
     assert "record" not in batch.schema.names
 

@@ -18,8 +18,9 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.jobs.staged import bodies, manifest, set_bodies
 
 pytestmark = pytest.mark.spark
@@ -91,7 +92,7 @@ def test_every_column_arrives(spark: Any, tmp_path: Path) -> None:
     assert begun_ms <= int(later[1]["TIMER_DELIVER_MS"]) - 3_600_000 <= time.time() * 1000
 
 
-def test_what_is_written_is_read_back_and_stays_beside_what_was_there(spark: Any, tmp_path: Path) -> None:
+def test_written_rows_are_read_back_beside_others(spark: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     writer(numbers(spark, 0, 50)).save(path)
     writer(numbers(spark, 50, 60), topic="other").save(path)
@@ -103,7 +104,7 @@ def test_what_is_written_is_read_back_and_stays_beside_what_was_there(spark: Any
     assert os.listdir(tmp_path / "s" / "_staging") == []
 
 
-def test_a_set_is_one_table_and_overwriting_replaces_it(spark: Any, tmp_path: Path) -> None:
+def test_set_is_one_table_and_overwritable(spark: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "set")
     writer(numbers(spark, 0, 20), target="set").save(path)
     writer(numbers(spark, 20, 30), target="set").save(path)
@@ -301,9 +302,7 @@ def unlucky(spark: Any) -> str:
 
 
 @pytest.mark.parametrize("target", ["store", "set"])
-def test_a_commit_that_raises_before_it_publishes_leaves_nothing_and_after_it_all(
-    spark: Any, tmp_path: Path, unlucky: str, target: str
-) -> None:
+def test_raising_commit_is_all_or_nothing(spark: Any, tmp_path: Path, unlucky: str, target: str) -> None:
     path = tmp_path / "s"
     found = bodies if target == "store" else set_bodies
     save = (
@@ -434,7 +433,7 @@ def test_a_stream_into_a_store_that_is_open_writes_each_row_once(lines: Lines, t
     assert sorted(bodies(path)) == sorted([*texts(0, 20), "mine"])
 
 
-def test_a_stream_whose_checkpoint_was_put_back_stops_rather_than_pass_over_rows(lines: Lines, tmp_path: Path) -> None:
+def test_old_checkpoint_stops_the_stream(lines: Lines, tmp_path: Path) -> None:
     lines.add(0, 10)
     lines.run(tmp_path / "s")
     shutil.copytree(lines.checkpoint, tmp_path / "copy")
@@ -494,7 +493,7 @@ def test_foreach_batch_with_a_transaction_writes_each_batch_once(lines: Lines, t
 
 
 @pytest.mark.usefixtures("spark_environment")
-def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
+def test_task_without_batch_id_fails_with_a_remedy() -> None:
     from mqstore.spark.sink import _batch_of
 
     for told in ({}, {"sql.streaming.queryId": "q"}, {"sql.streaming.queryId": "q", "streaming.sql.batchId": "x"}):
@@ -512,9 +511,7 @@ def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
         ({"topic": "SCHEDULE_TOPIC_XXXX"}, r"^option topic='SCHEDULE_TOPIC_XXXX': .* belongs to the engine"),
     ],
 )
-def test_a_topic_that_cannot_be_is_told_as_the_option_that_it_is(
-    given: dict[str, str], says: str, tmp_path: Path
-) -> None:
+def test_invalid_topic_names_its_option(given: dict[str, str], says: str, tmp_path: Path) -> None:
     from pyspark.sql.types import StringType, StructField, StructType
 
     from mqstore.spark.sink import batch_writer, stream_writer
@@ -525,7 +522,7 @@ def test_a_topic_that_cannot_be_is_told_as_the_option_that_it_is(
 
 
 @pytest.mark.usefixtures("spark_environment")
-def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
+def test_write_options_are_listed_on_error() -> None:
     """Spark makes one object for a format's options, and does not say whether it is to read or to write."""
     from mqstore.spark.source import MQStoreDataSource
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
@@ -20,7 +21,6 @@ from tests.log.support import flip
 pytestmark = pytest.mark.spark
 PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
 T0 = 1_700_000_000_000
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_views_are_tables_too(spark: Any, tmp_path: Path) -> None:
     assert rows(load(spark, path, view="groups")) == []
 
 
-def test_a_view_of_a_glob_is_of_the_stores_that_were_there_when_it_was_planned(spark: Any, tmp_path: Path) -> None:
+def test_glob_view_is_fixed_when_planned(spark: Any, tmp_path: Path) -> None:
     """Tasks were told the number of their store among those that the glob fits. Spark uses the plan of a frame again:
     when a store had come that sorts before the others, the rows of the last one were missing, without a word; when one
     had gone, the query failed with an IndexError."""
@@ -402,7 +402,7 @@ def test_a_frame_reads_what_was_there_when_it_was_first_used(spark: Any, tmp_pat
     assert load(spark, tmp_path / "s", subscribe="t").count() == 10
 
 
-def test_with_the_setting_a_query_with_a_filter_reads_what_is_there_by_then(pushing: Any, tmp_path: Path) -> None:
+def test_filtered_query_reads_new_rows_by_setting(pushing: Any, tmp_path: Path) -> None:
     """Pins what the documentation says of frames: Spark plans one anew for each filter, also of a frame that takes none
     over, and goes on with that plan. Within a query all readings of a frame are the same."""
     with MessageStore(write_store(tmp_path / "s", many(8))) as writer:

@@ -14,9 +14,9 @@ import pytest
 
 from mqstore.broker.admin.inspect import PopView, lag_of
 from mqstore.broker.parts import open_parts, open_tables
-from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.files.quiet import QUIET
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.log.support import open_store
 
 pytestmark = pytest.mark.spark
@@ -191,7 +191,7 @@ def test_rows_are_those_of_a_batch(query: Query) -> None:
 
 
 @pytest.mark.usefixtures("limits")
-def test_lost_messages_fail_the_stream_and_are_passed_over_if_so_told(query: Query) -> None:
+def test_lost_messages_fail_the_stream_by_default(query: Query) -> None:
     """Also in a batch that was logged before they were lost: it keeps its end, and has what is left."""
     query.append(80, size=300)
     query.run(startingOffsets="earliest", maxOffsetsPerTrigger="40")
@@ -338,7 +338,7 @@ def test_spark_asks_where_to_begin_and_where_a_run_ends(calls: Calls) -> None:
     assert all("stop" not in names(run) for run in calls)
 
 
-def test_spark_asks_for_the_latest_offset_from_the_end_of_a_batch_that_is_done(calls: Calls) -> None:
+def test_latest_offset_continues_the_batch(calls: Calls) -> None:
     """`commitGroup` leans on it."""
     for run in calls:
         planned = None
@@ -365,14 +365,14 @@ def test_spark_commits_a_batch_to_the_source_when_it_plans_the_next(calls: Calls
     assert names(calls[1]).index("commit") < names(calls[1]).index("partitions")
 
 
-def test_spark_plans_a_logged_batch_again_with_its_old_end_and_asks_nothing_before(calls: Calls) -> None:
+def test_logged_batch_is_planned_with_its_old_end(calls: Calls) -> None:
     before = [given[:2] for name, given in calls[1] if name == "partitions"][-1]
     again = next(given[:2] for name, given in calls[2] if name == "partitions")
     assert again == before
     assert "latestOffset" not in names(calls[2])[: names(calls[2]).index("partitions")]
 
 
-def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(query: Query) -> None:
+def test_spark_hides_the_error_of_a_reader(query: Query) -> None:
     """It asks the reader, which it does not have, to stop. So we make one that fails at the first call."""
     from mqstore.spark.source import MQStoreDataSource
 
@@ -450,7 +450,7 @@ def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -
 
 
 @pytest.mark.usefixtures("limits")
-def test_where_pyspark_has_no_limits_a_stream_does_without(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_works_without_limits(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyspark 4.1: no such module, and `latestOffset` is called with nothing."""
     from mqstore.spark import stream
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
 from mqstore.jobs import telling
 from mqstore.jobs.opening import StoreName, open_store
@@ -20,6 +19,7 @@ from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import plan
 from mqstore.jobs.telling import of_store, plain_errors, warn_once
 from mqstore.log.news import FileNews
+from mqstore.log.store import MessageStore
 from tests.columnar.support import many, write_store
 
 
@@ -40,13 +40,13 @@ def test_an_error_of_ours_leaves_without_its_cause_and_its_way() -> None:
     assert "SPARK_HIDE_TRACEBACK" not in os.environ  # this is no worker of Spark
 
 
-def test_what_is_a_bug_keeps_its_traceback() -> None:
+def test_bug_keeps_its_traceback() -> None:
     with pytest.raises(KeyError) as caught, plain_errors():
         raises_deep_below(KeyError("bug"))
     assert "raises_deep_below" in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_worker_of_spark_is_told_to_hide_the_traceback(tmp_path: Path) -> None:
+def test_spark_worker_hides_the_traceback(tmp_path: Path) -> None:
     """A process is one if it was started as a module of pyspark; only then, and only when an error of ours passes."""
     (tmp_path / "pyspark").mkdir()
     (tmp_path / "pyspark" / "__init__.py").touch()
@@ -79,7 +79,7 @@ def test_a_warning_comes_once(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 # -- stores that cannot be read ----------------------------------------------------------------------------------------
 
 
-def test_what_may_not_be_read_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_path_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "commitlog"))
 
@@ -113,7 +113,7 @@ def write_store_once(root: Path) -> Path:
         ("later", UnsupportedStoreError, "was written by a newer mqstore .*: upgrade mqstore"),
     ],
 )
-def test_what_is_no_store_says_what_it_is(tmp_path: Path, change: str, error: type[Exception], says: str) -> None:
+def test_other_folder_is_named(tmp_path: Path, change: str, error: type[Exception], says: str) -> None:
     path = tmp_path / "s"
     if change == "file":
         path.write_text("x")

@@ -13,7 +13,8 @@ from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Tables, open_tables
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 
 __all__ = ["behind", "broker", "clock_now", "filled", "tables"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mqstore import SendReceipt, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.log.store import MessageStore
 from tests.tools.brokers import filled
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mqstore.options import Profile
+from mqstore import Profile
 from tests.log.support import flip_log, kill, open_store, segment_of
 
 __all__ = ["DAMAGES", "Damage", "Put", "filled", "flipped"]

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import StoreConfig
+from mqstore import Profile, StoreConfig
 from mqstore.errors import StoreIOError
 from mqstore.jobs.telling import of_store
-from mqstore.options import Profile
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -105,7 +104,7 @@ def test_help_of_a_group_says_that_its_command_may_be_left_out(tmp_path: Path, g
     assert (given.exit_code, given.stdout, given.stderr) == (left_out.exit_code, left_out.stdout, left_out.stderr)
 
 
-def test_permission_error_outside_of_spark_does_not_speak_of_it() -> None:
+def test_permission_error_without_spark_omits_it() -> None:
     with pytest.raises(StoreIOError) as caught, of_store("/mq"):
         raise PermissionError(errno.EACCES, "Permission denied", "/mq/commitlog")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore.layout.properties import DLQ_REASON
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.log.support import kill
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
@@ -72,7 +72,7 @@ def ran(folder: Path) -> list[tuple[str, int]]:
 
 def letters(path: Path, group: str = "g") -> list[str]:
     lines = mqstore("dlq", "show", path, "--group", group, "--json").stdout.splitlines()
-    return [json.loads(line)["properties"][DLQ_REASON] for line in lines]
+    return [json.loads(line)["properties"]["dlq_reason"] for line in lines]
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_crashed_queue_gives_only_what_is_not_done(path: Path) -> None:
 
 
 @pytest.mark.parametrize("only", [("--tags", "odd"), ("--sql", "TAGS = 'odd'")], ids=["tags", "sql"])
-def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(path: Path, only: list[str]) -> None:
+def test_filtered_messages_are_passed_to_the_end(path: Path, only: list[str]) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"no"] * 3000)
@@ -137,8 +137,8 @@ def test_it_stops_after_so_many_and_goes_on_there(store: Path) -> None:
     assert sorted(bodies(first.stdout) + taken(store)) == [str(i) for i in range(10)]
 
 
-def test_where_a_new_group_begins(store: Path) -> None:
-    with library.engine.ReadOnlyMessageStore(store) as opened:
+def test_new_group_begins_at_its_option(store: Path) -> None:
+    with ReadOnlyMessageStore(store) as opened:
         times = {message.store_timestamp_ms for message in opened.iter("orders")}
     future = datetime.fromtimestamp(max(times) / 1000 + 1, UTC).isoformat()
 
@@ -167,7 +167,7 @@ def test_a_body_that_cannot_be_read_is_not_done(path: Path, how: list[str]) -> N
 
 
 @pytest.mark.parametrize("read", [0, 1])
-def test_what_a_reader_that_went_away_did_not_get_is_not_done(path: Path, read: int) -> None:
+def test_unread_output_is_not_done(path: Path, read: int) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"%d" % i * 200_000 for i in range(4)])  # none of which fits into a pipe
@@ -187,7 +187,7 @@ def test_what_a_reader_that_went_away_did_not_get_is_not_done(path: Path, read: 
     assert [body[0] for body in taken(path)] == [str(i) for i in range(read, 4)]
 
 
-def test_what_is_still_in_a_buffer_is_not_done(store: Path) -> None:
+def test_buffered_output_is_not_done(store: Path) -> None:
     child = process("consume", store, "orders", "--group", "g", "--idle-exit", 0, stderr=subprocess.DEVNULL)
     assert child.stdout is not None
     child.stdout.close()
@@ -205,7 +205,7 @@ def test_a_progress_bar_is_for_terminals_alone(store: Path) -> None:
     assert b"10/10" in seen
 
 
-def test_nothing_but_the_summary_is_told_when_piped(store: Path) -> None:
+def test_piped_output_is_only_the_summary(store: Path) -> None:
     child = process("consume", store, "orders", "--group", "g", "--idle-exit", 0)
     out, error = child.communicate(timeout=LIMIT_S)
 
@@ -351,7 +351,7 @@ def test_a_command_that_takes_too_long_is_killed_with_all_it_started(store: Path
     assert letters(store) == ["its command took longer than 2 s"]
 
 
-def test_a_shell_reads_the_command_if_it_is_asked_to(store: Path, tmp_path: Path) -> None:
+def test_shell_runs_the_command_on_request(store: Path, tmp_path: Path) -> None:
     file = tmp_path / "out"
 
     taken(store, "--exec", f'echo "$(cat) $MQSTORE_QUEUE_ID" >> {shlex.quote(str(file))}', "--shell")
@@ -386,7 +386,7 @@ def test_a_command_that_does_not_read_is_no_failure(tmp_path: Path) -> None:
     taken(tmp_path / "s", "--exec", "true")
 
 
-def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: Path) -> None:
+def test_ordered_failure_blocks_the_rest(store: Path, tmp_path: Path) -> None:
     command = script(tmp_path, "sys.exit(body == '4')")
     options = ("--ordered", "--exec", command, "--retry-delay", 20)
 
@@ -405,14 +405,14 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert "--ordered" in wrong.stderr
 
 
-def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None:
+def test_new_ordered_group_is_limited_on_request(store: Path) -> None:
     for group, options in {"g": (), "h": ("--max-attempts", 4)}.items():
         taken(store, "--ordered", "--retry-delay", 20, *options, group=group)
     listed = {row["name"]: row for row in mqstore_json("groups", "list", store)["groups"]}
     assert [(row["retry"], row["max_attempts"]) for row in (listed["g"], listed["h"])] == [("20s", None), ("20s", 4)]
 
 
-def test_a_group_begins_where_it_was_made_to(store: Path) -> None:
+def test_group_begins_at_its_creation_option(store: Path) -> None:
     """`groups create --start latest` was ignored."""
     mqstore("groups", "create", store, "late", "--start", "latest", exit_code=0)
     planned = mqstore_json("consume", store, "orders", "--group", "late", "--dry-run")
@@ -548,14 +548,14 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
     ],
     ids=lambda options: " ".join(map(str, options)),
 )
-def test_what_makes_no_sense_is_wrong_usage_and_touches_nothing(store: Path, options: tuple[Any, ...]) -> None:
+def test_senseless_options_are_wrong_usage(store: Path, options: tuple[Any, ...]) -> None:
     mqstore("consume", store, "orders", "--group", "g", *options, exit_code=2)
 
     with pytest.raises(library.errors.GroupNotFoundError):
         left(store)
 
 
-def test_a_filter_s_fault_is_pointed_at(store: Path) -> None:
+def test_filter_error_is_located(store: Path) -> None:
     """The lines that point were one, with `\\n` in it."""
     result = mqstore("consume", store, "orders", "--group", "g", "--sql", "price >")
 
@@ -572,7 +572,7 @@ def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_pat
     assert "is not executable" in result.stderr
 
 
-def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
+def test_missing_topic_is_reported_and_awaited(store: Path) -> None:
     result = mqstore("consume", store, "odrers", "--group", "g", "--idle-exit", 0, exit_code=0)
 
     assert "topic odrers is not there" in result.stderr

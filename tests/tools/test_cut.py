@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
+from mqstore.log.store import MessageStore
 from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again
 from tests.log.support import files, flip_log, open_store
 from tests.tools.brokers import broker, clock_now
@@ -212,7 +213,7 @@ def test_delayed_and_grouped_messages_are_delivered_after_a_restore(tmp_path: Pa
     assert sorted(found) == [(b"by level", None), (b"by time", None), (b"grouped", "customer 7")]
 
 
-def test_a_group_receives_restored_messages_that_it_had_consumed_before_the_cut(tmp_path: Path) -> None:
+def test_restored_messages_reach_their_group(tmp_path: Path) -> None:
     path, clock = tmp_path / "s", clock_now()
     with broker(path, clock) as running:
         bad = running.put("orders", b"damaged" * 5, queue_id=0)

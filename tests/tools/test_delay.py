@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import mqstore as library
 from mqstore import StoreConfig
 from mqstore.broker.admin.inspect import timer_view
-from mqstore.engine import ReadOnlyMessageStore
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.log.support import flip
 from tests.tools.brokers import broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -53,7 +53,7 @@ def test_the_oldest_overdue_message_is_shown(path: Path) -> None:
 def test_a_level_that_the_table_lost_is_an_orphan(path: Path) -> None:
     with broker(path, delay_levels="1s 1h") as running:
         running.put("orders", b"x", delay_level=2)
-    library.engine.MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
+    MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
 
     [level] = mqstore_json("delay", path)["levels"]
 
@@ -68,7 +68,7 @@ def test_a_message_keeps_the_time_it_was_given_when_the_table_changes(tmp_path: 
     with broker(path, clock, delay_levels="1s 1h") as running:
         running.put("orders", b"in an hour", queue_id=0, delay_level=2)
     due_ms = clock.now_ms() + 3_600_000
-    library.engine.MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
+    MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
 
     assert mqstore_json("verify", path)["findings"] == []
     assert not mqstore_json("recover", path)["changed"]
@@ -91,7 +91,7 @@ def test_a_changed_time_of_delivery_is_found(tmp_path: Path) -> None:
     assert mqstore_json("verify", path)["ok"]
 
 
-def test_the_timer_is_told_from_its_files_as_it_tells_itself(tmp_path: Path) -> None:
+def test_timer_files_agree_with_the_timer(tmp_path: Path) -> None:
     """At each stop: messages placed and not yet placed, a slot half read, rolled ones, cancelled ones."""
     path, clock = tmp_path / "s", clock_now()
     seen = []
@@ -172,7 +172,7 @@ def test_a_message_is_cancelled_by_its_handle_and_is_not_delivered(tmp_path: Pat
         assert [message.body for message in running.store.iter("orders")] == [b"wanted"]
 
 
-def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path) -> None:
+def test_delivered_or_unknown_message_cannot_be_cancelled(tmp_path: Path) -> None:
     path, clock = tmp_path / "s", clock_now()
     clock.set_wall(clock.now_ms() - 3_600_000)
     with broker(path, clock) as running:
@@ -186,7 +186,7 @@ def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path
 
 
 def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
-    library.engine.MessageStore(tmp_path / "s").close()
+    MessageStore(tmp_path / "s").close()
 
     assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import mqstore as library
 from mqstore import SimulatedClock
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json
 
@@ -38,7 +39,7 @@ def at(day: float) -> str:
 
 
 def bodies(path: Path, topic: str) -> list[bytes]:
-    with library.engine.ReadOnlyMessageStore(path) as opened:
+    with ReadOnlyMessageStore(path) as opened:
         return [message.body for message in opened.iter(topic)] if topic in opened.topics() else []
 
 
@@ -81,7 +82,7 @@ def test_a_letter_that_is_not_there_is_a_finding(store: Path) -> None:
     assert "body 1" in result.stdout
 
 
-def test_all_letters_go_back_to_where_they_came_from(store: Path) -> None:
+def test_replay_returns_all_letters(store: Path) -> None:
     planned = mqstore_json("dlq", "replay", store, "--group", "billing", "--all-groups", "--dry-run")
 
     done = mqstore_json("dlq", "replay", store, "--group", "billing", "--all-groups")
@@ -128,7 +129,7 @@ def test_letters_are_purged(store: Path, arguments: list[str], count: int, rest:
 
 
 def test_a_store_without_dead_letters(path: Path) -> None:
-    library.engine.MessageStore(path).close()
+    MessageStore(path).close()
     assert mqstore("groups", "create", path, "billing").exit_code == 0
 
     assert mqstore_json("dlq", path) == {"total": 0, "rows": []}

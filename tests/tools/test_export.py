@@ -17,9 +17,9 @@ import pytest
 import zstandard
 from click.testing import Result
 
-import mqstore as library
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.log.store import MessageStore
 from mqstore.log.walk import walk_log
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.faults import FaultyFileSystem
@@ -37,7 +37,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, name: str) -> None:
+def test_java_store_is_exported_as_by_java(golden: Golden, name: str) -> None:
     store = golden(name)
     expected = {(m["topic"], m["queue_id"], m["queue_offset"]): m for m in store.of("message")}
 
@@ -57,7 +57,7 @@ def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, na
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_crash_left_in_no_queue_is_exported(tmp_path: Path) -> None:
+def test_orphan_records_are_exported(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"a")
         store.dispatch()
@@ -113,7 +113,7 @@ def unfinished_bulk_append(root: Path) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("make", [earlier_generation, prepared_transaction, unfinished_bulk_append])
-def test_what_recover_omits_is_not_exported(tmp_path: Path, make: Callable[[Path], set[tuple[str, int]]]) -> None:
+def test_omitted_records_are_not_exported(tmp_path: Path, make: Callable[[Path], set[tuple[str, int]]]) -> None:
     listed = make(tmp_path / "s")
 
     result = mqstore("export", tmp_path / "s")
@@ -125,7 +125,7 @@ def test_what_recover_omits_is_not_exported(tmp_path: Path, make: Callable[[Path
 
 
 @pytest.mark.parametrize("damage", ["none", "queues gone", "neighbours"])
-def test_only_the_chosen_messages_and_their_losses_are_told(tmp_path: Path, damage: str) -> None:
+def test_only_chosen_messages_and_losses_are_reported(tmp_path: Path, damage: str) -> None:
     puts = filled(tmp_path / "s", "mqstore", killed=False)
     DAMAGES[damage](tmp_path / "s", puts)
     lost = [40, 41, 43] if damage == "neighbours" else []
@@ -158,7 +158,7 @@ def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
     """A closed store of ten messages of 100 bytes in one queue."""
-    with library.engine.MessageStore(tmp_path / "ten", config=StoreConfig(segment_bytes=1 << 16)) as store:
+    with MessageStore(tmp_path / "ten", config=StoreConfig(segment_bytes=1 << 16)) as store:
         store.put_many("orders", [b"%d" % i * 100 for i in range(10)])
     return tmp_path / "ten"
 
@@ -188,8 +188,8 @@ def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) ->
     assert summary["findings"] > 0
 
 
-def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
+def test_undecodable_body_is_omitted_and_reported(tmp_path: Path) -> None:
+    with MessageStore(tmp_path / "s") as store:
         store.put("orders", b"before")
         bad = store.append("orders", 0, b"\x1b[31mnot zlib", sys_flag=COMPRESSED)
         store.put("orders", b"behind")
@@ -207,7 +207,7 @@ LZ4, ZSTD = 0x101, 0x201
 @pytest.fixture
 def compressed(tmp_path: Path) -> Path:
     """A store with three plain messages, three bodies in LZ4, and one in Zstandard."""
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         for i in range(3):
             store.put("orders", b"plain %d" % i)
             store.append("orders", 0, lz4.frame.compress(b"lz4 %d" % i), sys_flag=LZ4)
@@ -241,7 +241,7 @@ def check_not_inflated(stderr: str) -> None:
 
 
 @pytest.mark.usefixtures("without_packages")
-def test_a_missing_package_is_told_in_one_line(compressed: Path) -> None:
+def test_missing_package_is_one_line(compressed: Path) -> None:
     """Each was a bad_record, with a line of its own: 13 to 16 % of the messages of a store in order."""
     result = mqstore("export", compressed, "--json", exit_code=1)
 
@@ -294,7 +294,7 @@ def test_nothing_is_written_into_the_store(ten: Path) -> None:
 def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -> None:
     """A Java producer may have put anything into properties; `append` is how an import writes such a record."""
     evil = "\x1b]0;owned\x07\x7f\x9b\u202e"
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.append("orders", 0, os.fsencode(evil), properties={"TAGS": evil, "KEYS": evil, evil: evil})
 
     result = mqstore("export", tmp_path / "s")
@@ -343,7 +343,7 @@ def test_an_output_for_which_there_is_no_room_is_named(ten: Path) -> None:
     assert "'/dev/full'" in result.stderr
 
 
-def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_messages_are_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log is read to the end that the queues had at the start."""
     with open_store(tmp_path / "s") as writer:
         for queue_id in range(3):

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-import mqstore as library
-from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.layout.record import COMPRESSED
-from mqstore.options import Profile
+from mqstore import Profile, SendReceipt, SimulatedClock, StoreConfig
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.conftest import Golden
 from tests.log.support import flip_log
 from tests.tools.damages import DAMAGES, filled
@@ -24,7 +23,7 @@ from tests.tools.support import mqstore, process
 @pytest.fixture
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """Five messages in orders/0; number 3 bears key k3, unique key u3 and tag odd."""
-    with library.engine.MessageStore(tmp_path / "s") as opened:
+    with MessageStore(tmp_path / "s") as opened:
         receipts = [
             opened.put("orders", b"body %d" % i, tag="odd" if i % 2 else "even", keys=f"k{i}", unique_key=f"u{i}")
             for i in range(5)
@@ -73,7 +72,7 @@ def test_it_prints_what_export_prints(golden: Golden) -> None:
 
 
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.append(
             "orders",
             0,
@@ -91,7 +90,7 @@ def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
     assert "region=eu" in shown
 
 
-def test_what_is_not_there_is_wrong_usage(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_missing_message_is_wrong_usage(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
 
     for options in (
@@ -109,7 +108,7 @@ def test_what_is_not_there_is_wrong_usage(store: tuple[Path, list[SendReceipt]])
         assert result.stderr.startswith("mqstore get: "), options
 
 
-def test_an_empty_queue_of_a_topic_is_told_from_no_topic(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_empty_queue_differs_from_a_missing_topic(store: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = store
 
     result = mqstore("get", path, "--topic", "orders", "--queue-id", 7)
@@ -190,7 +189,7 @@ def test_questions_that_make_no_sense_are_refused(store: tuple[Path, list[SendRe
     assert mqstore("get", store[0], *options).exit_code == 2
 
 
-def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_damage_exits_with_1(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
     flip_log(path, receipts[2].physical_offset + 90)
 
@@ -199,7 +198,7 @@ def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) 
     assert offsets([json.loads(line) for line in result.stdout.splitlines()]) == [0, 1, 3, 4]
 
 
-def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_damaged_last_message_does_not_hang(store: tuple[Path, list[SendReceipt]]) -> None:
     """A reader takes it for a record that is being written, and must not wait for it."""
     path, receipts = store
     flip_log(path, receipts[4].physical_offset + 90)
@@ -210,8 +209,8 @@ def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendRec
 
 
 def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
-        store.append("orders", 0, b"not zlib", sys_flag=COMPRESSED)
+    with MessageStore(tmp_path / "s") as store:
+        store.append("orders", 0, b"not zlib", sys_flag=1)
 
     people, program = (mqstore("get", tmp_path / "s", "--topic", "orders", *o) for o in ([], ["--json"]))
 
@@ -231,7 +230,7 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
 def turns(tmp_path: Path) -> Path:
     """Messages 0..29 in three queues by turns, each a millisecond behind the other."""
     clock = SimulatedClock()
-    with library.engine.MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
+    with MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
         for i in range(30):
             clock.advance(1)
             store.put("orders", b"%d" % i, i % 3, tag="tens" if i % 10 == 0 else None)
@@ -254,7 +253,7 @@ def test_the_newest_of_the_queues_come_by_store_time(turns: Path, options: list[
 
 
 def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.put("orders", b"old")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json")
@@ -273,7 +272,7 @@ def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [["--last", 5], ["--last", 5, "--queue-id", 0]], ids=str)
 def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: list[object]) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.put("other", b"so that there is a store")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json", *options)
@@ -293,8 +292,8 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
     assert (child.returncode, rest, error) == (0, b"", b"")
 
 
-def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
-    with library.engine.ReadOnlyMessageStore(turns) as store:
+def test_damage_among_the_newest_hides_nothing(turns: Path) -> None:
+    with ReadOnlyMessageStore(turns) as store:
         [last] = store.read("orders", 2, 9)
     flip_log(turns, last.physical_offset + 88)
 

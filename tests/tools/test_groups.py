@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import mqstore as library
-from mqstore.broker.groups import RetryPolicy
+from mqstore import RetryPolicy
+from mqstore.log.store import MessageStore
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -37,7 +37,7 @@ RETRIES: list[tuple[str, RetryPolicy, str]] = [
 
 @pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
 def test_a_retry_policy_is_shown_as_typed(path: Path, typed: str, policy: RetryPolicy, shown: str) -> None:
-    library.engine.MessageStore(path).close()
+    MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
 
@@ -56,8 +56,8 @@ def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
     assert "no group 'biling'" in refused.stderr
 
 
-def test_what_is_not_typed_stays_as_it_is(path: Path) -> None:
-    library.engine.MessageStore(path).close()
+def test_omitted_settings_stay(path: Path) -> None:
+    MessageStore(path).close()
     mqstore_json("groups", "create", path, "billing", "--retry", "1s 2s", "--start", "latest", "--fifo")
 
     first = mqstore_json("groups", "alter", path, "billing", "--max-attempts", "unlimited")
@@ -78,10 +78,8 @@ def test_what_is_not_typed_stays_as_it_is(path: Path) -> None:
         (["--no-fifo", "--retry", "3s"], "3s", 17),
     ],
 )
-def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
-    path: Path, typed: list[Any], retry: str, max_attempts: int | None
-) -> None:
-    library.engine.MessageStore(path).close()
+def test_fifo_group_has_no_limit_by_default(path: Path, typed: list[Any], retry: str, max_attempts: int | None) -> None:
+    MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "ledger", *typed)
 
@@ -89,7 +87,7 @@ def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
 
 
 def test_a_start_may_be_a_time(path: Path) -> None:
-    library.engine.MessageStore(path).close()
+    MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--start", "2026-01-31T13:00:00+01:00")
 
@@ -107,7 +105,7 @@ def test_groups_are_shown_with_the_topics_that_they_consume(store: Path) -> None
 
 def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(path: Path) -> None:
     """A RocketMQ directory whose subscriptionGroup.json went missing."""
-    with library.engine.MessageStore(path) as opened:
+    with MessageStore(path) as opened:
         opened.put("orders", b"hello")
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{"orders@old":{0:1}}}')

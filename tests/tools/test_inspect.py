@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore import SimulatedClock, StoreConfig
+from mqstore import Profile, SimulatedClock, StoreConfig
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.files import jsonfile
-from mqstore.options import Profile
+from mqstore.log.store import MessageStore
 from tests.commands import looking
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.log.support import kill, open_store
@@ -46,7 +46,7 @@ def queues_of(store: GoldenStore) -> dict[str, dict[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_queues_log_and_index_of_a_java_store_are_told_as_the_java_engine_tells_them(golden: Golden, name: str) -> None:
+def test_inspect_agrees_with_the_java_listing(golden: Golden, name: str) -> None:
     """No manifest tells the shape of the index: it is read from its files."""
     store = golden(name)
     [expected] = store.of("store")
@@ -107,7 +107,7 @@ def test_offsets_are_read_in_both_dialects(golden: Golden, files: dict[str, str]
     assert found["problems"] == []
 
 
-def test_half_messages_that_cannot_be_placed_are_told_in_one_line(golden: Golden) -> None:
+def test_lost_half_messages_are_one_line(golden: Golden) -> None:
     """A line for each, and all of them twice, once for each section that asks, pushed the store off the screen."""
     told = [line for line in mqstore("inspect", golden("rolled").path).stderr.splitlines() if "half message" in line]
 
@@ -150,7 +150,7 @@ def test_a_hostile_config_reaches_the_screen_escaped(golden: Golden) -> None:
 def test_records_that_no_queue_knows_are_counted(tmp_path: Path) -> None:
     """The store of a process that was killed before it dispatched: a copy of a store that never was closed."""
     live = tmp_path / "live"
-    with library.engine.MessageStore(live, config=StoreConfig(clock=SimulatedClock(), segment_bytes=1 << 16)) as store:
+    with MessageStore(live, config=StoreConfig(clock=SimulatedClock(), segment_bytes=1 << 16)) as store:
         store.put("orders", b"dispatched")
         store.dispatch()
         late = [store.put("orders", b"late"), store.put("payments", b"later")]
@@ -186,7 +186,7 @@ MAKING = {"produce, dry", "recover, dry, config", "spark clean, dry"}
 
 
 @pytest.mark.parametrize("command", ["recover", *sorted(looking("", "").keys() - MAKING)])
-def test_what_is_no_store_is_refused_with_3(tmp_path: Path, command: str) -> None:
+def test_other_folder_exits_with_3(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("hello")
@@ -287,7 +287,7 @@ def worked_on(path: Path, clock: SimulatedClock) -> dict[str, Any]:
         }
 
 
-def test_the_brokers_side_is_told_as_the_broker_tells_it(tmp_path: Path) -> None:
+def test_broker_state_agrees_with_the_broker(tmp_path: Path) -> None:
     clock = clock_now()
     now_ms = clock.now_ms()
     said = worked_on(tmp_path / "s", clock)
@@ -313,7 +313,7 @@ def test_the_brokers_side_is_told_as_the_broker_tells_it(tmp_path: Path) -> None
     assert ledger["next_visible_ms"] == now_ms + 60_000
 
 
-def test_what_pins_the_front_of_the_log_is_named(tmp_path: Path) -> None:
+def test_pin_of_the_log_is_named(tmp_path: Path) -> None:
     said = worked_on(tmp_path / "s", clock_now())["pin"]
 
     found = mqstore_json("inspect", tmp_path / "s")["broker"]["oldest_pin"]
@@ -328,7 +328,7 @@ def test_what_pins_the_front_of_the_log_is_named(tmp_path: Path) -> None:
     ("keep", "topic"),
     [("level", "SCHEDULE_TOPIC_XXXX"), ("timer", "rmq_sys_wheel_timer"), ("half", "RMQ_SYS_TRANS_HALF_TOPIC")],
 )
-def test_what_waits_pins_the_log_when_all_else_is_consumed(path: Path, keep: str, topic: str) -> None:
+def test_delayed_message_pins_the_log(path: Path, keep: str, topic: str) -> None:
     with broker(path) as running:
         running.groups.create("billing")
         if keep == "level":
@@ -434,8 +434,8 @@ def test_nonsense_in_the_pop_log_is_passed_over(path: Path, body: bytes) -> None
     assert json.loads(result.stdout)["broker"]["in_flight"] == []
 
 
-def test_a_splice_under_way_and_the_inbox_are_told(path: Path) -> None:
-    with library.engine.MessageStore(path) as store:
+def test_splice_and_inbox_are_shown(path: Path) -> None:
+    with MessageStore(path) as store:
         end = store.put("orders", b"x").size
         store.splice([], app="other", version=1)
     nothing = mqstore_json("inspect", path)["splice"]
@@ -512,7 +512,7 @@ def test_a_queue_that_lacks_messages_is_named(path: Path, name: str, profile: Pr
     assert (mqstore("inspect", path).exit_code, mqstore("lag", path).exit_code) == (0, 0)
 
 
-def test_what_a_writer_has_not_dispatched_is_not_called_lost(tmp_path: Path) -> None:
+def test_undispatched_records_are_not_lost(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"a")
         store.dispatch()

@@ -24,7 +24,7 @@ REPORTS = ["lag", "traffic", "trace", "dlq"]
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_terminal_sees_how_far_a_job_is(name: str, store: Path) -> None:
+def test_terminal_shows_job_progress(name: str, store: Path) -> None:
     code, out, seen = seen_on_a_terminal(*arguments(name, store), "--json")
 
     assert code == 0
@@ -109,7 +109,7 @@ def test_traffic_prints_what_the_library_reports(store: Path) -> None:
         assert (result.exit_code, text in result.stderr) == (2, True)
 
 
-def test_traffic_tells_of_damage_even_if_nothing_else_is_left(tmp_path: Path) -> None:
+def test_traffic_reports_damage_alone(tmp_path: Path) -> None:
     with MessageStore(tmp_path) as damaged:
         damaged.put("orders", b"hello")
     with (tmp_path / "commitlog" / f"{0:020d}").open("r+b") as log:

@@ -20,7 +20,7 @@ from tests.tools.support import mqstore, mqstore_json
 STORED_MS = 1_750_000_000_000
 
 
-def test_a_lag_counts_what_is_not_consumed_and_tells_the_age_of_its_first(tmp_path: Path) -> None:
+def test_lag_counts_and_shows_the_oldest_age(tmp_path: Path) -> None:
     clock = SimulatedClock(STORED_MS)
     with broker(tmp_path / "s", clock) as running:
         for i in range(10):
@@ -46,7 +46,7 @@ def test_a_lag_counts_what_is_not_consumed_and_tells_the_age_of_its_first(tmp_pa
     assert ["idle", "-", "0", "0", "-"] in shown
 
 
-def test_a_queue_in_which_a_group_has_no_progress_is_not_counted_as_in_a_broker(path: Path) -> None:
+def test_queue_without_progress_is_not_counted(path: Path) -> None:
     """The command counted all of such a queue, 8 where `broker.lag` and Prometheus told 3 (delivery#statistics)."""
     with broker(path) as running:
         for i in range(10):
@@ -118,7 +118,7 @@ def _messages(path: Path, group: str) -> dict[tuple[str, int], int]:
 
 
 @pytest.mark.parametrize("order", [False, True], ids=["standard", "fifo"])
-def test_what_is_popped_and_not_settled_is_in_flight(tmp_path: Path, order: bool) -> None:
+def test_unsettled_pop_is_in_flight(tmp_path: Path, order: bool) -> None:
     clock = clock_now()
     with broker(tmp_path / "s", clock) as running:
         running.topics.create("orders", queues=1)
@@ -142,7 +142,7 @@ def test_what_is_popped_and_not_settled_is_in_flight(tmp_path: Path, order: bool
     assert [(row["committed"], row["behind"]) for row in mqstore_json("offsets", tmp_path / "s")["offsets"]] == [(1, 8)]
 
 
-def test_what_lies_before_a_queues_start_is_not_in_flight(path: Path) -> None:
+def test_messages_before_a_start_are_not_in_flight(path: Path) -> None:
     """As the next opening has it, which does not wait for messages that were purged."""
     with broker(path) as running:
         running.topics.create("orders", queues=1)

@@ -58,7 +58,7 @@ def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> No
     assert mqstore("topics", "create").exit_code == 2
 
 
-def test_the_version_and_the_help_are_told() -> None:
+def test_version_and_help_are_printed() -> None:
     assert mqstore("--version").stdout.startswith("mqstore, version ")
     assert " compiled parts" in mqstore("--version").stdout
     help_text = mqstore("--help").stdout
@@ -104,7 +104,7 @@ def test_one_command_does_not_load_the_others() -> None:
     assert not any(f"mqstore_tools.{name}'" in loaded for name in COMMANDS if name != "produce")
 
 
-def test_a_mistake_of_ours_is_told_escaped_and_is_no_finding() -> None:
+def test_internal_error_is_escaped() -> None:
     @click.command(cls=shared.StoreCommand)
     def broken() -> None:
         raise RuntimeError("quoting a store: \x1b[2J")
@@ -144,7 +144,7 @@ def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[st
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, closed: str) -> None:
+def test_closed_streams_are_harmless(tmp_path: Path, closed: str) -> None:
     """They were None, so commands ended in the middle, some with a message stored, and asked to be reported."""
     store = tmp_path / "s"
     commands = [
@@ -175,7 +175,7 @@ def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, cl
     assert mqstore("verify", store).exit_code == 0
 
 
-def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprintable_text_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mqstore("produce", tmp_path / "s", "orders", "--body", "ключ", "--tag", "été").exit_code == 0
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
 
@@ -200,7 +200,7 @@ def test_an_interrupt_while_a_command_is_loaded_is_130(monkeypatch: pytest.Monke
     assert (result.exit_code, result.output) == (130, "")
 
 
-def test_what_takes_long_to_load_is_loaded_where_an_interrupt_is_minded() -> None:
+def test_slow_imports_are_interruptible() -> None:
     code = "import sys, mqstore_tools.main; print({'mqstore', 'numpy', 'rich'} & {*sys.modules})"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert child.stdout == "set()\n"
@@ -219,7 +219,7 @@ def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Pat
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help")])
-def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_full(arguments: tuple[str, ...]) -> None:
+def test_full_output_device_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         child = process(*arguments, stdout=full)
         _, err = child.communicate()
@@ -236,7 +236,7 @@ def test_each_command_looks_or_changes_something() -> None:
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
-def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...]) -> None:
+def test_wrong_option_is_json_for_every_command(words: tuple[str, ...]) -> None:
     result = mqstore(*words, "--json", "--nonesuch")
 
     assert (result.exit_code, result.stdout) == (2, "")

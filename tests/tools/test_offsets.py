@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import mqstore as library
 from mqstore import SimulatedClock
+from mqstore.log.store import MessageStore
 from tests.conftest import Golden
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
@@ -56,8 +56,8 @@ def test_offsets_are_shown_beside_the_bounds_of_their_queues(store: Path) -> Non
     ]
 
 
-def test_what_retention_took_before_a_group_came_is_lost(store: Path) -> None:
-    with library.engine.MessageStore(store) as opened:
+def test_messages_before_a_group_are_lost(store: Path) -> None:
+    with MessageStore(store) as opened:
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)
@@ -90,7 +90,7 @@ RESETS = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), RESETS, ids=[" ".join(each[0]) for each in RESETS])
-def test_a_group_is_reset_to_where_it_was_told(store: Path, arguments: list[str], expected: dict[int, int]) -> None:
+def test_reset_moves_the_group(store: Path, arguments: list[str], expected: dict[int, int]) -> None:
     where = ["--group", "billing", "--topic", "orders", *arguments]
     planned = mqstore_json("offsets", "reset", store, *where, "--dry-run")
 
@@ -137,7 +137,7 @@ def test_a_reset_holds_against_what_the_pop_log_remembers(path: Path, order: boo
 
 
 @pytest.mark.parametrize("order", [False, True], ids=["standard", "fifo"])
-def test_what_other_groups_hold_stays_as_it_is(store: Path, order: bool) -> None:
+def test_holds_of_other_groups_stay(store: Path, order: bool) -> None:
     """The next broker gives what its predecessor's receivers held to others at once; a command is not a broker."""
     with broker(store) as running:
         running.pop("ledger", "orders", 2, queue_id=0, order=order, local=True, invisible=600)

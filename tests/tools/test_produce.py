@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore.client.producer import Producer
+from mqstore import Producer
 from mqstore.layout.properties import SHARDINGKEY
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore_tools import produce as module
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 from tests.waiting import until
@@ -23,7 +24,7 @@ WAIT_S = 30
 
 
 def stored(path: Path, topic: str = "orders") -> list[library.Message]:
-    with library.engine.ReadOnlyMessageStore(path) as store:
+    with ReadOnlyMessageStore(path) as store:
         return sorted(store.iter(topic), key=lambda message: message.physical_offset)
 
 
@@ -122,7 +123,7 @@ def test_delays(tmp_path: Path) -> None:
     text = '{"body":"x","delay":5}\n{"body":"y","delay_level":3}\n'
     assert run(tmp_path / "s", text, "--format", "jsonl").exit_code == 0
 
-    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
+    with ReadOnlyMessageStore(tmp_path / "s") as store:
         timers = list(store.iter("rmq_sys_wheel_timer"))
         [level] = store.iter("SCHEDULE_TOPIC_XXXX")
     waits = [int(m.system_properties["TIMER_DELIVER_MS"]) - m.store_timestamp_ms for m in timers]
@@ -131,7 +132,7 @@ def test_delays(tmp_path: Path) -> None:
     assert run(tmp_path / "s", "x\n", "--delay", "soon").exit_code == 2
 
 
-def test_what_was_exported_is_the_same_again(tmp_path: Path) -> None:
+def test_export_and_produce_round_trip(tmp_path: Path) -> None:
     with library.open(tmp_path / "old") as store:
         store.put("orders", b"\xff\x00", tag="t", keys=["a", "b"], properties={"p": "v"}, flag=-3, unique_key="u")
         store.put("orders", b"in a group", message_group="g", unique_key="v")
@@ -197,7 +198,7 @@ def test_a_whole_file_is_one_body(tmp_path: Path) -> None:
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def test_json_tells_counts_and_first_and_last_of_each_queue(tmp_path: Path) -> None:
+def test_json_has_counts_and_offsets(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("a\nbc\n")
 
     found = mqstore_json("produce", tmp_path / "s", "orders", tmp_path / "in", "--queue-id", 1)
@@ -239,7 +240,7 @@ _BAD = [
 
 
 @pytest.mark.parametrize(("format_", "good", "bad", "says"), _BAD, ids=[f"{f}-{s}" for f, _, _, s in _BAD])
-def test_a_line_that_is_no_message_ends_it(tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str) -> None:
+def test_invalid_line_ends_it(tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str) -> None:
     text = good + b"\n" + bad + b"\n"
 
     result = run(tmp_path / "s", text, "--format", format_)
@@ -254,7 +255,7 @@ def test_a_line_that_is_no_message_ends_it(tmp_path: Path, format_: str, good: b
     assert bodies(tmp_path / "t") == [b"1", b"1"]
 
 
-def test_with_json_a_bad_line_is_told_as_json_too(tmp_path: Path) -> None:
+def test_bad_line_is_json_too(tmp_path: Path) -> None:
     result = run(tmp_path / "s", '{"body":"1"}\n{}\n', "--format", "jsonl", "--json")
 
     found = json.loads(result.stdout)
@@ -302,12 +303,12 @@ def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, ar
     assert result.exit_code == 2, result.output
     assert "line 1" not in result.stderr
     if (tmp_path / "s").exists():
-        with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
+        with ReadOnlyMessageStore(tmp_path / "s") as store:
             assert store.topics() == []
 
 
 @pytest.mark.parametrize("topic", ["or/ders", "", "SCHEDULE_TOPIC_XXXX"])
-def test_a_topic_that_nobody_may_send_to(tmp_path: Path, topic: str) -> None:
+def test_forbidden_topic_is_refused(tmp_path: Path, topic: str) -> None:
     assert mqstore("produce", tmp_path / "s", topic, stdin=b"x\n").exit_code == 2
     assert not (tmp_path / "s").exists()
 
@@ -425,7 +426,7 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     ],
     ids=["lines", "rate", "csv"],
 )
-def test_what_came_is_stored_before_it_waits(tmp_path: Path, options: list[str], text: bytes, number: int) -> None:
+def test_lines_are_stored_before_waiting(tmp_path: Path, options: list[str], text: bytes, number: int) -> None:
     with running(tmp_path / "s", "orders", *options) as command:
         assert command.stdin is not None
         command.stdin.write(text)
@@ -439,7 +440,7 @@ def test_what_came_is_stored_before_it_waits(tmp_path: Path, options: list[str],
     assert b"interrupted; sent 2 messages" in out
     assert b"Traceback" not in err
     assert bodies(tmp_path / "s") == [b"one", b"two"]
-    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
+    with ReadOnlyMessageStore(tmp_path / "s") as store:
         assert store.clean_shutdown
 
 
@@ -459,7 +460,7 @@ def test_ctrl_c_ends_the_wait_for_the_next_second(tmp_path: Path) -> None:
     assert len(bodies(tmp_path / "s")) == count < 3
 
 
-def test_a_store_that_fails_on_the_way_tells_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store_reports_the_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     send_many = Producer.send_many
     calls = []
 

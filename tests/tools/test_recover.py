@@ -14,6 +14,8 @@ import pytest
 
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 from tests.commands import looking
 from tests.log.support import flip_log, overwrite_log, reboot, segment_of
 from tests.tools.brokers import broker
@@ -32,7 +34,7 @@ def spoil(path: Path, receipt: SendReceipt) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    with library.engine.ReadOnlyMessageStore(path) as store:
+    with ReadOnlyMessageStore(path) as store:
         return [message.body for message in store.iter("orders", 0)]
 
 
@@ -46,9 +48,7 @@ def check_shape(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("machine", ["ran on", "went down"])
 def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, machine: str, way: str) -> None:
     """A crash: nothing was ever flushed, one record in the middle does not verify."""
-    with library.engine.MessageStore(
-        tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    ) as store:
+    with MessageStore(tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as store:
         receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
         store.dispatch()
         shutil.copytree(tmp_path / "live", tmp_path / "s")
@@ -57,7 +57,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     spoil(tmp_path / "s", receipts[15])
 
     if way == "opening":
-        with library.engine.MessageStore(tmp_path / "s") as store:
+        with MessageStore(tmp_path / "s") as store:
             report = store.recovery.as_dict()
     else:
         planned = mqstore_json(*way.split(), tmp_path / "s", "--dry-run", exit_code=1)
@@ -77,7 +77,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     assert [finding["kind"] for finding in report["findings"]] == ([] if cut else ["bad_record"])
 
 
-def test_people_are_told_how_many_messages_lie_behind_damage(hundred: Store) -> None:
+def test_messages_behind_damage_are_counted(hundred: Store) -> None:
     path, receipts = hundred
     spoil(path, receipts[40])
     spoil(path, receipts[50])
@@ -106,7 +106,7 @@ def without_manifest(hundred: Store) -> Path:
     return path
 
 
-def test_a_lost_manifest_is_written_anew_when_told_to(without_manifest: Path) -> None:
+def test_lost_manifest_is_rewritten_on_request(without_manifest: Path) -> None:
     plan = mqstore_json("recover", without_manifest, "--rebuild", "config", "--dry-run", exit_code=1)
     assert plan["changed"]
     assert not (without_manifest / "mqstore.json").exists()
@@ -129,8 +129,8 @@ def test_without_a_person_to_ask_config_needs_a_yes(without_manifest: Path) -> N
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-def test_who_gives_a_damaged_directory_back_to_a_broker_is_warned(tmp_path: Path, profile: Any) -> None:
-    with library.engine.MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
+def test_returning_a_damaged_directory_warns(tmp_path: Path, profile: Any) -> None:
+    with MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
         receipts = [store.put("orders", b"%03d" % i * 100) for i in range(100)]
     assert "broker" not in mqstore("recover", tmp_path / "s").output
     spoil(tmp_path / "s", receipts[40])
@@ -188,7 +188,7 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
 def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
     """verify said that all was well, and a dry run that nothing was to be done, of a store that recover then refused to
     open; and a splice that its file had forgotten could come in twice with nobody told."""
-    with library.engine.MessageStore(tmp_path / "s", config=CONFIG) as store:
+    with MessageStore(tmp_path / "s", config=CONFIG) as store:
         store.put("orders", b"x")
     file = tmp_path / "s" / name
     file.parent.mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_for_people_it_says_what_was_done(hundred: Store) -> None:
     assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 0)
 
 
-def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to(tmp_path: Path, path: Path) -> None:
+def test_store_without_consumed_messages_is_usable(tmp_path: Path, path: Path) -> None:
     """Until a broker had been there once, each of these said that the store was opened for reading: the group's offset
     lies behind the end now, and who only reads it tried to write down that it is lowered."""
     with broker(path) as running:
@@ -279,7 +279,7 @@ LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
 )
 def test_damage_that_recover_has_reported_is_known(path: Path, profile: library.Profile, loss: str) -> None:
     """One lost record made verify and recover exit with 1 until retention took its segment."""
-    with library.engine.MessageStore(path, config=CONFIG, profile=profile) as store:
+    with MessageStore(path, config=CONFIG, profile=profile) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     LOSSES[loss](path, receipts)
     assert mqstore("verify", path).exit_code == 1
@@ -352,7 +352,7 @@ def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> N
     table = path / "config" / "knownDamage.json"
     assert len(json.loads(table.read_bytes())["ranges"]["bad_record"]) == 2
 
-    with library.engine.MessageStore(path) as store:
+    with MessageStore(path) as store:
         store.drop_before(receipts[50].physical_offset)
     assert mqstore_json("verify", path)["ok"]
     report = mqstore_json("recover", path)
@@ -420,7 +420,7 @@ def test_segments_that_are_too_long_are_mended(hundred: Store, surplus: bytes) -
 
 def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for name in "ab":
-        with library.engine.MessageStore(tmp_path / name) as store:
+        with MessageStore(tmp_path / name) as store:
             store.put("t", b"body")
         shutil.rmtree(tmp_path / name / "consumequeue")
     (tmp_path / "c").mkdir()
@@ -441,7 +441,7 @@ def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_pa
     assert mqstore("recover", tmp_path / "a", "--rebuild", "config", "--rebuild", "index").exit_code == 2
 
 
-def test_a_path_of_links_in_a_circle_is_told_plainly(tmp_path: Path) -> None:
+def test_circular_links_are_explained(tmp_path: Path) -> None:
     (tmp_path / "s").symlink_to(tmp_path / "s")
 
     result = mqstore("recover", tmp_path / "s", exit_code=3)

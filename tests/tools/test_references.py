@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mqstore import StoreConfig
 from mqstore.broker.admin.cut import restore
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.columnar.columns import ColumnReader
@@ -21,7 +22,6 @@ from mqstore.layout.bodyref import is_reference
 from mqstore.layout.record import BODY_AT_V4
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.options import StoreConfig
 from tests.broker.referencesupport import BODY, SEGMENT, Bench
 from tests.log.support import flip_log, open_store
 from tests.tools.support import mqstore

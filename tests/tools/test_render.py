@@ -55,7 +55,7 @@ def test_a_body_can_be_read_back_from_what_is_shown(body: bytes) -> None:
     assert back == body
 
 
-def test_a_long_body_is_cut_and_its_length_told() -> None:
+def test_long_body_is_shortened_with_its_length() -> None:
     assert body_text(b"x" * 10, 4) == "xxxx... 10 bytes"
     assert body_text(b"x" * 4, 4) == "xxxx"
     assert body_text("é".encode() * 3, 3) == "é\\xc3... 6 bytes"
@@ -124,7 +124,7 @@ def test_a_title_may_be_wider_than_its_table(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("columns", [20, 60, 200])
-def test_a_table_on_a_terminal_is_no_wider_than_it(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", printed(Terminal(), monkeypatch, columns=columns))
 
     assert max(map(len, text.splitlines())) <= columns

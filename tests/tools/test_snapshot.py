@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "mq"
 
 
-def test_a_copy_is_made_and_told(store: Path, tmp_path: Path) -> None:
+def test_copy_is_made_and_reported(store: Path, tmp_path: Path) -> None:
     before = snapshot(store)
     result = mqstore("snapshot", store, tmp_path / "copy", exit_code=0)
     assert result.stdout.startswith(f"{tmp_path / 'copy'}: ")
@@ -82,7 +82,7 @@ def test_beside_its_owner(store: Path, tmp_path: Path) -> None:
     assert Path(told["snapshot"]) == tmp_path / "copy"
 
 
-def test_damage_is_told_and_copied(store: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_and_copied(store: Path, tmp_path: Path) -> None:
     flip(store / "commitlog" / f"{1 << 14:020d}", 5000)
     result = mqstore("snapshot", store, tmp_path / "copy", exit_code=1)
     assert "bad_record: commitlog/00000000000000016384" in result.stdout
@@ -99,7 +99,7 @@ def test_damage_is_told_and_copied(store: Path, tmp_path: Path) -> None:
         (("mq",), 2, "Missing argument 'DEST'"),
     ],
 )
-def test_what_cannot_be(
+def test_impossible_snapshot_is_refused(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -111,13 +111,13 @@ def test_what_cannot_be(
     assert sorted(os.listdir(tmp_path)) == ["mq", "there"]
 
 
-def test_what_is_left_is_told(store: Path, tmp_path: Path) -> None:
+def test_omissions_are_reported(store: Path, tmp_path: Path) -> None:
     (store / "a\x1b[2Jb").write_text("mine")
     result = mqstore("snapshot", store, tmp_path / "copy")
     assert result.stderr == "not copied: a\\x1b[2Jb: not a part of the store\n"
 
 
-def test_a_terminal_sees_how_far_it_is(store: Path, tmp_path: Path) -> None:
+def test_terminal_shows_progress(store: Path, tmp_path: Path) -> None:
     code, out, seen = seen_on_a_terminal("snapshot", store, tmp_path / "copy", "--json")
     assert code == 0
     assert json.loads(out)["messages"] == 301

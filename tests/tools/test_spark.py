@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.engine import MessageStore
 from mqstore.jobs.publish import Commit, commit
 from mqstore.jobs.staging import STAGING
+from mqstore.log.store import MessageStore
 from mqstore.spark import sessions
 from tests.jobs.staged import batch_of, options_of, set_bodies, stage, write
 from tests.tools.support import mqstore, mqstore_json
@@ -63,7 +63,7 @@ def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> 
     ],
 )
 @pytest.mark.usefixtures("no_spark")
-def test_wrong_usage_ends_before_spark_is_looked_for(name: str, more: tuple[str, ...], text: str, store: Path) -> None:
+def test_wrong_usage_needs_no_spark(name: str, more: tuple[str, ...], text: str, store: Path) -> None:
     result = mqstore(*arguments(name, store), *more)
 
     if more[0] != "--conf":
@@ -87,7 +87,7 @@ def left_over(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_old_goes_and_what_is_new_stays(left_over: Path) -> None:
+def test_only_old_staging_is_removed(left_over: Path) -> None:
     planned = mqstore_json("spark", "clean", left_over, "--dry-run")
     assert [Path(row["path"]).name for row in planned["deleted"]] == ["crashed-0"]
     assert planned["dry_run"] is True
@@ -114,7 +114,7 @@ def test_a_set_keeps_the_stores_that_count(tmp_path: Path) -> None:
     assert (len(os.listdir(path / "shards")), set_bodies(path)) == (1, ["x"])
 
 
-def test_inspect_tells_what_is_staged(left_over: Path) -> None:
+def test_inspect_shows_staging(left_over: Path) -> None:
     assert json.loads(mqstore("inspect", left_over, "--json").stdout)["splice"]["staged"] == ["crashed-0", "running-0"]
     assert "2 folders in _staging/" in mqstore("inspect", left_over).stdout
 
@@ -122,7 +122,7 @@ def test_inspect_tells_what_is_staged(left_over: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"), [(("nowhere",), "nowhere is no folder"), ((".", "--older-than", "soon"), "soon")]
 )
-def test_wrong_usage_is_told(arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_is_reported(arguments: tuple[str, ...], says: str) -> None:
     found = mqstore("spark", "clean", *arguments)
 
     assert (found.exit_code, says in found.stderr) == (2, True)

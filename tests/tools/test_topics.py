@@ -11,6 +11,7 @@ import pytest
 
 import mqstore as library
 from mqstore.errors import ConfigError
+from mqstore.log.store import MessageStore
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -28,7 +29,7 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_topic_is_shown_with_what_is_set_for_it_and_who_consumes_it(store: Path) -> None:
+def test_topic_shows_settings_and_consumers(store: Path) -> None:
     [row] = mqstore_json("topics", store)["topics"]
 
     assert row == {
@@ -48,7 +49,7 @@ def test_a_topic_is_shown_with_what_is_set_for_it_and_who_consumes_it(store: Pat
     ]
 
 
-def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
+def test_system_topics_are_listed_on_request(store: Path) -> None:
     plain = {row["name"] for row in mqstore_json("topics", store)["topics"]}
     all_of_them = {row["name"] for row in mqstore_json("topics", store, "--system")["topics"]}
 
@@ -57,7 +58,7 @@ def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
 
 
 def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
-    library.engine.MessageStore(path).close()
+    MessageStore(path).close()
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
     altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2, "--order")
@@ -74,7 +75,7 @@ def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
     assert mqstore_json("topics", path)["topics"] == []
 
 
-def test_deleting_takes_messages_progress_and_deliveries_along_and_numbers_go_on(store: Path) -> None:
+def test_deletion_removes_all_and_numbers_continue(store: Path) -> None:
     assert mqstore("topics", "delete", store, "orders", "--force", "--yes").exit_code == 0
 
     assert mqstore_json("topics", store)["topics"] == []
@@ -110,7 +111,7 @@ def test_hostile_names_reach_the_screen_escaped(store: Path) -> None:
     assert "orders" in result.stdout
 
 
-def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
+def test_damaged_table_exits_with_3_and_a_remedy(store: Path) -> None:
     for file in (store / "config").glob("topics.json*"):
         file.write_bytes(b"\0" * 50)
 

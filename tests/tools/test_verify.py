@@ -14,6 +14,7 @@ import mqstore as library
 from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.recovery.ranges import RangeResult
 from mqstore.log.recovery.verify import Verifier
+from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip_log, overwrite
 from tests.tools.support import mqstore, mqstore_json, process
@@ -74,7 +75,7 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
 
 def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
     """`mqstore` checks every character that would reach the screen."""
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
     (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
     (tmp_path / "s" / "config").mkdir()
@@ -88,7 +89,7 @@ def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 1000)
         child = process("verify", tmp_path / "s")
         out, _ = child.communicate(timeout=60)
@@ -98,7 +99,7 @@ def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
 
 def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
-    with library.engine.MessageStore(tmp_path / "s", config=config) as store:
+    with MessageStore(tmp_path / "s", config=config) as store:
         store.put_many("orders", [b"x"] * 8000)
     for file in (tmp_path / "s" / "consumequeue" / "orders" / "0").iterdir():
         file.unlink()
@@ -116,9 +117,9 @@ def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) 
 def test_retention_meanwhile_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     """It began again each time, and ended with a bare FileNotFoundError when the writer was the faster one."""
     config = StoreConfig(segment_bytes=1 << 14, consumequeue_units=8, index_slots=16, index_entries=8)
-    with library.engine.MessageStore(tmp_path / "s", config=config) as store:
+    with MessageStore(tmp_path / "s", config=config) as store:
         receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
-    with library.engine.MessageStore(tmp_path / "s") as writer:
+    with MessageStore(tmp_path / "s") as writer:
         check = Verifier.check
 
         def interrupted(verifier: Verifier, *piece: Any) -> RangeResult | None:
@@ -137,7 +138,7 @@ def test_retention_meanwhile_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path) -> None:
     """What retention takes is taken from the front."""
     config = StoreConfig(segment_bytes=1 << 14)
-    with library.engine.MessageStore(tmp_path / "s", config=config) as writer:
+    with MessageStore(tmp_path / "s", config=config) as writer:
         receipts = [writer.put("orders", b"x" * 1000) for _ in range(100)]
         writer.flush()
         writer.dispatch()
@@ -154,7 +155,7 @@ def copy_of_a_killed_store(path: Path, **options: Any) -> None:
     """Leave at `path` what a writer killed after its first checkpoint leaves; all 100 messages have keys."""
     clock = library.SimulatedClock()
     live = path.with_name("live")
-    with library.engine.MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
+    with MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
         store.put_many("orders", [OutgoingMessage(b"%03d" % i, keys=f"k{i}") for i in range(100)])
         store.flush()
         store.dispatch()
@@ -170,7 +171,7 @@ def test_a_deleted_index_is_found(path: Path, profile: Profile, closed: bool) ->
     """Of a store that was not closed, and of a broker's, verify said that all was well."""
     copy_of_a_killed_store(path, profile=profile)
     if closed:
-        library.engine.MessageStore(path).close()
+        MessageStore(path).close()
     assert mqstore("verify", path).exit_code == 0
     shutil.rmtree(path / "index")
 
@@ -200,7 +201,7 @@ def test_lost_index_files_of_the_java_engine_are_found(golden: Golden, name: str
 @pytest.mark.parametrize("closed", [True, False])
 def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, closed: bool) -> None:
     config = StoreConfig(segment_bytes=1 << 14, index_slots=16, index_entries=8, clock=library.SimulatedClock())
-    with library.engine.MessageStore(tmp_path / "live", config=config) as store:
+    with MessageStore(tmp_path / "live", config=config) as store:
         receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
         store.flush()
         store.dispatch()
@@ -217,7 +218,7 @@ def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, close
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_a_checkpoint_of_random_bytes_is_found(tmp_path: Path, profile: Profile, size: int) -> None:
     """Of a store with a broker's checksums verify said that all was well, and opening believed the times in it."""
-    with library.engine.MessageStore(tmp_path / "s", profile=profile) as store:
+    with MessageStore(tmp_path / "s", profile=profile) as store:
         store.put("orders", b"hello")
     overwrite(tmp_path / "s" / "checkpoint", 0, random.Random(size).randbytes(size))
 
@@ -249,7 +250,7 @@ def fleet(tmp_path: Path) -> Path:
     root = tmp_path / "fleet"
     config = StoreConfig(segment_bytes=4096, consumequeue_units=32, index_slots=16, index_entries=64)
     for name in "ab":
-        with library.engine.MessageStore(root / name, config=config) as store:
+        with MessageStore(root / name, config=config) as store:
             for i in range(40):
                 store.put("orders", b"body %d" % i, keys=[f"k{i}"])
             store.put("bills", b"other")
@@ -258,7 +259,7 @@ def fleet(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_is_damaged_is_told_by_store_and_file_and_byte(fleet: Path) -> None:
+def test_damage_is_located(fleet: Path) -> None:
     found = mqstore_json("verify", fleet / "*", exit_code=1)
 
     assert (found["ok"], found["messages"]) == (False, 81)
@@ -289,7 +290,7 @@ def test_damage_that_recover_has_reported_is_known_in_many_stores_too(fleet: Pat
     assert "1 known (--all lists them)" in mqstore("verify", fleet / "*").stdout
 
 
-def test_a_store_that_cannot_be_opened_does_not_keep_the_others_from_being_checked(fleet: Path) -> None:
+def test_unopenable_store_does_not_stop_the_others(fleet: Path) -> None:
     (fleet / "c").mkdir()
 
     found = mqstore_json("verify", fleet / "a", fleet / "c", exit_code=3)

@@ -1,0 +1,253 @@
+"""The promises about a leased message: its verbs, its visibility timeout, and what a `with` block makes of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+
+import pytest
+
+import mqstore
+from mqstore import Message, Reject, Retry
+from tests.conformance.consumers import LEASING, HandlerError, Lease, World
+
+pytestmark = pytest.mark.parametrize("kind", LEASING, ids=str)
+
+
+def received(world: World) -> Lease:
+    consumer = world.consumer(visibility=30)
+    world.put("a")
+    lease = consumer.take()
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def raising(error: BaseException) -> Callable[[Message], None]:
+    def act(message: Message) -> None:
+        raise error
+
+    return act
+
+
+def leave(lease: Lease) -> None:
+    """Release a lease. It counts as no attempt."""
+    with suppress(GeneratorExit):
+        lease.block(raising(GeneratorExit()))
+
+
+def again(world: World) -> list[tuple[str, int]]:
+    """Return what another consumer of the group can receive now."""
+    found = world.consumer(visibility=30).handle()
+    assert isinstance(found, list)
+    return found
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def test_ack_is_final(world: World) -> None:
+    lease = received(world)
+    assert not lease.settled
+    lease.ack()
+    lease.ack()  # harmless
+    assert lease.settled
+    world.advance(100)
+    assert (again(world), world.lag()) == ([], 0)
+
+
+@pytest.mark.parametrize("delay", [5, 0, None])
+def test_nack_redelivers_after_its_delay_or_the_policy(world: World, delay: float | None) -> None:
+    lease = received(world)
+    lease.nack(delay)
+    lease.nack(delay)
+    pause_s = 10 if delay is None else delay
+    if pause_s:
+        world.advance(pause_s - 0.1)
+        assert again(world) == []
+    world.advance(0.1)
+    assert again(world) == [("a", 2)]
+
+
+@pytest.mark.parametrize(("reason", "letter"), [(("no such customer",), "no such customer"), ((), "rejected")])
+def test_reject_writes_one_dead_letter(world: World, reason: tuple[str, ...], letter: str) -> None:
+    lease = received(world)
+    lease.reject(*reason)
+    lease.reject("harmless")
+    world.advance(100)
+    assert (again(world), world.dead()) == ([], [("a", letter)])
+
+
+def test_extend_sets_the_time_left(world: World) -> None:
+    lease = received(world)
+    world.advance(20)
+    lease.extend(60)
+    assert lease.expires_at == world.clock.monotonic_ms() / 1000 + 60
+    world.advance(59.9)
+    assert again(world) == []
+    lease.extend(1)
+    world.advance(1)
+    assert again(world) == [("a", 2)]
+
+
+VERBS: dict[str, tuple[Callable[[Lease], object], list[tuple[str, int]]]] = {
+    "ack": (Lease.ack, []),
+    "nack": (Lease.nack, [("a", 2)]),
+    "reject": (Lease.reject, []),
+    "leave": (leave, [("a", 1)]),
+}
+"""Verbs, and what can be received afterwards."""
+
+
+@pytest.mark.parametrize("first", VERBS)
+def test_settled_lease_refuses_other_verbs(world: World, first: str) -> None:
+    lease = received(world)
+    VERBS[first][0](lease)
+    for other in VERBS.keys() - {first, "leave"}:
+        with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
+            VERBS[other][0](lease)
+    with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
+        lease.extend(100)
+    world.advance(10)
+    assert again(world) == VERBS[first][1]
+    assert len(world.dead()) == (first == "reject")
+
+
+@pytest.mark.parametrize("wrong", [-1, 12 * 3600 + 1, float("nan"), float("inf")])
+def test_wrong_time_settles_nothing(world: World, wrong: float) -> None:
+    lease = received(world)
+    for verb in (lease.nack, lease.extend):
+        with pytest.raises(mqstore.errors.ConfigError):
+            verb(wrong)
+    assert not lease.settled
+    assert lease.expires_at == world.clock.monotonic_ms() / 1000 + 30
+    lease.ack()
+
+
+# -- visibility timeout -----------------------------------------------------------------------------------------------
+
+
+def test_unsettled_message_is_hidden_until_its_timeout(world: World) -> None:
+    lease = received(world)
+    assert lease.expires_at == world.clock.monotonic_ms() / 1000 + 30
+    world.advance(29.9)
+    assert again(world) == []
+    world.advance(0.1)
+    assert again(world) == [("a", 2)]
+    assert not lease.settled
+
+
+def test_unsettled_message_is_dead_after_its_last_attempt(world: World) -> None:
+    consumer = world.consumer(visibility=30)
+    world.put("a")
+    for attempt in (1, 2, 3):
+        assert consumer.take().seen == ("a", attempt)
+        world.advance(30)
+    assert consumer.nothing()
+    world.advance(30)
+    assert [text for text, _ in world.dead()] == ["a"]
+
+
+def test_late_verbs_change_nothing(world: World) -> None:
+    consumer = world.consumer(visibility=30)
+    world.put("a")
+    late = consumer.take()
+    world.advance(30)
+    second = consumer.take()
+    for verb in (late.ack, late.nack, late.reject, lambda: late.extend(100)):
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
+            verb()
+    assert not late.settled
+    assert late.expires_at < second.expires_at
+    world.advance(29.9)
+    assert again(world) == []
+    second.ack()
+    assert (world.dead(), world.lag()) == ([], 0)
+
+
+# -- with -------------------------------------------------------------------------------------------------------------
+
+
+def test_block_that_ends_well_acknowledges(world: World) -> None:
+    seen: list[Message] = []
+    received(world).block(seen.append)
+    assert [(message.topic, message.body) for message in seen] == [(world.topic, b"a")]
+    world.advance(100)
+    assert (again(world), world.lag()) == ([], 0)
+
+
+def test_block_that_raises_redelivers_and_raises(world: World) -> None:
+    lease = received(world)
+    with pytest.raises(HandlerError, match="mine"):
+        lease.block(raising(HandlerError("mine")))
+    assert lease.settled
+    world.advance(9.9)
+    assert again(world) == []
+    world.advance(0.1)
+    assert again(world) == [("a", 2)]
+
+
+class BareRetry(Retry):
+    def __init__(self) -> None:
+        """Does not call the constructor of its base class."""
+
+
+@pytest.mark.parametrize(("retry", "pause_s"), [(Retry(5), 5), (Retry(0), 0), (Retry(), 10), (BareRetry(), 10)])
+def test_block_obeys_retry(world: World, retry: Retry, pause_s: float) -> None:
+    received(world).block(raising(retry))
+    if pause_s:
+        world.advance(pause_s - 0.1)
+        assert again(world) == []
+    world.advance(0.1)
+    assert again(world) == [("a", 2)]
+
+
+def test_block_obeys_reject(world: World) -> None:
+    received(world).block(raising(Reject("no such customer")))
+    assert world.dead() == [("a", "no such customer")]
+    world.advance(100)
+    assert again(world) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_block_that_is_interrupted_counts_no_attempt(world: World, error: type[BaseException]) -> None:
+    if world.kind.aio and error is not GeneratorExit:
+        pytest.skip("asyncio ends its loop")
+    lease = received(world)
+    with pytest.raises(error):
+        lease.block(raising(error()))
+    assert again(world) == [("a", 1)]
+
+
+@pytest.mark.parametrize(("verb", "again_s"), [("ack", None), ("nack", 10), ("reject", None)])
+@pytest.mark.parametrize("error", [None, HandlerError("mine"), GeneratorExit()], ids=["clean", "error", "interrupted"])
+def test_block_leaves_a_settled_message_settled(
+    world: World, verb: str, again_s: float | None, error: BaseException | None
+) -> None:
+    lease = received(world)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        lease.block((lambda message: None) if error is None else raising(error), verb)
+    world.advance(10)
+    assert again(world) == ([] if again_s is None else [("a", 2)])
+    assert len(world.dead()) == (verb == "reject")
+
+
+def test_block_with_a_contradicting_order_raises(world: World) -> None:
+    lease = received(world)
+    with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before, by ack"):
+        lease.block(raising(Retry(5)), "ack")
+    assert world.lag() == 0
+
+
+@pytest.mark.parametrize("error", [None, HandlerError("mine"), GeneratorExit()], ids=["clean", "error", "interrupted"])
+def test_late_block_changes_nothing(
+    world: World, error: BaseException | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller sees what happened first: its own error, or that the lease had expired."""
+    lease = received(world)
+    world.advance(30)
+    second = world.consumer(visibility=30).take()
+    with pytest.raises(mqstore.errors.ReceiptExpiredError if error is None else type(error)):
+        lease.block((lambda message: None) if error is None else raising(error))
+    assert error is None or "could not be released" in caplog.text
+    second.ack()
+    assert (again(world), world.lag()) == ([], 0)
