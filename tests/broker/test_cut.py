@@ -93,7 +93,7 @@ def test_files_that_share_messages_are_not_restored_one_by_one(cut_store: Path) 
     shutil.copy(first, f"{first}.2")
     with open_again(cut_store) as store:
         before = files(cut_store / "commitlog")
-        with pytest.raises(ConfigError, match=rf"{first.name} and {first.name}\.2 hold the same message"):
+        with pytest.raises(ConfigError, match=rf"{first.name} and {first.name}\.2 have the same message"):
             restore(store, [first.name])
         assert files(cut_store / "commitlog") == before
         assert not (cut_store / "cut/staged").exists()

@@ -637,7 +637,7 @@ def test_progress_beyond_the_queues_end_is_lowered_and_reported(
     config = delays.path / "config" / "delayOffset.json"
     config.write_text('{"offsetTable":{1:7,2:3}}')
     delays.open()
-    assert caplog.text.count("goes on from there") == 2
+    assert caplog.text.count("it continues there") == 2
     assert delays.file()["offsetTable"] == {"1": 1, "2": 0}
     delays.put(1, b"new")
     delays.put(2, b"of a queue that was gone")

@@ -75,7 +75,7 @@ def test_tag_expressions(expression: str, tags: set[str]) -> None:
 @pytest.mark.parametrize(
     ("expression", "kind", "position", "says"),
     [
-        *((bars, "TAG", 0, "no tag beside") for bars in ("||", "||||")),
+        *((bars, "TAG", 0, "a bar without a tag") for bars in ("||", "||||")),
         *((blank, "SQL92", len(blank or ""), ".") for blank in (None, "", " ")),
         ("*", "SQL92", 0, "."),
         ("a > ", "SQL92", 4, "."),

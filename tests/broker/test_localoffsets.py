@@ -140,7 +140,7 @@ def test_offsets_are_never_reset_silently(store: MessageStore, offsets: LocalOff
     offsets.path.parent.mkdir(parents=True)
     offsets.path.write_bytes(content)
 
-    with pytest.raises(CorruptStoreError, match="begins anew") as raised:
+    with pytest.raises(CorruptStoreError, match="starts again") as raised:
         opened(store)
     assert raised.value.repair == f"rm {offsets.path} {offsets.path}.bak"
 

@@ -708,7 +708,7 @@ def test_of_a_deleted_group_nothing_is_taken(bench: PopBench, java: Java, caplog
     assert numbers(bench) == [5]
     assert bench.parts.groups.names() == ["g"]
     assert bench.service.pending("h") == []
-    assert "2 messages of t/0 that a Java broker had given to group h" in caplog.text
+    assert "2 messages of t/0 that a Java broker had delivered to group h" in caplog.text
 
 
 def test_of_a_deleted_topic_nothing_is_taken(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
@@ -756,7 +756,7 @@ def test_unknown_groups_are_created(bench: PopBench, java: Java, create: bool, l
     assert numbers(bench) == left
 
 
-# -- what makes no sense ----------------------------------------------------------------------------------------------
+# -- what is invalid ----------------------------------------------------------------------------------------------
 
 
 BAD_MEMBERS: dict[str, list[Any]] = {
@@ -799,7 +799,7 @@ def test_bad_checkpoint_is_reported_and_skipped(
     java.ck(1, [0], waits=waits)
     bench.reopen()
     assert numbers(bench) == [0, 1]
-    told = [int(record) for record in re.findall(r"record (\d+) of .* makes no sense", caplog.text)]
+    told = [int(record) for record in re.findall(r"record (\d+) of .* is invalid", caplog.text)]
     assert told == [*range(1, len(BAD_CHECKPOINTS) + 1)]
 
 
@@ -819,7 +819,7 @@ def test_a_bad_acknowledgement_acknowledges_nothing(
     java.record(tag, body, bench.now_ms + 50_000, "k", waits=False)
     bench.reopen()
     assert numbers(bench) == [0]
-    assert "makes no sense" in caplog.text
+    assert "is invalid" in caplog.text
 
 
 def test_damaged_record_is_reported_and_skipped(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
@@ -850,7 +850,7 @@ def test_a_tag_with_the_same_hash_is_none_of_these(
     java.ck(0, [0], waits=False)
     bench.reopen()
     assert numbers(bench) == [0]
-    assert "makes no sense" not in caplog.text
+    assert "is invalid" not in caplog.text
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------

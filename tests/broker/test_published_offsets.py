@@ -139,7 +139,7 @@ def test_progress_beyond_the_end_is_lowered_and_reported(owner: Owner) -> None:
     owner.publish(15)
     owner.tick()
     assert owner.table.committed(QueueKey("sp", "t", 0)) == 10
-    assert "published by sp: t, queue 0: offset 15 lies behind the end" in owner.table.problems[-1]
+    assert "published by sp: t, queue 0: offset 15 is above the end" in owner.table.problems[-1]
 
 
 def test_progress_in_a_queue_that_is_not_there_makes_none(owner: Owner) -> None:

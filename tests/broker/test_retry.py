@@ -121,7 +121,7 @@ ENDED: list[tuple[int, dict[str, Any], int | None, str | None]] = [
     (3, {"max_reconsume": 2}, None, "attempt 3 failed, 3 are allowed"),
     (3, {"max_reconsume": 3}, 5, None),
     (3, {"delay_level": 1}, 1, None),
-    (3, {"delay_level": -1}, None, "given up by its consumer"),
+    (3, {"delay_level": -1}, None, "rejected by its consumer"),
     (3, {"delay_level": -1, "reason": "no such customer"}, None, "no such customer"),
 ]
 

@@ -667,7 +667,7 @@ def test_level_message_without_room_for_marks_stays(tmp_path: Path, caplog: pyte
         bench.house()
     assert bench.counted("delay_rolled") == 1
     assert bench.broker.stats().errors == {}
-    assert caplog.text.count("cannot be put again") == 1
+    assert caplog.text.count("cannot be relocated") == 1
     pin = bench.broker.stats().oldest_pin
     assert pin is not None
     assert (pin.topic, pin.rolls) == (SCHEDULE_TOPIC, False)
@@ -699,7 +699,7 @@ def test_a_timer_message_that_cannot_be_put_again_stays(
     for _ in range(4):
         bench.house()
     assert bench.counted("TIMER_ROLLED") == 0
-    assert caplog.text.count("cannot be put again") == 1
+    assert caplog.text.count("cannot be relocated") == 1
     pin = bench.broker.stats().oldest_pin
     assert pin is not None
     assert (pin.topic, pin.rolls) == (TIMER_TOPIC, False)
@@ -717,7 +717,7 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
         at_the_front(bench, *[20 * DAY] * 5)
         dead = bench.store.expired(bench.config["retention"])
         bench.house()
-    assert [r.getMessage() for r in caplog.records if "put again at the end" in r.getMessage()] == [
+    assert [r.getMessage() for r in caplog.records if "relocated to the end" in r.getMessage()] == [
         f"{bench.path}: 5 messages that wait for their time were put again at the end of the log, so that what lies "
         f"before {dead} can go"
     ]

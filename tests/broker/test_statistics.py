@@ -213,7 +213,7 @@ def test_the_text_is_the_documented_form(statistics: Statistics) -> None:
     statistics.lost(QueueKey("g", "orders", 2), 9)
     text = told(statistics, {"rocketmq_half_messages": 4})
     for lines in (
-        "# HELP mqstore_lost_messages_total Messages dropped by retention before the group consumed them.\n"
+        "# HELP mqstore_lost_messages_total Messages deleted by retention before the group consumed them.\n"
         "# TYPE mqstore_lost_messages_total counter\n"
         'mqstore_lost_messages_total{consumer_group="g",queue_id="2",topic="orders"} 9\n',
         "# HELP rocketmq_half_messages Half messages that are neither committed nor rolled back.\n"

@@ -358,7 +358,7 @@ def _check(case: Case, rich: Path, work: Path) -> None:
     before = _seen(outside)
     within = _seen(store) if case.command == LOOK else {}
     said = _run(case, store, out)
-    assert "this should not happen" not in said, said
+    assert "this is a bug" not in said, said
     assert "\nraw " not in said, said
     assert "[Errno" not in said, said
     assert _seen(outside) == before, f"something elsewhere was changed; it said {said}"

@@ -70,9 +70,9 @@ def test_groups_and_topics_can_be_chosen(tmp_path: Path) -> None:
     [b] = lag_report(path, topics="empty", groups=["b"]).groups  # the topic is there, and the group has not read it
     assert (b.messages, b.queues) == (None, ())
     assert [row.group for row in lag_report(path, topics="orders,empty").groups] == ["a", "b"]
-    with pytest.raises(ConfigError, match="no store knows the group 'c'; there are 'a', 'b'"):
+    with pytest.raises(ConfigError, match="no store has the group 'c'; existing: 'a', 'b'"):
         lag_report(path, groups=["a", "c"])
-    with pytest.raises(ConfigError, match="no store knows the topic 'nope'; there are 'empty', 'orders'"):
+    with pytest.raises(ConfigError, match="no store has the topic 'nope'; existing: 'empty', 'orders'"):
         lag_report(path, topics="orders,nope")
 
 
@@ -142,7 +142,7 @@ def test_letters_can_be_chosen(letters: Path) -> None:
         return datetime.fromtimestamp((T0 + number * DAY_MS) / 1000, UTC)
 
     assert dlq_report(letters, groups=["audit"]).total == 3
-    with pytest.raises(ConfigError, match="no store knows the group 'nosuch'; there are 'audit', 'billing'"):
+    with pytest.raises(ConfigError, match="no store has the group 'nosuch'; existing: 'audit', 'billing'"):
         dlq_report(letters, groups=["audit", "nosuch"])
     assert dlq_report(select(letters, topics="payments")).total == 4
     assert dlq_report(select(letters, start=day(2), stop=day(6))).total == 4
@@ -162,9 +162,9 @@ def test_message_filters_are_refused_for_groups(letters: Path, given: dict[str, 
     """They told of all messages, whatever had been asked for."""
     chosen = select(letters, **given)
     for job in (lag_report, lambda stores: trace(stores, "k-1")):
-        with pytest.raises(ConfigError, match="this job does not go by it; leave it out"):
+        with pytest.raises(ConfigError, match="has no effect in this job; leave it out"):
             job(chosen)
-    with pytest.raises(ConfigError, match="option subscribe: this job"):  # a trace goes everywhere
+    with pytest.raises(ConfigError, match="option subscribe has no effect"):  # a trace goes everywhere
         trace(select(letters, topics="orders"), "k-1")
 
 
@@ -318,7 +318,7 @@ def test_unknown_key_finds_nothing(travelled: Path) -> None:
     # Words, not parts of them.
     assert trace(travelled, "o").hops == ()
     for key in ("", "two words", "a\x01b"):
-        with pytest.raises(ConfigError, match="is no key"):
+        with pytest.raises(ConfigError, match="is not a key"):
             trace(travelled, key)
 
 

@@ -261,9 +261,7 @@ def test_the_log_of_a_store_begins_at_its_end_or_its_oldest_record(store: Path) 
     }
     assert latest["p"][str(store)] > 80 * 91
     for name, value in (("startingTimestamp", "5"), ("startingOffsets", '{"t":{"0":5}}'), ("assign", '{"t":[0]}')):
-        with pytest.raises(
-            ConfigError, match=f"option {name}: .* knows no bounds of queues: leave .* out, or give readBy"
-        ):
+        with pytest.raises(ConfigError, match=f"option {name} needs queues, .*: leave .* out, or give readBy"):
             StreamProgress(options(store, readBy="log", **{name: value})).initial()
 
 
@@ -337,7 +335,7 @@ def test_a_subscribed_topic_that_no_store_has_fails_the_stream(world: World, cap
         begin(subscribe="t,soon", failOnDataLoss="false")
     begin(subscribePattern="t|soon")
     assert [record.message for record in caplog.records] == [
-        "no store has the topic 'soon', which option subscribe names; failOnDataLoss=false waits for it, and so does "
+        "no store has the topic 'soon', which option subscribe names; failOnDataLoss=false waits for it; so does "
         "subscribePattern"
     ]
 
@@ -366,9 +364,12 @@ def test_an_offset_has_one_spelling() -> None:
 @pytest.mark.parametrize(
     ("value", "by_log", "says"),
     [
-        ({"v": 1, "p": {"s": 5}}, False, "readBy=log, this one has readBy=queue.*new checkpoint"),
-        ({"v": 1, "s": {}}, True, "readBy=queue, this one has readBy=log"),
-        *((value, False, "no offset of this source in version 1") for value in ({"v": 2, "s": {}}, {"index": 4}, [5])),
+        ({"v": 1, "p": {"s": 5}}, False, "readBy=log, but this one has readBy=queue.*new checkpoint"),
+        ({"v": 1, "s": {}}, True, "readBy=queue, but this one has readBy=log"),
+        *(
+            (value, False, "unknown offset, .*, not one of version 1")
+            for value in ({"v": 2, "s": {}}, {"index": 4}, [5])
+        ),
         ({"v": 1, "s": {"a": {"t": {"0": "5"}}}}, False, "damaged"),
         ({"v": 1, "s": {"a": {"t": {"x": 5}}}}, False, "damaged"),
         ({"v": 1, "s": {"a": 5}}, False, "damaged"),
@@ -536,7 +537,7 @@ def test_messages_that_retention_took_fail_the_stream_or_are_passed_over(world: 
     low = world.low((str(path), "t", 0, 0))
     start, end = at(path, "t", 0, 2), at(path, "t", 0, 40)
     says = (
-        rf"s0: t, queue 0: offset 2 is wanted, but there are {low} to 40: {low - 2} messages are lost "
+        rf"s0: t, queue 0: offset 2 is not in {low}..40: {low - 2} messages are lost "
         r"\(failOnDataLoss=false"
     )
     with pytest.raises(OffsetOutOfRangeError, match=says):
@@ -570,23 +571,21 @@ def test_allowed_losses_are_reported_once(world: World, caplog: pytest.LogCaptur
     for _ in range(3):
         lenient.latest(at(path, "t", 0, 2))
     [told] = [text for text in caplog.messages if "lost" in text]
-    assert f"t, queue 0: offset 2 is wanted, but there are {low} to 40" in told
-    assert told.endswith(f"{low - 2} messages are lost; passed over, as failOnDataLoss=false has it")
+    assert f"t, queue 0: offset 2 is not in {low}..40" in told
+    assert told.endswith(f"{low - 2} messages are lost; skipped because of failOnDataLoss=false")
 
 
 def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: World) -> None:
     world.append(0, "t", 0, 10)
     path = world.folder / "s0"
     ahead = at(path, "t", 0, 15)
-    with pytest.raises(
-        OffsetOutOfRangeError, match=r"offset 15 is wanted, but there are 0 to 10: 5 messages.*isolation"
-    ):
+    with pytest.raises(OffsetOutOfRangeError, match=r"offset 15 is not in 0..10: 5 messages.*isolation"):
         StreamProgress(options(path)).latest(ahead)
     lenient = StreamProgress(options(path, failOnDataLoss="false"))
     assert lenient.latest(ahead) == at(path, "t", 0, 10)
     assert lenient.partitions(ahead, at(path, "t", 0, 10)) == []
     # A batch that was logged, and whose tail was lost then.
-    with pytest.raises(OffsetOutOfRangeError, match="5 messages are not there"):
+    with pytest.raises(OffsetOutOfRangeError, match="5 messages are missing"):
         StreamProgress(options(path)).partitions(at(path, "t", 0, 8), ahead)
     [[piece]] = lenient.partitions(at(path, "t", 0, 8), ahead)
     assert (piece.start, piece.stop) == (8, 10)
@@ -596,8 +595,12 @@ def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
     world.append(0, "t", 0, 10)
     s0, gone = str(world.folder / "s0"), str(world.folder / "gone")
     for start, error, says in (
-        (at(s0, "no", 3, 7), TopicNotFoundError, "no, queue 3 is wanted from offset 7, but is not in .*s0 any more"),
-        (at(gone, "t", 0, 7), NotAStoreError, "offset 7, but no option names store '.*gone' any more"),
+        (
+            at(s0, "no", 3, 7),
+            TopicNotFoundError,
+            "no, queue 3 is to be read from offset 7, but it is no longer in .*s0",
+        ),
+        (at(gone, "t", 0, 7), NotAStoreError, "offset 7, but the options no longer name store '.*gone'"),
     ):
         with pytest.raises(error, match=says):
             StreamProgress(options(s0)).latest(start)
@@ -608,7 +611,7 @@ def test_missing_queue_or_store_fails_or_waits(world: World) -> None:
     with pytest.raises(NotAStoreError) as caught:
         StreamProgress(options(s0)).partitions(start, more)
     assert str(caught.value).endswith(
-        f"There are '{s0}': use the path or id that the query was started with, or paths={{'{gone}': path}}"
+        f"They name '{s0}': use the path or id that the query was started with, or paths={{'{gone}': path}}"
     )
     assert "failOnDataLoss" not in str(caught.value)  # which would read the store again, if it is there by another name
     assert lenient.partitions(start, more) == []
@@ -667,7 +670,7 @@ def test_a_topic_that_is_deleted_takes_nothing_from_a_stream_of_the_log(tmp_path
     progress = StreamProgress(options(path, readBy="log"))
     assert progress.latest(start) == start
     beyond = {"v": 1, "p": {str(path): start["p"][str(path)] + 50}}
-    with pytest.raises(OffsetOutOfRangeError, match=r"the log: .*50 bytes are not there"):
+    with pytest.raises(OffsetOutOfRangeError, match=r"the log: .*50 bytes are missing"):
         progress.latest(beyond)
 
 
@@ -780,7 +783,7 @@ def test_progress_that_cannot_be_written_says_so(world: World) -> None:
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "spark").write_text("in the way")
     progress = StreamProgress(options(path, commitGroup="sp"))
-    with pytest.raises(ConfigError, match=r"option commitGroup='sp'.*s0.*leave the option out"):
+    with pytest.raises(ConfigError, match=r"option commitGroup='sp'.*s0.*leave out the option"):
         progress.commit(at(path, "t", 0, 5))
 
 
@@ -796,9 +799,9 @@ def test_progress_that_cannot_be_written_says_so(world: World) -> None:
         ({"view": "queues"}, "option view is for spark.read,"),
         ({"interval": "5m"}, "option interval is for spark.read,"),
         ({"maxOffsetsPerTrigger": "5", "maxBytesPerTrigger": "5"}, "exclude each other"),
-        ({"commitGroup": "g", "readBy": "log"}, "option commitGroup goes by queues.*use readBy=queue"),
-        ({"maxOffsetsPerTrigger": "5", "readBy": "log"}, "option maxOffsetsPerTrigger goes by queues"),
-        ({"maxBytesPerTrigger": "5", "readBy": "log"}, "option maxBytesPerTrigger goes by queues"),
+        ({"commitGroup": "g", "readBy": "log"}, "option commitGroup needs queues.*use readBy=queue"),
+        ({"maxOffsetsPerTrigger": "5", "readBy": "log"}, "option maxOffsetsPerTrigger needs queues"),
+        ({"maxBytesPerTrigger": "5", "readBy": "log"}, "option maxBytesPerTrigger needs queues"),
     ],
 )
 def test_options_of_a_batch_are_refused_for_a_stream(given: dict[str, str], says: str) -> None:

@@ -89,10 +89,10 @@ def test_letters_are_chosen_and_the_others_stay(
 def test_letters_are_chosen_by_offset_in_one_group_of_one_store(stores: dict[str, Path]) -> None:
     assert dlq_resend(stores["a"], groups=["billing"], offsets=[1, 4]).count == 2
     assert left(stores["a"]) == [b"0", b"2", b"3", b"5"]
-    with pytest.raises(ConfigError, match="no dead letter of 'billing' at offset 4, 7; nothing is sent"):
+    with pytest.raises(ConfigError, match="no dead letter of 'billing' at offset 4, 7; nothing was sent"):
         dlq_resend(stores["a"], groups=["billing"], offsets=[0, 4, 7])
     for arguments in ({"stores": stores, "groups": ["billing"]}, {"stores": stores["a"]}):
-        with pytest.raises(ConfigError, match="name one store and one group"):
+        with pytest.raises(ConfigError, match="need exactly one store and one group"):
             dlq_resend(**arguments, offsets=[0])  # type: ignore[arg-type]
     assert left(stores["a"]) == [b"0", b"2", b"3", b"5"]
 
@@ -100,9 +100,9 @@ def test_letters_are_chosen_by_offset_in_one_group_of_one_store(stores: dict[str
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"to_topic": "%DLQ%x"}, InvalidMessageError, "a topic of dead letters"),
+        ({"to_topic": "%DLQ%x"}, InvalidMessageError, "to the dead-letter topic"),
         ({"to_topic": "no blanks"}, InvalidMessageError, "no blanks"),
-        ({"groups": ["nobody", "audit"]}, ConfigError, "no store knows the group 'nobody'; there are 'audit', 'bi"),
+        ({"groups": ["nobody", "audit"]}, ConfigError, "no store has the group 'nobody'; existing: 'audit', 'bi"),
     ],
 )
 def test_unsendable_message_leaves_all_stores(
@@ -138,6 +138,6 @@ def test_an_option_that_would_choose_is_not_passed_over(stores: dict[str, Path],
     chosen = select(stores["a"], options=options)
 
     for job in (dlq_resend, dlq_report):
-        with pytest.raises(ConfigError, match=f"option {next(iter(options))}: this job does not go by it"):
+        with pytest.raises(ConfigError, match=f"option {next(iter(options))} has no effect in this job"):
             job(chosen)
     assert files(stores["a"]) == before

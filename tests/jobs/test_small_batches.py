@@ -148,7 +148,7 @@ def test_only_read_queues_are_searched(tmp_path: Path, monkeypatch: pytest.Monke
     assert sum(piece.stop - piece.start for piece in group) == 21
     assert sorted(loaded) == [*range(20)]
     end["s"][str(path)]["t"]["7"] = 9  # type: ignore[index]
-    with pytest.raises(OffsetOutOfRangeError, match=r"queue 7: .*offset 9 is wanted"):
+    with pytest.raises(OffsetOutOfRangeError, match=r"queue 7: .*offset 9"):
         StreamProgress(options).partitions(start, end)
 
 
@@ -159,5 +159,5 @@ def test_a_checkpoint_that_names_no_queue_leads_nowhere_else(tmp_path: Path, top
     start, end = ({"v": 1, "s": {str(path): {topic: {"0": n}}}} for n in (0, 2))
     given = {"path": str(path), "failOnDataLoss": "false"}
     assert StreamProgress(SourceOptions.parse(given).for_stream()).partitions(start, end) == []
-    with pytest.raises(TopicNotFoundError, match="is not in"):
+    with pytest.raises(TopicNotFoundError, match="no longer in"):
         StreamProgress(SourceOptions.parse({"path": str(path)}).for_stream()).partitions(start, end)

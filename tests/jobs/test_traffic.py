@@ -185,9 +185,9 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"interval": "fast"}, "interval='fast': no length of time; it is a length of time from 1s on"),
+        ({"interval": "fast"}, "interval='fast': not a duration; give a duration of at least 1s"),
         ({"interval": "10ms"}, "interval='10ms': too short"),
-        ({"by": "topic"}, "by='topic': each of store, topic, queue_id"),
+        ({"by": "topic"}, "by='topic': give some of store, topic, queue_id"),
         ({"by": ["tag"]}, "by="),
     ],
 )
@@ -228,5 +228,5 @@ def test_the_view_has_a_row_for_each_queue_and_interval(golden: Golden) -> None:
 
 
 def test_an_interval_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ConfigError, match="option interval='10ms': too short; a length of time from 1s"):
+    with pytest.raises(ConfigError, match="option interval='10ms': too short; give a duration from 1s"):
         SourceOptions.parse({"path": "x", "interval": "10ms"})

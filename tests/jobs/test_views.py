@@ -54,7 +54,7 @@ def rows(view: str, *stores: Path, **given: str) -> list[dict[str, Any]]:
 )
 def test_a_topic_that_no_store_has_is_no_empty_one(fleet: Path, view: str, given: dict[str, str], says: str) -> None:
     """A misspelt topic gave no row, as one does that has had no message."""
-    with pytest.raises(TopicNotFoundError, match=says + r" \(failOnDataLoss=false reads what there is\)"):
+    with pytest.raises(TopicNotFoundError, match=says + r" \(failOnDataLoss=false reads the others\)"):
         rows(view, fleet / "a", fleet / "b", **given)
     found = rows(view, fleet / "a", fleet / "b", failOnDataLoss="false", **given)
     assert {row["topic"] for row in found} <= {"t"}

@@ -288,8 +288,8 @@ def test_omitted_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixt
         record.message for record in caplog.records if record.levelname == "WARNING" and "left out" in record.message
     ]
     assert told == [
-        f"mqstore: {path}: 2 damaged messages were left out (onCorrupt=skip)",
-        f"mqstore: {path}: {removed + 1} messages that retention has deleted were left out (failOnDataLoss=false)",
+        f"mqstore: {path}: 2 damaged messages were skipped (onCorrupt=skip)",
+        f"mqstore: {path}: {removed + 1} messages deleted by retention were skipped (failOnDataLoss=false)",
     ]
 
 

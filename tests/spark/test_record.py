@@ -167,7 +167,7 @@ _EMPTY = record(body=b"", properties=b"a\x01b\x02")
         (record(topic="SCHEDULE_TOPIC_XXXX"), "record", "X, queue 3, offset 7: .* belongs to the engine"),
         (record(topic="rmq_sys_wheel_timer"), "record", "belongs to the engine"),
         (record(topic="RMQ_SYS_TRANS_HALF_TOPIC"), "record", "belongs to the engine"),
-        (record(topic="%RETRY%g"), "topic", "'%RETRY%g': a topic is"),
+        (record(topic="%RETRY%g"), "topic", "'%RETRY%g' must be"),
         (record(topic="closed"), "topic", "it may not be written"),
         (record(queue_id=8), "queue_id", "a topic that is not there yet gets"),
         (record(queue_id=-1), "queue_id", "the queues of its topic are 0 to 7"),

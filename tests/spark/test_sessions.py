@@ -203,7 +203,7 @@ def test_register_names_the_python_that_workers_lack(tmp_path: Path, kind: str) 
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == (
         f"Spark's workers run {python}, which has no mqstore. Set the environment variable "
-        f"PYSPARK_PYTHON={sys.executable} before the session is made\n"
+        f"PYSPARK_PYTHON={sys.executable} before the session is created\n"
     )
 
 

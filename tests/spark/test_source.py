@@ -130,8 +130,8 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     text = StringType()
     topic = StructField("topic", text)
     for fields, view, says in (
-        ([], "messages", "schema: it has no column"),
-        ([], "queues", "schema: it has no column"),
+        ([], "messages", "schema: it needs at least one column"),
+        ([], "queues", "schema: it needs at least one column"),
         ([topic, topic], "messages", "a column is named twice in topic, topic"),
         ([topic, topic], "queues", "a column is named twice in topic, topic"),
         ([StructField("properties", MapType(text, text, False))], "messages", "their values can be null"),
@@ -146,7 +146,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     [
         ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
         ({"startingOffset": "latest"}, "no option 'startingoffset'; did you mean 'startingOffsets'"),
-        ({"kafka.bootstrap.servers": "h:1"}, "no option 'kafka.bootstrap.servers': a store is a folder, without"),
+        ({"kafka.bootstrap.servers": "h:1"}, "no option 'kafka.bootstrap.servers': a store is a folder, not"),
         ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
@@ -223,7 +223,7 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     for ask, begins in (
         (
             lambda: load(spark, store, readBy="fast"),
-            "ConfigError: option readBy='fast': no such word; auto, queue or log",
+            "ConfigError: option readBy='fast': unknown value; give auto, queue or log",
         ),
         (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
         (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} is not a store"),

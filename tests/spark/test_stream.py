@@ -167,9 +167,9 @@ def test_a_stream_of_the_log_reads_the_same(query: Query) -> None:
     query.append(20, 20)
     query.run(startingOffsets="earliest", readBy="log")
     assert query.read() == {("t", 0): [*range(20)], ("t", 1): [*range(20)]}
-    assert "option maxOffsetsPerTrigger goes by queues" in query.fails(readBy="log", maxOffsetsPerTrigger="15")
+    assert "option maxOffsetsPerTrigger needs queues" in query.fails(readBy="log", maxOffsetsPerTrigger="15")
     says = query.fails(readBy="queue")
-    assert "the checkpoint is of a stream with readBy=log, this one has readBy=queue" in says
+    assert "the checkpoint belongs to a stream with readBy=log, but this one has readBy=queue" in says
 
 
 def test_rows_are_those_of_a_batch(query: Query) -> None:
@@ -199,7 +199,7 @@ def test_lost_messages_fail_the_stream_by_default(query: Query) -> None:
     low = query.retain()
     assert 40 < low < 80
     says = query.fails()
-    wanted = f"t, queue 0: offset 40 is wanted, but there are {low} to 80: {low - 40} messages are lost"
+    wanted = f"t, queue 0: offset 40 is not in {low}..80: {low - 40} messages are lost"
     assert wanted in says
     assert "failOnDataLoss=false" in says
     assert "Traceback" not in says
@@ -217,7 +217,7 @@ def test_retention_between_plan_and_task_is_judged_in_the_task(query: Query) -> 
     )
     [planned] = strict.partitions(start := strict.initialOffset(), strict.latestOffset(start, None))
     low = query.retain()
-    with pytest.raises(LookupError, match=f"{low} messages of t, queue 0 were planned to be read"):
+    with pytest.raises(LookupError, match=f"{low} messages of t, queue 0 were planned"):
         [*strict.read(planned)]
     assert sum(batch.num_rows for batch in lenient.read(planned)) == 40 - low
 

@@ -33,8 +33,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 """Other commands that nothing else may write beside."""
 ASKING = {
-    "topics delete": "Delete topic orders, 20 messages, the progress of billing?",
-    "groups delete": "Delete group billing and its progress on orders?",
+    "topics delete": "Delete topic orders, 20 messages, the offsets of billing?",
+    "groups delete": "Delete group billing and its offsets in orders?",
     "offsets reset": "would reset group billing",
     "dlq purge": "Purge 1 dead letters of audit?",
 }
@@ -42,17 +42,17 @@ ASKING = {
 REFUSED = {
     "topics create orders": "exists already",
     "topics create 'a b'": "letters",
-    "topics create rmq_sys_mine": "belongs to the engine",
+    "topics create rmq_sys_mine": "is a system topic",
     "topics create x --queues 0": "--queues",
     "topics alter nonesuch --perm r": "no topic",
-    "topics alter orders": "say what to change",
+    "topics alter orders": "give --queues",
     "topics alter orders --read-queues 1": "never read",
     "topics delete orders --yes": "consumed by billing",
     "topics delete nonesuch --yes": "no topic",
-    "topics delete rmq_sys_pop_log --yes": "belongs to the engine",
+    "topics delete rmq_sys_pop_log --yes": "is a system topic",
     "groups create billing": "exists already",
     "groups create 'a b'": "letters",
-    "groups create CID_RMQ_SYS_X": "belongs to the engine",
+    "groups create CID_RMQ_SYS_X": "is a system group",
     "groups create x --retry soon": "'5s x2 2h'",
     "groups create x --retry '5s x0 2h'": "'5s x2 2h'",
     "groups create x --retry ''": "'5s x2 2h'",
@@ -61,7 +61,7 @@ REFUSED = {
     "groups create x --start yesterday": "2026-01-31T12:00:00Z",
     "groups create x --start 999999999d": "too long ago",
     "groups alter nonesuch --fifo": "no group",
-    "groups alter billing": "say what to change",
+    "groups alter billing": "give --max-attempts",
     "groups delete nonesuch --yes": "no group",
     "offsets reset --group nonesuch --topic orders --to latest --yes": "no group",
     "offsets reset --group billing --topic nonesuch --to latest --yes": "no topic",
@@ -70,9 +70,9 @@ REFUSED = {
     "offsets reset --group billing --topic orders --to noon --yes": "neither a time",
     "offsets reset --group billing --topic orders --to 0 --queue-id 2 --yes": "queues 0..1",
     "offsets reset --group billing --topic orders --yes": "--to",
-    "dlq replay --group audit --to %DLQ%audit": "a topic of dead letters",
+    "dlq replay --group audit --to %DLQ%audit": "to the dead-letter topic",
     "dlq replay --group audit --to %RETRY%nobody": "there is no topic",
-    "dlq replay --group audit --to rmq_sys_mine": "belongs to the engine",
+    "dlq replay --group audit --to rmq_sys_mine": "is a system topic",
     "dlq replay --group audit --to 'a b'": "letters",
 }
 """Changes that cannot be made -> why."""
@@ -117,7 +117,7 @@ def test_declined_plan_changes_nothing(store: Path, name: str) -> None:
 
     assert (result.exit_code, result.stdout) == (2, "")
     assert ASKING[name] in result.stderr
-    assert "? There is no terminal to ask at: give --yes" in result.stderr
+    assert "? Cannot ask without a terminal: give --yes" in result.stderr
     assert snapshot(store) == before
 
 

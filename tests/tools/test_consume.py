@@ -437,7 +437,7 @@ def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: P
         until(lambda: ran(tmp_path))
         child.send_signal(number)
         said = b""
-        while b"1 still running; once more ends them now\n" not in said:
+        while b"waiting for 1 running messages; interrupt again to kill them\n" not in said:
             said += child.stderr.readline()
         (tmp_path / "go").touch()
         _, error = child.communicate(timeout=LIMIT_S)
@@ -457,7 +457,7 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
         until(lambda: ran(tmp_path))
         child.send_signal(signal.SIGINT)
         said = b""
-        while b"once more" not in said:
+        while b"interrupt again" not in said:
             said += child.stderr.readline()
         child.send_signal(signal.SIGINT)
         _, error = child.communicate(timeout=LIMIT_S)
@@ -575,7 +575,7 @@ def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_pat
 def test_missing_topic_is_reported_and_awaited(store: Path) -> None:
     result = mqstore("consume", store, "odrers", "--group", "g", "--idle-exit", 0, exit_code=0)
 
-    assert "topic odrers is not there" in result.stderr
+    assert "topic odrers does not exist" in result.stderr
 
 
 # -- --dry-run ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_list_for_people_names_places_and_counts(store: Path, receipts: list[Any
     [line] = [line for line in lines if f"at {receipts[paid].physical_offset} " in line]
     assert line.split()[0] == f"{SENT[paid].topic}/{SENT[paid].queue_id}@{receipts[paid].offset}"
     assert line.endswith("tag=paid  keys=k-1 k-2")
-    assert f"{receipts[BAD].size} bytes that are no message" in result.stdout
+    assert f"{receipts[BAD].size} bytes outside messages" in result.stdout
     assert f"bad_record: cut/{names(store)[0]} at 0, {receipts[BAD].size} bytes" in result.stderr
 
 

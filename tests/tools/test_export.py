@@ -235,7 +235,7 @@ def check_not_inflated(stderr: str) -> None:
     *findings, summary = lines(stderr)
     assert [finding["kind"] for finding in findings] == ["not_inflated"] * 2
     for finding, count, package in zip(findings, (3, 1), ("lz4", "zstandard"), strict=True):
-        assert finding["detail"].startswith(f"{count} messages are left out")
+        assert finding["detail"].startswith(f"{count} messages are skipped")
         assert f"pip install {package}" in finding["detail"]
     assert (summary["ok"], summary["messages"]) == (False, 3)
 

@@ -113,7 +113,7 @@ def test_empty_queue_differs_from_a_missing_topic(store: tuple[Path, list[SendRe
 
     result = mqstore("get", path, "--topic", "orders", "--queue-id", 7)
 
-    assert "queue 7 of 'orders' holds nothing; there are messages in 0" in result.stderr
+    assert "queue 7 of 'orders' is empty; there are messages in 0" in result.stderr
 
 
 def test_a_search_without_hits_exits_with_1(store: tuple[Path, list[SendReceipt]]) -> None:

@@ -80,10 +80,10 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (("lag", "--topic", "nope"), "no store knows the topic 'nope'; there are"),
-        (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
-        (("dlq", "--group", "nope"), "no store knows the group 'nope'; there are"),
-        (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
+        (("lag", "--topic", "nope"), "no store has the topic 'nope'; existing:"),
+        (("lag", "--group", "nope"), "no store has the group 'nope'; existing:"),
+        (("dlq", "--group", "nope"), "no store has the group 'nope'; existing:"),
+        (("lag", "--max-age", "foo"), "'foo' is not a duration; give 36h"),
     ],
 )
 def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[str, ...], says: str) -> None:
@@ -116,7 +116,7 @@ def test_traffic_reports_damage_alone(tmp_path: Path) -> None:
         log.write(b"spoilt!!")  # length and magic
 
     found = mqstore("traffic", tmp_path, "--option", "onCorrupt=skip")
-    assert found.stderr == "no messages\n1 damaged messages were left out\n"
+    assert found.stderr == "no messages\n1 damaged messages were skipped\n"
 
 
 def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
@@ -148,17 +148,20 @@ def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--to", "out", "--queue-id", 1), "--queue-id goes with a file, not with --to"),
-        (("--to", "out", "--output", "x"), "--output goes with a file, not with --to"),
+        (("--to", "out", "--queue-id", 1), "--queue-id does not go with --to"),
+        (("--to", "out", "--output", "x"), "--output does not go with --to"),
         (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
         (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
         (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
-        (("--to", "out", "--until", 4), "4 is no time (2026-01-31, 36h); for queue offsets use --option startingOff"),
+        (
+            ("--to", "out", "--until", 4),
+            "4 is not a time (2026-01-31, 36h); for queue offsets use --option startingOff",
+        ),
         (("--to", "out", "--where", "a = "), "option filter='a = '"),
         (("--spark", "local[2]"), "--spark goes with --to"),
         (("--columns", "body"), "--columns goes with --to"),
         (("--where", "a = 1"), "--where goes with --to"),
-        (("other",), "several stores go with --to"),
+        (("other",), "several stores need --to"),
     ],
 )
 def test_options_of_an_export_that_do_not_go_together_are_wrong_usage(

@@ -221,14 +221,14 @@ def test_json_has_counts_and_offsets(tmp_path: Path) -> None:
 
 _BAD = [
     ("jsonl", b'{"body":"1"}', b"{", "line 2: no JSON"),
-    ("jsonl", b'{"body":"1"}', b"[1]", "line 2: a JSON value, but no object"),
+    ("jsonl", b'{"body":"1"}', b"[1]", "line 2: a JSON value, but not an object"),
     ("jsonl", b'{"body":"1"}', b"{}", "line 2: no field 'body'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":"a|b"}', "line 2: tag 'a|b'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":["a"]}', "line 2: field 'tag' is neither"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":true}', "line 2: field 'tag' is neither"),
-    ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":"soon"}', "line 2: field 'delay' is no number"),
+    ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":"soon"}', "line 2: field 'delay' is not a number"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","flag":1.5}', "line 2: field 'flag' is no whole number"),
-    ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":"p"}', "line 2: field 'properties' is no object"),
+    ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":"p"}', "line 2: field 'properties' is not an object"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":{"UNIQ_KEY":"u"}}', "line 2: property 'UNIQ_KEY'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":1,"message_group":"g"}', "line 2: message_group and delay"),
     ("jsonl", b'{"body":"1"}', b'{"body":"\\ud800"}', "line 2: "),
@@ -269,7 +269,7 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
 
     assert result.exit_code == 1
     assert result.stderr.count("left out") == 10
-    assert "30 bad lines were left out" in result.stdout
+    assert "30 bad lines were skipped" in result.stdout
 
 
 @pytest.mark.parametrize(

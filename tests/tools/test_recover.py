@@ -83,7 +83,7 @@ def test_messages_behind_damage_are_counted(hundred: Store) -> None:
     spoil(path, receipts[50])
 
     assert "would move 58 whole messages to cut/" in mqstore("recover", path, "--prefix", "--dry-run").stdout
-    assert "kept 58 messages behind the first damage; 2 damaged ranges" in mqstore("recover", path).stdout
+    assert "kept 58 messages after the first damage; 2 damaged ranges" in mqstore("recover", path).stdout
     assert "moved 58 whole messages to cut/" in mqstore("recover", path, "--prefix").stdout
     assert bodies(path) == [b"%03d" % i * 100 for i in range(40)]
     assert mqstore_json("verify", path)["ok"]

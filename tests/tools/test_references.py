@@ -99,7 +99,7 @@ def test_damaged_body_is_a_finding_of_each_command(bench: Bench) -> None:
     bench.broker.close()
     bodies, told = exported(bench.path, 1)
     assert bodies == {TIMER_TOPIC: BODY[::-1]}
-    assert f"{SCHEDULE_TOPIC}, queue 2, offset 0: left out" in told
+    assert f"{SCHEDULE_TOPIC}, queue 2, offset 0: skipped" in told
     assert "bad_record" in mqstore("verify", bench.path, exit_code=1).output
     mqstore("get", bench.path, "--topic", SCHEDULE_TOPIC, "--queue-id", 2, exit_code=1)
 
@@ -141,7 +141,7 @@ def test_cut_waiting_message_comes_back_whole_or_stays_in_its_file(tmp_path: Pat
         done = restore(store)
         refused = sum((tally.refused for tally in done.files), start=Counter())
         if damaged == "body":
-            assert refused == {"message whose body is in a record that is gone": 1}
+            assert refused == {"message whose body is in a deleted record": 1}
             assert SCHEDULE_TOPIC not in store.topics()
         else:
             assert not refused

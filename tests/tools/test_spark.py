@@ -120,7 +120,7 @@ def test_inspect_shows_staging(left_over: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(("nowhere",), "nowhere is no folder"), ((".", "--older-than", "soon"), "soon")]
+    ("arguments", "says"), [(("nowhere",), "nowhere is not a folder"), ((".", "--older-than", "soon"), "soon")]
 )
 def test_wrong_usage_is_reported(arguments: tuple[str, ...], says: str) -> None:
     found = mqstore("spark", "clean", *arguments)

@@ -1,6 +1,6 @@
-"""The command `mqstore`: looks at stores, checks, mends, fills and empties them by the library."""
+"""The command `mqstore`: inspects, checks, repairs, fills and drains stores by the library."""
 
 from typing import Final
 
 JSON_ASKED: Final = "mqstore_tools.json"
-"""Key in the `meta` of click's contexts: whether the command line asks for JSON."""
+"""Key in the `meta` of click's contexts. True if the command line has --json."""

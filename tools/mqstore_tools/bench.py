@@ -1,6 +1,6 @@
-"""`mqstore bench`: the speed of mqstore on this machine and disk, in some seconds.
+"""`mqstore bench`: measure the speed of mqstore on this machine and disk, in a few seconds.
 
-It shows the order of magnitude. `make bench` compares with other queues, and repeats.
+It shows the order of magnitude. `make bench` repeats each test and compares with other queues.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Examples:
     "--directory",
     metavar="DIR",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Where to make the temporary directory; it is removed again.",
+    help="Parent of the temporary directory, which is removed at the end.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, json_output: bool) -> None:
-    """Measure put, put_many, reading and opening in a temporary directory.
+    """Measure put, put_many, reading and verification in a temporary directory.
 
-    One run of each, so take the figures as an order of magnitude.
+    Each test runs once, so the figures are only an order of magnitude.
     """
     body = bytes(i * 7 & 0xFF for i in range(body_bytes))
     results: list[dict[str, object]] = []
@@ -68,7 +68,7 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
             done = run()
             seconds = time.perf_counter() - begin
             if done != count:
-                raise click.ClickException(f"{name}: {done} messages where {count} were expected")
+                raise click.ClickException(f"{name}: expected {count} messages, got {done}")
             results.append(
                 {
                     "name": name,

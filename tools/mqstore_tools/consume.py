@@ -1,6 +1,6 @@
 """`mqstore consume`: print the messages of topics for a group, or run a command for each.
 
-Here are the options, the summary and the dry run. `taken` runs it, `handled` prints and runs commands.
+This module has the options, the summary and the dry run. `taken` runs it, `handled` prints and runs commands.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _OF_PRINTING: Final = ("format_", "body_bytes")
 
 _EX_DATAERR: Final = 65
 _LONGEST_S: Final = 366 * 86_400
-"""Longest delay in seconds, as `max_delay`."""
+"""Longest delay in seconds, the same as the largest `max_delay`."""
 _LONGEST_WAIT_S: Final = 1_000_000
-"""Longest wait for a command in seconds. The system counts milliseconds in 31 bits."""
+"""Longest wait for a command in seconds. The operating system counts milliseconds in 31 bits."""
 
 
 def _start(value: Any) -> Start:
@@ -47,66 +47,66 @@ def _start(value: Any) -> Start:
 
 @click.command(
     cls=StoreCommand,
-    short_help="Take messages for a group: print them, or run a command for each.",
+    short_help="Consume messages for a group: print them, or run a command for each.",
     epilog="""\b
 Examples:
   mqstore consume var/mq orders --group billing
   mqstore consume var/mq orders refunds --group audit --from latest --format jsonl | jq .topic
   mqstore consume var/mq orders --group billing --exec './book.sh' --workers 4 --max-attempts 5
   mqstore consume var/mq mail --group mailer --exec 'sendmail -t' --exec-timeout 60
-  mqstore consume var/mq orders --group nightly --idle-exit 0    # what is there, then end
+  mqstore consume var/mq orders --group nightly --idle-exit 0    # exit when the queue is drained
   mqstore consume var/mq orders --group billing --dry-run
 
 \b
-A command has the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
+A command gets the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
 MQSTORE_TAG, MQSTORE_KEYS, MQSTORE_MESSAGE_ID, MQSTORE_UNIQUE_KEY, MQSTORE_ATTEMPT (1, 2, ...),
-MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (what is no letter, digit or _ in a name becomes _).
-  exit code 0    done
-  65             a dead letter at once, for the reason in the first line of its stderr (--reject-code)
-  any other      failed: it is redelivered as the group's retry policy says, after the last attempt a dead letter
+MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (with _ for each character of a name but letters, digits and _).
+  exit code 0    the message is done
+  65             it becomes a dead letter at once; the reason is the first line of stderr (--reject-code)
+  any other      it failed and is redelivered by the group's retry policy, or dead-lettered after the last attempt
 
 \b
-Ctrl-C or SIGTERM: begin nothing more, let running commands end, note how far the group is. Twice: kill them; their
-messages are redelivered. Three times: end at once, whatever it waits for.
+Ctrl-C or SIGTERM: start no more commands, wait for running ones, and save the committed offsets. Twice: kill them;
+their messages are redelivered. Three times: end at once.
 Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong usage, 3 the store
 cannot be opened.""",
 )
 @directory_argument
 @click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)
-@click.option("--group", required=True, help="In whose name: it goes on where it was, and each message is done once.")
+@click.option("--group", required=True, help="Consumer group. Resumes at its committed offset.")
 @click.option(
     "--ordered",
     is_flag=True,
     default=None,
-    help="A message that failed holds back those behind it in its queue. Left out: as the group has it.",
+    help="In order: a failed message blocks its queue until it succeeds. Default: the group's setting.",
 )
-@click.option(
-    "--tags", metavar="EXPR", default="*", help="Only these tags, as in 'created || paid'; others are skipped."
-)
-@click.option("--sql", metavar="EXPR", help='Only messages for whose properties this holds, as in "price > 5".')
+@click.option("--tags", metavar="EXPR", default="*", help="Only messages with these tags, as in 'created || paid'.")
+@click.option("--sql", metavar="EXPR", help='Only messages whose properties match this filter, as in "price > 5".')
 @click.option(
     "--from",
     "start",
     type=_start,
     metavar="WHERE",
-    help="Where the group begins where it never was: earliest, latest, a time (UTC unless it says otherwise) or an age "
-    "(36h). Left out: as the group has it, earliest for a new one.",
+    help="Start of the group in queues without a committed offset: earliest, latest, a time (UTC by default) or an age "
+    "(36h). Default: the group's setting, earliest for a new group.",
 )
 @click.option("--workers", type=click.IntRange(1, 1000), default=1, show_default=True, help="Messages at a time.")
-@click.option("--max-messages", type=click.IntRange(1), help="Stop after so many.")
+@click.option("--max-messages", type=click.IntRange(1), metavar="N", help="Stop after N messages.")
 @click.option(
     "--idle-exit",
     type=NumberRange(0),
     metavar="SECONDS",
-    help="Stop when nothing came for so long; 0: when nothing is left that could come now.",
+    help="Exit when no message came for this time. 0: exit when the queue is drained.",
 )
-@click.option("--max-attempts", type=click.IntRange(1), help="Attempts before a dead letter. The group keeps it.")
+@click.option(
+    "--max-attempts", type=click.IntRange(1), help="Attempts before a dead letter. Saved as the group's setting."
+)
 @click.option(
     "--retry-delay",
     type=NumberRange(0, _LONGEST_S),
     metavar="SECONDS",
     multiple=True,
-    help="Pause before a failed message is redelivered; repeated: before the 2nd, 3rd, ... attempt. A group keeps it.",
+    help="Delay before a failed message is redelivered. Repeat it for the 2nd, 3rd, ... attempt. Saved for the group.",
 )
 @click.option(
     "--format",
@@ -114,11 +114,11 @@ cannot be opened.""",
     type=click.Choice(["text", "jsonl"]),
     default="text",
     show_default=True,
-    help="jsonl: one JSON object a line, as `export` has it.",
+    help="jsonl: one JSON object per line, like `export`.",
 )
 @body_bytes_option
-@click.option("--exec", "command", metavar="CMD", help="Run CMD for each message in place of printing it.")
-@click.option("--shell", is_flag=True, help="Have CMD run by /bin/sh; without it, it is split into words and run.")
+@click.option("--exec", "command", metavar="CMD", help="Run CMD for each message instead of printing it.")
+@click.option("--shell", is_flag=True, help="Run CMD in /bin/sh. Without it, CMD is split into words.")
 @click.option(
     "--exec-timeout",
     type=NumberRange(0.001, _LONGEST_WAIT_S),
@@ -130,7 +130,7 @@ cannot be opened.""",
     type=click.IntRange(1, 255),
     default=_EX_DATAERR,
     show_default=True,
-    help="Exit code of a command that makes its message a dead letter.",
+    help="Exit code with which a command makes its message a dead letter.",
 )
 @dry_run_option
 @json_option
@@ -158,18 +158,18 @@ def consume(
     dry_run: bool,
     json_output: bool,
 ) -> None:
-    """Take the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
+    """Consume the messages of TOPICs in the store in DIR for a group: print them, or run a command for each.
 
-    A message is done once it was printed and written out, or its command has ended well. If the process dies, messages
-    that are not done are redelivered. Takes the writer's lock for as long as it runs. With --json a summary at the end:
-    on stdout with --exec, else, where messages are printed, on stderr.
+    A message is done when it has been printed, or its command has ended with exit code 0. If the process dies, messages
+    that are not done are redelivered. Holds the writer's lock while it runs. --json prints a summary at the end, on
+    stdout with --exec, or else on stderr.
     """
     if command is None:
-        refuse_given(ctx, _OF_COMMANDS, "does not go with printing; give --exec")
+        refuse_given(ctx, _OF_COMMANDS, "goes with --exec")
     else:
         refuse_given(ctx, _OF_PRINTING, "does not go with --exec")
     if sql is not None and tags != "*":
-        raise click.UsageError("--tags or --sql: one of them")
+        raise click.UsageError("give --tags or --sql, not both")
     argv = None if command is None else _argv(command, shell=shell)
     if dry_run:
         _dry_run(directory, group, dict.fromkeys(topics), start, json_output=json_output)
@@ -181,7 +181,7 @@ def consume(
         policy = _policy(store, asked, max_attempts, retry_delay)
         source = Source(store, run, asked, policy)
         began = time.monotonic()
-        shown = argv is not None or not sys.stdout.isatty()  # nothing else is printed on that terminal
+        shown = argv is not None or not sys.stdout.isatty()  # else messages are printed on the same terminal
         bar = progress("consuming", partial(_progress_of, run, source), of_bytes=False) if shown else nullcontext()
         with quiet(), bar:
             supervise(run, source, idle_exit)
@@ -197,25 +197,25 @@ def consume(
 
 
 def _argv(command: str, *, shell: bool) -> list[str]:
-    """Return the words of a command. A missing one is refused now: it would fail for every message."""
+    """Return the words of a command. A missing program is refused now: it would fail for every message."""
     if shell:
         return ["/bin/sh", "-c", command]
     try:
         argv = shlex.split(command)
     except ValueError as error:
-        raise click.UsageError(f"--exec {command!r}: {error}; with --shell a shell reads it") from None
+        raise click.UsageError(f"--exec {command!r}: {error}; --shell runs it in a shell") from None
     if not argv or shutil.which(argv[0]) is None:
-        what = "is not executable" if argv and Path(argv[0]).is_file() else "is no command that is there"
+        what = "is not executable" if argv and Path(argv[0]).is_file() else "is not a command"
         raise click.UsageError(f"--exec {command!r}: {argv[0] if argv else ''!r} {what}")
     return argv
 
 
 def _policy(store: Store, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]) -> RetryPolicy | None:
-    """Return the retry policy for the group, None for its own. UsageError for --ordered without order."""
+    """Return the retry policy for the group, or None for its own. UsageError if it cannot be ordered."""
     _check_names(store, asked)
     known = store.broker.groups.get(asked.group)
     if known is not None and asked.ordered and not known.orderly:
-        raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
+        raise click.UsageError(f"group {asked.group!r} is not ordered: leave out --ordered")
     if max_attempts is None and not retry_delay:
         return None
     before = default_retry(bool(asked.ordered)) if known is None else known.retry_policy
@@ -224,7 +224,7 @@ def _policy(store: Store, asked: Asked, max_attempts: int | None, retry_delay: t
 
 
 def _check_names(store: Store, asked: Asked) -> None:
-    """Raise now what a consumer would refuse only when its group has come into being."""
+    """Check names and filters now. The consumer would refuse them only after it has created the group."""
     check_group(asked.group)
     for topic in asked.topics:
         if store.broker.topics.get(topic) is None:
@@ -236,7 +236,7 @@ def _check_names(store: Store, asked: Asked) -> None:
 
 
 def _progress_of(run: Run, source: Source) -> tuple[int, int]:
-    """Return how many messages were taken, and how many there are in all."""
+    """Return (messages taken, messages in all)."""
     try:
         return run.taken, run.taken + source.lag()
     except StoreClosedError:
@@ -278,7 +278,7 @@ def _text(summary: dict[str, Any]) -> str:
 
 
 def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
-    """Print what the group has before it. Changes nothing."""
+    """Print the messages that the group has not consumed. Changes nothing."""
     with planning(directory) as opened:
         missing = [topic for topic in topics if opened.topics.get(topic) is None]
         rows = opened.pending(group, [topic for topic in topics if topic not in missing], start)
@@ -287,6 +287,6 @@ def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | 
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
         return
     for topic in missing:
-        note(f"topic {topic} is not there; it would be waited for")
-    columns = ("topic", "queue>", "goes on at>", "end>", "messages>", "in flight>")
+        note(f"topic {topic} does not exist; the command would wait for it")
+    columns = ("topic", "queue>", "next offset>", "end>", "messages>", "in flight>")
     console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))

@@ -1,4 +1,4 @@
-"""`mqstore cut`: list, print and restore what recovery has cut."""
+"""`mqstore cut`: list, print and restore messages that recovery has cut (`mqstore.broker.admin.cut`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 
 @click.group(
     cls=DefaultGroup,
-    short_help="Show, print and restore what recovery has cut.",
+    short_help="List, print and restore messages that recovery has cut.",
     epilog="""\b
 Examples:
   mqstore cut var/mq                          # the same as: mqstore cut list var/mq
@@ -33,16 +33,16 @@ Examples:
   mqstore cut restore var/mq --json""",
 )
 def cut() -> None:
-    """Show the messages that recovery has cut from the log of a store, print them, or append them again.
+    """List the messages that recovery has cut from the log of a store, print them, or append them again.
 
-    Their bytes lie in files in DIR/cut. A FILE is named as `list` shows it; without one, all files are meant that were
-    not restored. Restored files are kept: name them as restored/FILE. `mqstore cut COMMAND --help` tells more.
+    Their bytes are in files in DIR/cut. FILE is a name that `list` shows. Without it, a command uses all files that
+    were not restored. Restored files are kept as restored/FILE. See `mqstore cut COMMAND --help`.
     """
 
 
 @cut.command(
     "list",
-    short_help="List what was cut, message by message. Changes nothing.",
+    short_help="List the messages that were cut. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore cut list var/mq
@@ -54,10 +54,10 @@ Examples:
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_output: bool) -> None:
-    """List what recovery has cut from the store in DIR: each whole message with its old place.
+    """List the whole messages that recovery has cut from the store in DIR, with their old places.
 
-    For each file it shows how many messages it has, and how many bytes that are no message. Such bytes are also told on
-    stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
+    For each file it prints the number of messages and of bytes outside messages. Such bytes are also reported on
+    stderr. Exit code 1 if there are any, or if an entry of DIR/cut is not a regular file.
     """
     told = Told(json_output)
     before = f'{as_json(VERSION)[:-1]}, "files": ['  # printed once there is no error
@@ -128,11 +128,11 @@ def _print_text(name: str, contents: _Contents) -> None:
         facts += [f"tag={row['tag']}"] if row["tag"] is not None else []
         facts += [f"keys={' '.join(row['keys'])}"] if row["keys"] else []
         print(safe("    " + "  ".join(facts)))
-    print(f"    {contents.messages} messages, {contents.other_bytes} bytes that are no message")
+    print(f"    {contents.messages} messages, {contents.other_bytes} bytes outside messages")
 
 
 @cut.command(
-    short_help="Print what was cut as JSON lines. Changes nothing.",
+    short_help="Print the messages that were cut as JSON lines. Changes nothing.",
     cls=StoreCommand,
     epilog="""\b
 Examples:
@@ -146,15 +146,15 @@ Examples:
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write to FILE, which appears when it is complete, in place of stdout.",
+    help="Write to FILE, which appears when it is complete, instead of stdout.",
 )
-@click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
+@click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
 @click.pass_context
 def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:
     """Print the messages that recovery has cut from the store in DIR, as `mqstore export` does.
 
-    A JSON object a line: `queue_offset` and `physical_offset` say where each message lay. Bytes that are no message are
-    told on stderr, and the exit code is 1 then.
+    One JSON object per line. `queue_offset` and `physical_offset` are the old place of the message. Bytes outside
+    messages are reported on stderr, and the exit code is 1 then.
     """
     told = Told(json_output)
     count = of_files = 0
@@ -179,7 +179,7 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
 
 @cut.command(
     "restore",
-    short_help="Append what was cut to the log again.",
+    short_help="Append the messages that were cut to the log again.",
     epilog="""\b
 Examples:
   mqstore cut restore var/mq --dry-run
@@ -194,17 +194,16 @@ Examples:
 def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_run: bool, json_output: bool) -> None:
     """Append the messages that recovery has cut from the store in DIR to the log again.
 
-    They come in the order of their old offsets, and the files are moved to DIR/cut/restored. Each message keeps its
-    queue and all that it was sent with. It gets a new offset, so groups receive it even if they had consumed it before
-    it was cut. A delay level starts over; a fixed time of delivery stays. A topic that does not exist any more comes
-    back with its messages.
+    They are appended in the order of their old offsets, and the files are moved to DIR/cut/restored. A message keeps
+    its queue, body and properties. It gets a new offset, so groups receive it even if they had consumed it before it
+    was cut. A delay level starts again; a fixed delivery time stays. A topic that no longer exists is created again.
 
-    All files are restored, or none. The command may be killed and run again, and no message comes twice. A message that
-    still lies at its place in the log is left alone.
+    All files are restored, or none. The command may be killed and run again, and no message is appended twice. A
+    message that is still at its old place in the log is not appended.
 
-    Two things are not restored, and stay in the file. Messages of transactions that were not committed are one: nobody
-    could see them, and their producers can no longer end them. The engine's own notes (rmq_sys_...) are the other, for
-    they speak of old places. Exit code 1 when messages cannot be restored, or bytes are no message.
+    Messages of transactions that were not committed are not restored: nobody could see them, and their producers can no
+    longer end them. Neither are the engine's own records (rmq_sys_...), which refer to old places. Both stay in the
+    file. Exit code 1 if messages cannot be restored, or if there are bytes outside messages.
     """
     with progress("restoring") as report:
         restored = restore_cut(directory, files, dry_run=dry_run, progress=report)
@@ -223,11 +222,11 @@ def _tell(done: dict[str, Any], *, dry_run: bool) -> None:
         for count, what in (
             (each["in_place"], "still in the log"),
             (each["repeated"], "also in an earlier file"),
-            (each["bookkeeping"], "notes of the engine left out"),
+            (each["bookkeeping"], "records of the engine left out"),
             *((count, f"not restored: {reason}") for reason, count in each["refused"].items()),
         ):
             facts += [f"{count} {what}"] if count else []
-        facts += [f"{each['other_bytes']} bytes are no message"] if each["other_bytes"] else []
+        facts += [f"{each['other_bytes']} bytes outside messages"] if each["other_bytes"] else []
         print(safe(f"{each['file']}: {each['messages']} messages, {', '.join(facts)}"))
     for queue in done["queues"]:
         if queue["first_offset"] is not None:

@@ -1,4 +1,4 @@
-"""`mqstore delay`: what waits to be delivered later, and cancelling it."""
+"""`mqstore delay`: show and cancel delayed messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["delay"]
 
 @click.group(
     cls=DefaultGroup,
-    short_help="Show what waits for later; cancel it.",
+    short_help="Show and cancel delayed messages.",
     epilog="""\b
 Examples:
   mqstore delay var/mq                        # the same as: mqstore delay show var/mq
@@ -27,13 +27,13 @@ Examples:
 def delay() -> None:
     """Show the messages that wait to be delivered later, or cancel one.
 
-    `show` reads, also beside a running broker; `cancel` takes the writer's lock. `mqstore delay COMMAND --help` tells
-    more.
+    `show` only reads, and works while a broker runs; `cancel` takes the writer's lock. See `mqstore delay COMMAND
+    --help`.
     """
 
 
 @delay.command(
-    short_help="Show what waits for later. Changes nothing.",
+    short_help="Show delayed messages. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore delay show var/mq
@@ -42,11 +42,11 @@ Examples:
 @directory_argument
 @json_option
 def show(directory: Path, json_output: bool) -> None:
-    """Show what waits in the store in DIR: by level, retries too, and by the timer.
+    """Show the delayed messages in the store in DIR: by level, retries included, and those of the timer.
 
-    A level that the table does not have is an orphan. The next broker moves its messages to the timer, where they keep
-    their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those on disk: a
-    running broker is some seconds ahead.
+    An orphan is a level that is not in the store's table of levels. The next broker moves its messages to the timer,
+    where they keep their times, or delivers them at once with orphan_level_policy="deliver_now". The figures are those
+    on disk: a running broker is some seconds ahead.
     """
     with look(directory) as opened:
         found = opened.delays()
@@ -57,7 +57,7 @@ def show(directory: Path, json_output: bool) -> None:
 
 
 @delay.command(
-    short_help="Cancel a message that waits for a moment of its own.",
+    short_help="Cancel a delayed message of the timer.",
     epilog="""\b
 Examples:
   mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC --dry-run
@@ -71,7 +71,7 @@ Examples:
 def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json_output: bool) -> None:
     """Cancel the message of a recall HANDLE, which its put has returned, in the store in DIR.
 
-    Exit code 1 when there is nothing to cancel: it was delivered, it is due, or there never was such a message.
+    Exit code 1 if there is nothing to cancel: the message was delivered, is due, or never existed.
     """
     if dry_run:
         with planning(directory) as opened:
@@ -83,5 +83,5 @@ def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json
         row = {"dry_run": dry_run, "cancelled": cancelled}
         tell(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
     if not cancelled:
-        note("nothing to cancel: delivered, due, or never there")
+        note("nothing to cancel: the message was delivered, is due, or never existed")
         ctx.exit(FINDINGS)

@@ -19,10 +19,10 @@ _before_option = click.option(
     "--before",
     type=moment,
     metavar="TIME",
-    help="Only letters filed before: a time (UTC unless it says otherwise) or an age (30d).",
+    help="Only dead letters stored before a time (UTC by default) or an age (30d).",
 )
 _offset_option = click.option(
-    "--offset", "chosen", type=click.IntRange(0), multiple=True, help="This letter, by its offset; may be repeated."
+    "--offset", "chosen", type=click.IntRange(0), multiple=True, help="Only this offset; may be repeated."
 )
 
 
@@ -37,10 +37,10 @@ Examples:
   mqstore dlq purge var/mq --group billing --before 30d""",
 )
 def dlq() -> None:
-    """Show dead letters, the messages that failed in all attempts of a group. Replay or purge them.
+    """Show, replay or purge dead letters: messages that failed in all attempts of a group.
 
-    `list` and `show` read, also beside a running broker; the others take the writer's lock. `mqstore dlq COMMAND
-    --help` tells more.
+    `list` and `show` only read, and work while a broker runs; the others take the writer's lock. See `mqstore dlq
+    COMMAND --help`.
     """
 
 
@@ -49,19 +49,19 @@ def dlq() -> None:
     short_help="Count dead letters. Changes nothing.",
     epilog="""\b
 Examples:
-  mqstore dlq list fleet/*                    # how many each group has, and why
+  mqstore dlq list fleet/*                    # number and reasons, by group
   mqstore dlq list var/mq --group billing --before 7d""",
 )
 @stores_argument
-@click.option("--group", "groups", multiple=True, help="Only what this group gave up; may be repeated.")
+@click.option("--group", "groups", multiple=True, help="Only dead letters of this group; may be repeated.")
 @_before_option
 @spark_option
 @json_option
 def list_(
     stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, master: str | None, json_output: bool
 ) -> None:
-    """Count the dead letters of the stores in DIR by group and by the topic that they came from.
-    Shown are how many, how old, and the most frequent reasons. `mqstore dlq show` prints the letters of a group."""
+    """Count the dead letters of the stores in DIR by group and original topic.
+    Also shows their age and the most frequent reasons. `mqstore dlq show` prints the dead letters of a group."""
     from mqstore.jobs import dlq_report, select
 
     letters = select(stores, stop=before)
@@ -74,14 +74,14 @@ def list_(
         )
         for row in found["rows"]
     ]
-    columns = ("group", "from", "letters>", "oldest filed", "newest filed", "attempts>")
+    columns = ("group", "from", "dead letters>", "oldest stored", "newest stored", "attempts>")
     counts = (f"{found['total']} dead letters", columns, cells)
     reasons = [
-        (row["group"], row["origin_topic"] or "-", reason or "it does not say", count)
+        (row["group"], row["origin_topic"] or "-", reason or "no reason given", count)
         for row in found["rows"]
         for reason, count in row["reasons"].items()
     ]
-    why = ("why", ("group", "from", "reason", "letters>"), reasons)
+    why = ("why", ("group", "from", "reason", "dead letters>"), reasons)
     show_tables(found, counts, why, json_output=json_output, empty="no dead letters")
 
 
@@ -90,14 +90,14 @@ def _ms(before: datetime | None) -> int | None:
 
 
 @dlq.command(
-    short_help="Print dead letters whole. Changes nothing.",
+    short_help="Print dead letters. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore dlq show var/mq --group billing --offset 17
   mqstore dlq show var/mq --group billing --json | jq -r '.body | @base64d'""",
 )
 @directory_argument
-@click.option("--group", required=True, help="The group that gave them up.")
+@click.option("--group", required=True, help="Group of the dead letters.")
 @_offset_option
 @_before_option
 @body_bytes_option
@@ -112,9 +112,9 @@ def show(
     body_bytes: int,
     json_output: bool,
 ) -> None:
-    """Print dead letters of the store in DIR with their bodies: those chosen, or all.
+    """Print dead letters of the store in DIR with their bodies, all or those chosen by options.
 
-    With --json one object a line, as `export` has it. Exit code 1 when a letter that was named is not there.
+    --json prints one object per line, like `export`. Exit code 1 if there is no dead letter at an --offset.
     """
     printed: set[int] = set()
     fine = True
@@ -132,7 +132,7 @@ def show(
 
 
 @dlq.command(
-    short_help="Send dead letters again to their group.",
+    short_help="Send dead letters to their group again.",
     epilog="""\b
 Examples:
   mqstore dlq replay var/mq --group billing --dry-run
@@ -141,13 +141,13 @@ Examples:
   mqstore dlq replay var/mq --group billing --to orders-repaired""",
 )
 @stores_argument
-@click.option("--group", "groups", multiple=True, help="Only what this group gave up; may be repeated.")
+@click.option("--group", "groups", multiple=True, help="Only dead letters of this group; may be repeated.")
 @_offset_option
 @_before_option
-@click.option("--topic", "topics", multiple=True, help="Only letters that came from this topic; may be repeated.")
-@click.option("--where", metavar="SQL", help="Only letters whose properties fulfil this SQL92 expression.")
-@click.option("--all-groups", is_flag=True, help="Send each to the topic it came from, for every group of that topic.")
-@click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them to this topic, for every group of it.")
+@click.option("--topic", "topics", multiple=True, help="Only dead letters from this original topic; may be repeated.")
+@click.option("--where", metavar="SQL", help="Only dead letters whose properties match this SQL92 expression.")
+@click.option("--all-groups", is_flag=True, help="Send each to its original topic, where every group receives it.")
+@click.option("--to", "to_topic", metavar="TOPIC", help="Send all to this topic, where every group receives them.")
 @dry_run_option
 @spark_option
 @json_option
@@ -164,11 +164,11 @@ def replay(
     master: str | None,
     json_output: bool,
 ) -> None:
-    """Send dead letters of the stores in DIR again, as new: those chosen, or all.
+    """Send dead letters of the stores in DIR again as new messages, all or those chosen by options.
 
-    Only the group that gave them up gets them, unless --all-groups or --to is given. Letters that were sent are listed
-    no more, and are not sent by a later replay. All stores are looked at before anything is sent: nothing is if a
-    letter cannot be, or if one that was named is not there.
+    Only their own group receives them, unless --all-groups or --to is given. A dead letter that was sent is no longer
+    listed, and a later replay does not send it again. All stores are checked first. If a dead letter cannot be sent, or
+    there is none at an --offset, nothing is sent.
     """
     from mqstore.jobs import dlq_resend, select
 
@@ -199,7 +199,7 @@ def replay(
 
 
 @dlq.command(
-    short_help="Let go of dead letters.",
+    short_help="Delete dead letters.",
     epilog="""\b
 Examples:
   mqstore dlq purge var/mq --group billing --before 30d --dry-run
@@ -207,9 +207,9 @@ Examples:
   mqstore dlq purge var/mq --group billing    # all of them; asks first""",
 )
 @directory_argument
-@click.option("--group", required=True, help="The group that gave them up.")
+@click.option("--group", required=True, help="Group of the dead letters.")
 @_before_option
-@click.option("--before-offset", type=click.IntRange(0), help="Only letters before this offset.")
+@click.option("--before-offset", type=click.IntRange(0), help="Only dead letters before this offset.")
 @dry_run_option
 @yes_option
 @json_option
@@ -222,9 +222,9 @@ def purge(
     yes: bool,
     json_output: bool,
 ) -> None:
-    """Let go of the oldest dead letters of a group in the store in DIR, or of all. Asks first.
+    """Delete dead letters of a group in the store in DIR: the oldest, or all. Asks first.
 
-    They are never listed or replayed again, and no longer hold disk space, which comes back as segments are dropped.
+    They are no longer listed or replayed, and no longer keep segments from being deleted.
     """
 
     def change(opened: Offline, *, dry_run: bool) -> int:

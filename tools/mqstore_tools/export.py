@@ -1,6 +1,6 @@
-"""`mqstore export`: every whole message of the log, as JSON lines or Parquet.
+"""`mqstore export`: write every whole message of the log as JSON lines or Parquet.
 
-Missing messages are named on stderr, counted, and told by the exit code. With --to, `mqstore.jobs.export_parquet`
+Missing messages are reported on stderr, counted, and make the exit code 1. With --to, `mqstore.jobs.export_parquet`
 writes a folder of Parquet files.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["export", "lines"]
 
 _OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "master")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
-"""Options that go with --to, and options that do not."""
+"""Options that need --to, and options that cannot be used with it."""
 
 
 @click.command(
@@ -57,26 +57,26 @@ Examples:
 )
 @message_options
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
-@click.option("--from-offset", type=click.IntRange(0), help="Begin each queue at this queue offset.")
-@click.option("--max-messages", type=click.IntRange(0), help="Stop after so many in all.")
+@click.option("--from-offset", type=click.IntRange(0), help="Start of each queue, a queue offset.")
+@click.option("--max-messages", type=click.IntRange(0), metavar="N", help="Stop after N messages.")
 @click.option(
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write to FILE, which appears when it is complete, in place of stdout.",
+    help="Write to FILE, which appears when it is complete, instead of stdout.",
 )
 @raw_bodies_option
-@click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files, as told above.")
+@click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files to this folder.")
 @click.option("--columns", metavar="NAMES", help="With --to: only these columns, separated by commas.")
 @click.option(
     "--partition-by",
     metavar="NAMES",
     default="topic,date",
     show_default=True,
-    help="With --to: what becomes folders: store, topic, queue_id and date, the UTC day of storing.",
+    help="With --to: columns that become folders, of store, topic, queue_id and date (UTC day of storing).",
 )
 @spark_option
-@click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
+@click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
 @click.pass_context
 def export(
     ctx: click.Context,
@@ -92,21 +92,21 @@ def export(
     master: str | None,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR, one JSON object a line, in the order of the log.
+    """Write the messages of the store in DIR, one JSON object per line, in the order of the log.
 
-    `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Every whole message of
-    the log is written, on both sides of damage, also if no queue lists it: what `mqstore recover` would keep. Damage
-    and missing offsets are named on stderr and counted, and the exit code is then 1. With --topic all damage counts,
-    because nobody knows whose messages it held. Reads only, also beside a writer.
+    `body` is base64, decompressed if it was stored compressed; names and units are the stored ones. Every whole message
+    that `mqstore recover` would keep is written, even after damage or if no queue lists it. Damage and missing offsets
+    are reported on stderr and counted, and the exit code is then 1. With --topic all damage counts, because the topics
+    of damaged messages are unknown. Only reads, and works while a writer has the store open.
 
     With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER, with the columns of
-    the Spark source (needs pyarrow). FOLDER must be new or empty, and appears when it is complete. Without --topic the
-    topics of users are written. --from, --until, --where, --option and --spark go with --to.
+    the Spark source (needs pyarrow). FOLDER must be new or empty, and appears when it is complete. Without --topic all
+    users' topics are written. --from, --until, --where, --option and --spark need --to.
     """
     refuse_given(
         ctx,
         _OF_A_FOLDER if to is None else _OF_A_FILE,
-        "goes with --to" if to is None else "goes with a file, not with --to",
+        "goes with --to" if to is None else "does not go with --to",
     )
     if to is not None:
         given = {"columns": names(columns), "partition_by": names(partition_by) or ()}
@@ -114,10 +114,10 @@ def export(
         return
     topics = messages.topics
     if len(messages.stores) > 1:
-        raise click.UsageError("several stores go with --to")
+        raise click.UsageError("several stores need --to")
     directory = Path(messages.stores[0])
     if queue_id is not None and len(topics) != 1:
-        raise click.UsageError("--queue-id goes with one --topic")
+        raise click.UsageError("--queue-id needs one --topic")
     with findings_told():  # the warning that queues are lost: here they are not needed
         files = StoreFiles(directory)
     told = Told(json_output)
@@ -160,13 +160,13 @@ def _to_folder(messages: Messages, to: str, given: dict[str, Any], master: str |
         ("took", f"{done.seconds:.1f} s, {show_bytes(round(rate))}/s"),
     ]
     if done.damaged:
-        facts.append(("damaged, left out", done.damaged))
+        facts.append(("damaged, skipped", done.damaged))
     console().print(table("", ("", ""), facts))
 
 
 @dataclass
 class _Found:
-    """Messages of the chosen queues as the log has them. Missing ones are told and counted."""
+    """Messages of the chosen queues in the order of the log. Missing ones are reported and counted."""
 
     files: StoreFiles
     told: Told
@@ -175,11 +175,11 @@ class _Found:
     from_offset: int
     raw_bodies: bool
     missing: int = 0
-    """Queue offsets that no record has."""
+    """Number of queue offsets without a record."""
     queues: set[QueueRef] = field(default_factory=set)
     """Queues that had messages."""
     not_inflated: Counter[str] = field(default_factory=Counter)
-    """Number of messages left out, by the reason, where a package is missing."""
+    """Number of messages skipped for lack of a package, by error text."""
 
     def lines(self, progress: Callable[[int, int], None]) -> Iterator[str]:
         """Yield messages in the order of the log, as JSON. Raises TopicNotFoundError."""
@@ -207,9 +207,9 @@ class _Found:
                 self._tell_gap(*each)
 
     def tell_not_inflated(self) -> None:
-        """Print a line for each package that was missing."""
+        """Report each missing package."""
         for why, number in self.not_inflated.items():
-            detail = f"{number} messages are left out: {why}, or use --raw-bodies"
+            detail = f"{number} messages are skipped: {why}, or use --raw-bodies"
             self.told.tell(Finding("not_inflated", "commitlog", 0, 0, detail))
 
     def _tell_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
@@ -227,7 +227,7 @@ class _Found:
 
 @contextmanager
 def lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
-    """Open the place where lines of text go: stdout, or `output` once it is complete."""
+    """Yield a text file to write: stdout, or a temporary file that becomes `output` at the end."""
     if output is None:
         yield sys.stdout
         return
@@ -237,7 +237,7 @@ def lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def _named(output: Path) -> Iterator[None]:
-    """Let an error of writing name its file: of a full disk a person would suspect the store's."""
+    """Add the file name to errors of writing. Without it, the user would think that the store's disk is full."""
     try:
         yield
     except OSError as error:
@@ -248,13 +248,13 @@ def _named(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _target(output: Path, directory: Path) -> Iterator[str]:
-    """Give the path of a file to write. It gets its name only when all of it is there."""
+    """Yield the path of a temporary file, which is renamed to `output` when it is complete."""
     if output.exists() and not output.is_file():
-        yield str(output)  # a device or a pipe: to rename a file over it would take it away
+        yield str(output)  # a device or a pipe, which a rename would replace
         return
     target = Path(os.path.realpath(output))
     if within(output, directory):
-        raise click.UsageError("--output must not lie in the store's directory")
+        raise click.UsageError("--output must not be in the store's directory")
     fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         try:

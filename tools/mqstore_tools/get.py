@@ -1,4 +1,4 @@
-"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, or new ones."""
+"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, or follow new ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mqstore_tools.shared import (
 __all__ = ["get"]
 
 _MANY = 100
-"""Unreadable records after which `get` gives up looking for a readable one."""
+"""Number of unreadable records after which `get` stops searching for a readable one."""
 _PAUSE_S = 0.1
 _IN_A_QUEUE = ("queue_id", "offset", "tag")
 _NO_GOOD = {
@@ -40,13 +40,13 @@ _NO_GOOD = {
     "--message-id": ("topic", "max_messages", *_IN_A_QUEUE),
     "--physical-offset": ("topic", "max_messages", *_IN_A_QUEUE),
 }
-"""Options that a way of asking ignores. They are refused, since the answer would seem to heed them."""
+"""Options that have no effect with another one. They are refused, because the user expects an effect."""
 _WAYS = ("last", "follow", "key", "unique_key", "message_id", "physical_offset")
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Print messages by offset, id or key, the newest, or those that come.",
+    short_help="Print messages by offset, id or key, the newest, or follow new ones.",
     epilog="""\b
 Examples:
   mqstore get var/mq --topic orders --offset 100 --max-messages 5
@@ -57,14 +57,16 @@ Examples:
 )
 @directory_argument
 @click.option("--topic", help="Topic to read, or to search with --key or --unique-key.")
-@click.option("--queue-id", type=click.IntRange(0), help="Queue to read; without it 0, with --last or --follow all.")
-@click.option("--offset", type=click.IntRange(0), help="First queue offset; without it the first there is.")
+@click.option("--queue-id", type=click.IntRange(0), help="Queue to read (default 0; all with --last or --follow).")
+@click.option("--offset", type=click.IntRange(0), help="First queue offset (default: the first readable one).")
 @click.option("--max-messages", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--last", type=click.IntRange(1), metavar="N", help="The newest N messages, by store time.")
-@click.option("--follow", "-f", is_flag=True, help="Print what comes, until interrupted; with --last after the newest.")
-@click.option("--tag", metavar="EXPR", default="*", help="Only messages of these tags, as in 'created || paid'.")
-@click.option("--key", help="Messages that bear this key, newest first.")
-@click.option("--unique-key", help="Messages of this unique key, newest first.")
+@click.option(
+    "--follow", "-f", is_flag=True, help="Print new messages until interrupted; with --last, after the newest."
+)
+@click.option("--tag", metavar="EXPR", default="*", help="Only messages with these tags, as in 'created || paid'.")
+@click.option("--key", help="Messages with this key, newest first.")
+@click.option("--unique-key", help="Messages with this unique key, newest first.")
 @click.option("--message-id", help="The message with this offset message id.")
 @click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there.")
 @body_bytes_option
@@ -91,16 +93,16 @@ def get(
 ) -> None:
     """Print messages of the store in DIR.
 
-    One way of asking at a time: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --last and
-    --follow, or one of them (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or
-    --physical-offset. With --json one object a line, as `export` has it.
+    Choose one of: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --last, --follow or both
+    (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or --physical-offset. --json prints one
+    object per line, like `export`.
 
-    Exit code 1 if there is no such message, or if there may be more than is shown. Damage is named on stderr, and so is
-    a queue that lacks messages of the log, or an index that is lost.
+    Exit code 1 if no message is found, or if messages may be missing from the output. Damage is reported on stderr, and
+    so is a queue that lacks messages of the log, or a lost index.
     """
     ways = [f"--{name.replace('_', '-')}" for name in _WAYS if was_given(ctx, name)]
     if len(ways) > 1 and ways != ["--last", "--follow"]:
-        raise click.UsageError(f"{' and '.join(ways)}: one of them")
+        raise click.UsageError(f"give only one of {' and '.join(ways)}")
     if topic is None and (not ways or ways[0] not in ("--message-id", "--physical-offset")):
         raise click.UsageError("give --topic, --message-id or --physical-offset")
     if ways:
@@ -145,7 +147,7 @@ def get(
         if follow:
             assert topic is not None
             try:
-                sys.stdout.flush()  # a program at the other end of a pipe waits for each message
+                sys.stdout.flush()  # a program that reads from the pipe waits for each message
                 for message in _coming(store, topic, queue_id, tag, positions):
                     print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
                     sys.stdout.flush()
@@ -156,7 +158,7 @@ def get(
     if not shown:
         note("no message")
     if bad:
-        note(f"{bad} records do not verify and were passed over; see `mqstore verify`")
+        note(f"{bad} damaged records were skipped; see `mqstore verify`")
     if incomplete is not None:
         note_incomplete(incomplete, directory)
     if doubt:
@@ -168,7 +170,7 @@ def get(
 def _walk(
     store: StoreFiles, topic: str, queue_id: int, offset: int | None, max_messages: int
 ) -> tuple[list[Message], list[Finding]]:
-    """Return the messages from `offset` on, and what cannot be read before the last of them."""
+    """Return the messages from `offset` on, and findings for unreadable ones before the last message."""
     queue = QueueRef(topic, queue_id)
     low, high = _bounds(store, topic, queue_id)[queue]
     if offset is not None and not low <= offset < max(high, 1):
@@ -216,9 +218,7 @@ def _bounds(store: StoreFiles, topic: str, queue_id: int | None) -> dict[QueueRe
         return bounds
     if (queue := QueueRef(topic, queue_id)) not in bounds:
         there = ", ".join(str(each.queue_id) for each in bounds)
-        raise TopicNotFoundError(
-            f"queue {queue_id} of {topic!r} holds nothing; there are messages in {there} (--queue-id)"
-        )
+        raise TopicNotFoundError(f"queue {queue_id} of {topic!r} is empty; there are messages in {there} (--queue-id)")
     return {queue: bounds[queue]}
 
 
@@ -232,7 +232,7 @@ def _newest(
     *,
     follow: bool,
 ) -> tuple[list[Message], list[Finding]]:
-    """Return the last `count` messages and what could not be read. Sets `positions` of all queues."""
+    """Return the last `count` messages and findings for unreadable ones. Sets the `positions` of all queues."""
     bounds: dict[QueueRef, tuple[int, int]] = {}
     try:
         bounds = _bounds(store, topic, queue_id)
@@ -246,7 +246,7 @@ def _newest(
         of_queue: list[Message] = []
         step = count
         while high > low and len(of_queue) < count:
-            # Backwards, further each time: a filter, or damage, may leave few of many.
+            # Backwards in growing steps, because a filter or damage may leave few messages of a step.
             start = max(low, high - step)
             items = list(store.walk(ref, start, high, tag))
             findings += [item for item in items if isinstance(item, Finding)]
@@ -261,7 +261,7 @@ def _newest(
 def _coming(
     store: StoreFiles, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
 ) -> Iterator[Message]:
-    """Yield messages from `positions` on as they come. The topic may still be missing."""
+    """Yield new messages from `positions` on. The topic may not exist yet."""
     while True:
         with suppress(TopicNotFoundError):
             yield from store.follow(topic, positions, tag, queue_id)

@@ -1,4 +1,4 @@
-"""`mqstore groups`: which consumer groups there are, how they retry, and changing that."""
+"""`mqstore groups`: show and change consumer groups."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ Examples:
 def groups() -> None:
     """Show, create, alter and delete consumer groups.
 
-    `list` and `show` read, also beside a running broker; the others take the writer's lock. `mqstore groups COMMAND
-    --help` tells more.
+    `list` and `show` only read, and work while a broker runs; the others take the writer's lock. See `mqstore groups
+    COMMAND --help`.
     """
 
 
@@ -64,9 +64,9 @@ Examples:
 def list_(directory: Path, json_output: bool) -> None:
     """Show the groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
-    A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
-    Queues of ordered groups that a failed message holds up are shown below: the message, the time of its first failure,
-    the attempt that failed last and its error. `mqstore lag` shows them, too.
+    A group that has committed offsets, but no entry in config/subscriptionGroup.json, is shown with default settings.
+    Queues of ordered groups that a failed message blocks are listed below with the message, the time of its first
+    failure, its last failed attempt and the error. `mqstore lag` lists them, too.
     """
     _show(directory, None, json_output=json_output)
 
@@ -83,9 +83,9 @@ Examples:
 @click.argument("group")
 @json_option
 def show(directory: Path, group: str, json_output: bool) -> None:
-    """Show the group GROUP of the store in DIR as `mqstore groups list` does, with suspended queues.
+    """Show the group GROUP of the store in DIR as `mqstore groups list` does, with blocked queues.
 
-    With --json the object has what an entry of `groups list` has. An unknown group is an error.
+    --json prints the same object as in `groups list`. An unknown group is an error.
     """
     _show(directory, group, json_output=json_output)
 
@@ -176,30 +176,30 @@ def _attempts(value: Any) -> int:
 
 
 def _settings(command: Any) -> Any:
-    """The options that `create` and `alter` share."""
+    """Add the options that `create` and `alter` share."""
     for decorate in (
-        click.option("--broadcast/--no-broadcast", default=None, help="May its members each get every message?"),
+        click.option("--broadcast/--no-broadcast", default=None, help="May each member receive every message?"),
         click.option("--consume/--no-consume", default=None, help="May it consume at all?"),
-        click.option("--fifo/--no-fifo", default=None, help="Is what it pops delivered in order?"),
+        click.option("--fifo/--no-fifo", default=None, help="Are popped messages delivered in order?"),
         click.option(
             "--start",
             type=_start,
             metavar="START",
-            help="Where it begins in a queue in which it never was: earliest, latest, a time or an age (36h).",
+            help="Start in queues without a committed offset: earliest, latest, a time or an age (36h).",
         ),
         click.option(
             "--retry",
             type=_retry,
             metavar="DELAYS",
-            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h'). At first "
-            "standard, with --fifo '1s x2 1m'.",
+            help="Delays before a failed message is redelivered: standard, a list ('10s 1m 10m'), or growing ('5s x2 "
+            "2h'). Default for a new group: standard; '1s x2 1m' with --fifo.",
         ),
         click.option(
             "--max-attempts",
             type=_attempts,
             metavar="N",
-            help="Deliveries before a message is a dead letter, the first included; or unlimited. At first 17, with "
-            "--fifo unlimited.",
+            help="Attempts before a message becomes a dead letter, or unlimited. Default for a new group: 17; "
+            "unlimited with --fifo.",
         ),
     ):
         command = decorate(command)
@@ -215,7 +215,7 @@ def _given(
     consume: bool | None,
     broadcast: bool | None,
 ) -> dict[str, Any]:
-    """Return the settings that were typed, as the library takes them."""
+    """Return the given settings as arguments of the library."""
     settings: dict[str, Any] = {
         "start": start,
         "orderly": fifo,
@@ -244,8 +244,8 @@ Examples:
 def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
     """Create the consumer group NAME in the store in DIR.
 
-    A group created with --fifo retries for ever: a message that always fails stops its queue. Give --max-attempts if
-    you prefer a gap to a halt.
+    A group created with --fifo retries for ever: a message that always fails blocks its queue. Give --max-attempts if
+    such a message should become a dead letter instead.
     """
 
     def change(opened: Offline) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
     epilog="""\b
 Examples:
   mqstore groups alter var/mq billing --max-attempts 3
-  mqstore groups alter var/mq billing --no-consume         # stop it, whoever its members are""",
+  mqstore groups alter var/mq billing --no-consume         # stop deliveries to all members""",
 )
 @directory_argument
 @click.argument("name")
@@ -269,9 +269,9 @@ Examples:
 @dry_run_option
 @json_option
 def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
-    """Change what is given of the consumer group NAME in the store in DIR."""
+    """Change the given settings of the consumer group NAME in the store in DIR."""
     if all(value is None for value in typed.values()):
-        raise click.UsageError("say what to change: --max-attempts, --retry, --start, --fifo, --consume, --broadcast")
+        raise click.UsageError("give --max-attempts, --retry, --start, --fifo, --consume or --broadcast")
 
     def change(opened: Offline) -> dict[str, Any]:
         opened.groups.alter(name, **_given(opened.group(name).retry_policy, **typed))
@@ -281,7 +281,7 @@ def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed:
 
 
 @groups.command(
-    short_help="Delete a group and its progress.",
+    short_help="Delete a group and its committed offsets.",
     epilog="""\b
 Examples:
   mqstore groups delete var/mq billing --dry-run
@@ -293,17 +293,17 @@ Examples:
 @yes_option
 @json_option
 def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
-    """Delete the consumer group NAME in the store in DIR: settings, progress, what it has in flight.
+    """Delete the consumer group NAME in the store in DIR: settings, committed offsets, deliveries in flight.
 
-    Asks first. Messages stay, those that wait for its retry and its dead letters too. A new group of this name begins
-    where any new one does.
+    Asks first. No message is deleted: its dead letters and messages that wait for a retry remain. A new group with this
+    name starts like any other.
     """
     with planning(directory) as opened:
         if name not in opened.group_names():
-            raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no progress")
+            raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no committed offsets")
         row = {"name": name, "topics": _row(opened, name)["topics"]}
     what = f"group {name}"
-    what += f" and its progress on {', '.join(row['topics'])}" if row["topics"] else ""
+    what += f" and its offsets in {', '.join(row['topics'])}" if row["topics"] else ""
     if dry_run:
         tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return

@@ -4,8 +4,8 @@ printed and flushed                         done
 command:    exit code 0                     done
             --reject-code                   Reject: a dead letter, for the reason in its first line on stderr
             any other, a signal, a timeout  Failed: it is redelivered as the retry policy says
-            killed by `kill`                Enough: let go of, redelivered, no attempt counted
-anything else that is raised                no fault of the message: nothing is settled, the run ends
+            killed by `kill`                Enough: released and redelivered, no attempt counted
+any other exception                         not the message's fault: nothing is settled, the run ends
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _REASON_CHARS: Final = 300
 
 
 class Enough(SystemExit):
-    """Raised in a handler, it releases the message without a word, and the consumer ends."""
+    """Raised by a handler to release its message without a log line. The consumer ends."""
 
 
 class Failed(Retry):
-    """The message is redelivered as the retry policy says, for this reason."""
+    """A failed attempt: the message is redelivered as the retry policy says."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Failed(Retry):
 
 
 class Work(Protocol):
-    """Work on messages: called with each one, and killed at the end."""
+    """Handler of messages, which `kill` ends early."""
 
     def __call__(self, message: Message) -> None:
         """Handle a message, which is done on return. Raises Failed, Reject or Enough.
-        Any other error is no fault of the message, and ends the run."""
+        Any other exception ends the run and is not counted against the message."""
 
     def kill(self) -> None:
-        """End running work, now."""
+        """End running work at once."""
 
 
 class Printer:
@@ -70,7 +70,7 @@ class Printer:
             raise Failed("its body cannot be inflated")
 
     def kill(self) -> None:
-        """Do nothing: a wait for a reader of the output ends only with the process."""
+        """Do nothing: a write that waits for a slow reader ends only with the process."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Commands:
         except (FormatError, ImportError) as error:
             note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")
             raise Failed(str(error)) from error
-        # A file, not a pipe: what the command leaves behind may hold a pipe open for ever.
+        # A file, not a pipe: a background process that the command leaves running could hold a pipe open for ever.
         with tempfile.TemporaryFile() as errors:
             child = self._begin(message, errors)
             try:
@@ -99,7 +99,7 @@ class Commands:
             finally:
                 with self._lock:
                     self._running.discard(child)
-            said = _told(errors)
+            said = _show_errors(errors)
         if self._killed and child.returncode == -signal.SIGKILL:
             raise Enough
         self._judge(child.returncode, timed_out, said)
@@ -130,7 +130,7 @@ class Commands:
         if timed_out:
             why = f"its command took longer than {self.timeout_s:g} s"
         elif code < 0:
-            why = f"its command was ended by signal {-code}"
+            why = f"its command was killed by signal {-code}"
         else:
             why = f"its command ended with exit code {code}"
         reason = said[0][:_REASON_CHARS] if said else why
@@ -139,7 +139,7 @@ class Commands:
         raise Failed(reason)
 
     def kill(self) -> None:
-        """Kill all running commands, with all that they have started, and begin none any more."""
+        """Kill all running commands with their child processes, and start no more."""
         with self._lock:
             self._killed = True
             for child in self._running:
@@ -147,12 +147,12 @@ class Commands:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became somebody else's
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or its number belongs to another user now
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _told(errors: IO[bytes]) -> list[str]:
-    """Show what a command wrote to stderr. Return its lines that are not empty."""
+def _show_errors(errors: IO[bytes]) -> list[str]:
+    """Print a command's stderr. Return its lines that are not empty."""
     errors.seek(0)
     text = errors.read(_STDERR_BYTES + 1)
     lines = [safe(line) for line in text[:_STDERR_BYTES].decode("utf-8", "replace").splitlines()]
@@ -181,7 +181,7 @@ def _environment(message: Message, group: str) -> dict[bytes, bytes]:
         facts[f"PROPERTY_{plain}"] = value
     found = {name: value for name, value in os.environb.items() if not name.startswith(b"MQSTORE_PROPERTY_")}
     for name, fact in facts.items():
-        # A zero byte ends a variable, and would cut the value short unseen.
+        # A zero byte would end the variable and silently cut its value.
         text = str(fact).replace("\0", "\N{REPLACEMENT CHARACTER}")
         found[b"MQSTORE_" + name.encode()] = text.encode("utf-8", "replace")
     return found

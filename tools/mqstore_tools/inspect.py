@@ -1,4 +1,4 @@
-"""`mqstore inspect`: what a store holds, as `mqstore.admin.inspect_store` finds it."""
+"""`mqstore inspect`: show the contents of a store, found by `broker/admin/contents.py` and `inspect.py`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, fin
 __all__ = ["DELAY_COLUMNS", "delay_cells", "inspect", "show_store"]
 
 _MANY = 200
-"""Rows of a table for people. Programs get all of them."""
+"""Limit of rows of a printed table. JSON has all rows."""
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Show what a store holds. Changes nothing.",
+    short_help="Show the contents of a store. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore inspect var/mq
@@ -34,15 +34,15 @@ Examples:
 @json_option
 @click.pass_context
 def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
-    """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets.
+    """Show the contents of the store in DIR: log, topics, queues, index, checkpoint, committed offsets.
 
     It also shows the broker's state: delay levels, timer, deliveries in flight, order info, transactions, dead letters,
-    what keeps the front of the log.
+    and the message that keeps the oldest segment from being deleted.
 
-    Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
-    is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 if there are problems or
-    errors, or if a queue lacks messages that are in the log, after a crash or because its files are lost. A line on
-    stderr names such a queue.
+    Only reads: no byte or file time in DIR changes. Works while a writer has the store open, and on damaged stores.
+    Obvious damage is listed under problems; checksums are left to `verify`. Exit code 1 if there are problems or
+    errors, or if a queue lacks messages of the log, after a crash or because its files are lost. Such a queue is named
+    on stderr.
     """
     with findings_told() as errors, progress("reading the log") as report:
         found = inspect_store(directory, progress=report)
@@ -64,7 +64,7 @@ def show_store(found: dict[str, Any]) -> None:
     if found["writer_alive"]:
         state = "open in a writer now"
     elif found["recovery_needed"]:
-        state = "not closed cleanly: the next opening for writing, or `mqstore recover`, brings it in order"
+        state = "not closed cleanly: it is recovered when next opened for writing, or by `mqstore recover`"
     else:
         state = "closed cleanly"
     facts = [
@@ -105,18 +105,18 @@ def show_store(found: dict[str, Any]) -> None:
 
 
 def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
-    """Return lines for Spark's work on this store, [] if there never was any."""
+    """Return lines about Spark's writes to this store, [] if there are none."""
     facts: list[tuple[str, object]] = []
     pending = splice["pending"]
     if pending is not None:
         what = f"version {pending['version']} of {pending['app']}"
         facts.append(
-            ("splice", f"{what} from byte {pending['start']} on: under way, or to be undone by the next opening")
+            ("splice", f"{what} from byte {pending['start']}: running, or rolled back when the store is next opened")
         )
     if splice["inbox"]:
         facts.append(("inbox", f"{len(splice['inbox'])} bundles wait for the owner of the store"))
     if splice["refused"]:
-        facts.append(("refused", f"{len(splice['refused'])} bundles in inbox/refused/, each with its reason.txt"))
+        facts.append(("refused", f"{len(splice['refused'])} bundles in inbox/refused/, each with a reason.txt"))
     if splice["staged"]:
         what = "of running jobs, or left by crashed ones: see mqstore spark clean"
         facts.append(("staged", f"{len(splice['staged'])} folders in _staging/, {what}"))
@@ -124,7 +124,7 @@ def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:
-    """Return lines for the broker's state, [] for a store that no broker ever used."""
+    """Return lines about the broker's state, [] for a store that no broker ever used."""
     facts: list[tuple[str, object]] = []
     pin, timer, transactions = broker["oldest_pin"], broker["timer"], broker["transactions"]
     if pin is not None:
@@ -181,7 +181,7 @@ def _show_broker(broker: dict[str, Any]) -> None:
 
 
 def _span(offsets: list[int]) -> str:
-    """Return offsets as people read them.
+    """Return offsets as text, runs as ranges.
 
     >>> _span([4, 5, 6, 9]), _span([])
     ('4-6 9', '-')

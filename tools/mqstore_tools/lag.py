@@ -1,4 +1,4 @@
-"""`mqstore lag`: the lag of consumer groups, and their suspended queues, which `mqstore groups` shows, too."""
+"""`mqstore lag`: show the lag of consumer groups and their suspended queues."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Examples:
 @stores_argument
 @click.option("--group", "groups", multiple=True, help="Only this group, queue by queue; may be repeated.")
 @topic_option
-@click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left.")
-@click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
+@click.option("--max-lag", type=click.IntRange(0), help="Exit with 1 if a group has not consumed more messages.")
+@click.option("--max-age", type=duration, metavar="TIME", help="Exit with 1 if one of these is older than this (15m).")
 @spark_option
 @json_option
 @click.pass_context
@@ -48,18 +48,18 @@ def lag(
 ) -> None:
     """Show how many messages each group of the stores in DIR has not consumed, and the age of the oldest.
 
-    Messages in flight, popped and not acknowledged yet, are among them. As `broker.lag` has it: popped and acknowledged
-    is consumed, also behind a message that is still in flight. `-` (null in JSON) means not known: the group has not
-    started in that queue, or, of a group, in any. Retry topics count as topics. Retries that wait for their time count
-    in queue 0 of the group's.
+    Messages in flight, popped but not acknowledged, are included. A message that was popped and acknowledged is
+    consumed, even if an earlier one is still in flight. `-` (null in JSON) means unknown: the group has not started in
+    that queue, or not in any queue. Retry topics count as topics. Retries that wait for their time count in queue 0 of
+    the group's retry topic.
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
-    message, the time of its first failure, the attempt that failed last and its error are shown below, and under
-    `suspended` in JSON.
+    message, the time of its first failure, its last failed attempt and the error are shown below, and under `suspended`
+    in JSON.
 
-    By what is on disk: a running broker notes failures within a second, and writes its groups' progress a moment after
-    it is made. Files do not show how far a group has read what it has not committed: that counts, but not as in flight.
-    Nor do they show what a Java broker had handed out, until mqstore has opened its store for writing.
+    The figures are those on disk. A running broker saves failures within a second, and commits shortly after they are
+    made. Messages that were read but not committed are included, but not as in flight. Deliveries of a Java broker are
+    unknown until mqstore has opened its store for writing.
     """
     from mqstore.jobs import lag_report
 
@@ -88,9 +88,9 @@ def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Cells]:
     groups = found["groups"]
     queues = [(group["group"], row) for group in groups for row in group["queues"]]
     if by_queue:
-        # Whatever is the same in all rows is left out.
+        # Columns with the same value in all rows are left out.
         keys = [len({row["store"] for _, row in queues}) > 1, len(groups) > 1]
-        names = (*compress(("store", "group"), keys), "topic", "queue>", "goes on at>", *_COUNTS)
+        names = (*compress(("store", "group"), keys), "topic", "queue>", "next offset>", *_COUNTS)
         cells = [
             (
                 *compress((row["store"], group), keys),
@@ -113,7 +113,7 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Cells]:
-    """Return a table of suspended queues (group, topic, queue id, failed message), if there are any."""
+    """Return a table of suspended queues, [] if there are none. `queues` are (group, topic, queue id, message)."""
     rows = [
         (
             *queue,
@@ -126,4 +126,4 @@ def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now
         for *queue, row in queues
     ]
     columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
-    return [("suspended by a message that failed", columns, rows)] if rows else []
+    return [("queues suspended by a failed message", columns, rows)] if rows else []

@@ -10,7 +10,7 @@ __all__ = ["LazyGroup"]
 
 
 class LazyGroup(click.Group):
-    """Group whose sub-commands cost nothing until used, so that `mqstore produce` starts fast."""
+    """Group that imports a sub-command when it is used, so that `mqstore produce` starts fast."""
 
     package = "mqstore_tools"
     names: tuple[str, ...] = ()

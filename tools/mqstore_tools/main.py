@@ -1,6 +1,6 @@
 """The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when used.
 
-The library is imported then, too: that takes half a second, in which Ctrl-C would be a traceback.
+So is the library. Its import takes half a second, and Ctrl-C before `main` runs would print a traceback.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class _Commands(LazyGroup):
     names = COMMANDS
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Before anything is parsed: that may be refused.
+        # Before parsing, because a parse error must be printed as JSON, too.
         ctx.meta[JSON_ASKED] = "--json" in takewhile(lambda word: word != "--", args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # click would say 1, which is "findings"
+        except KeyboardInterrupt:  # click would exit with 1, which means "findings"
             ctx.exit(130)
         except click.ClickException as error:
             if not ctx.meta[JSON_ASKED]:
@@ -66,7 +66,7 @@ class _Commands(LazyGroup):
             ctx.exit(error.exit_code)
 
 
-def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         from mqstore.engine import compiled_parts
 
@@ -81,22 +81,22 @@ def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     epilog="""\b
 Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 With --json an error is a line on stderr: {"version": 1, "error": {"type", "message"}}.
-`mqstore COMMAND --help` tells more, with examples.""",
+`mqstore COMMAND --help` has details and examples.""",
 )
 @click.option(
     "--version",
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_tell_version,
+    callback=_print_version,
     help="Show the version and exit.",
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look at, check, mend, fill and empty message stores: directories of mqstore or a RocketMQ broker.
+    """Inspect, check, repair, fill and drain message stores: directories of mqstore or a RocketMQ broker.
 
-    Only produce, consume and recover change a store, and what is called create, alter, delete, reset, cancel,
-    replay, restore or purge. All others read, also beside a running writer.
+    Only produce, consume and recover change a store, and commands named create, alter, delete, reset, cancel, replay,
+    restore or purge. All others only read, and work while a writer has the store open.
     """
     from mqstore_tools.render import EscapingHandler
 
@@ -117,16 +117,16 @@ def main() -> None:
     _furnish_streams()
     try:
         cli.main(prog_name="mqstore")
-    except OSError as error:  # help and version are printed before there is a command that would tell
-        sys.stdout = None  # Python would try, and complain, once more at its end
+    except OSError as error:  # of --help and --version, which are printed outside any StoreCommand
+        sys.stdout = None  # else Python flushes it at exit, and fails again
         click.echo(f"mqstore: {OSError(error.errno, error.strerror, error.filename or 'standard output')}", err=True)
         sys.exit(3)
 
 
 def _furnish_streams() -> None:
-    """Make the standard streams usable, so that no command fails half-way at its own output.
-    A stream that the shell closed (`>&-`) becomes the null device. Otherwise its number would go to the next file
-    opened, and Python has None for it. Characters that a terminal lacks are escaped."""
+    """Make the standard streams usable, so that no command fails halfway at its own output.
+    A stream that the shell closed (`>&-`) becomes the null device. Python has None for it, and the next opened file
+    would get its number. Characters that the terminal cannot show are escaped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: lowest first
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)

@@ -44,14 +44,14 @@ topic_option = click.option("--topic", "topics", multiple=True, help="Only this 
 def _time(value: Any) -> datetime:
     if isinstance(value, str) and value.isdecimal():
         raise click.BadParameter(
-            f"{value} is no time (2026-01-31, 36h); for queue offsets use --option startingOffsets or endingOffsets"
+            f"{value} is not a time (2026-01-31, 36h); for queue offsets use --option startingOffsets or endingOffsets"
         )
     return moment(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Stores, and the choice of messages in them, as the command line gives them."""
+    """Stores and the choice of their messages, from the command line."""
 
     stores: tuple[str, ...]
     topics: tuple[str, ...]
@@ -77,16 +77,16 @@ _CHOICE = (
         "start",
         type=_time,
         metavar="TIME",
-        help="Begin at this time of storing (UTC unless it says otherwise), or so long ago (36h).",
+        help="Only messages stored since a time (UTC by default) or an age (36h).",
     ),
-    click.option("--until", "stop", type=_time, metavar="TIME", help="End before it, likewise."),
-    click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
+    click.option("--until", "stop", type=_time, metavar="TIME", help="Only messages stored before a time or an age."),
+    click.option("--where", metavar="SQL", help="Only messages whose properties match this SQL92 expression."),
     click.option(
         "--option",
         "options",
         metavar="NAME=VALUE",
         multiple=True,
-        help="An option of the Spark source (onCorrupt=skip, tags=A, verify=true, ...); may be repeated.",
+        help="Option of the Spark source (onCorrupt=skip, tags=A, verify=true, ...); may be repeated.",
     ),
 )
 
@@ -105,7 +105,7 @@ def message_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def duration(value: Any) -> float:
-    """Convert the value of an option: a length of time, in seconds."""
+    """Return the value of an option, a duration, in seconds."""
     if isinstance(value, float):
         return value
     found = _DURATION.fullmatch(value.strip().lower())
@@ -115,12 +115,12 @@ def duration(value: Any) -> float:
 
 
 def names(value: str | None) -> tuple[str, ...] | None:
-    """Return names that are separated by commas, None for an option that was not given."""
+    """Split names at commas. Return None for an option that was not given."""
     return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    """Return the values of an `option` that is given as NAME=VALUE, by name."""
+    """Return the NAME=VALUE pairs of an `option` as a dict."""
     found = {}
     for text in given:
         name, separator, value = text.partition("=")
@@ -132,7 +132,7 @@ def pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
 
 @contextmanager
 def usable() -> Iterator[None]:
-    """Make the import of a job that lacks a package wrong usage: the text says what to install."""
+    """Turn an ImportError of a job into a UsageError that says which package to install."""
     try:
         yield
     except ImportError as error:
@@ -144,18 +144,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def session_options(command: F) -> F:
-    """Add the options that say where Spark runs."""
-    command = click.option("--conf", metavar="NAME=VALUE", multiple=True, help="A setting of Spark; may be repeated.")(
+    """Add the options for the Spark session."""
+    command = click.option("--conf", metavar="NAME=VALUE", multiple=True, help="Setting of Spark; may be repeated.")(
         command
     )
     return click.option(
-        "--master", metavar="URL", default="", help="Where Spark runs; local[*] if nothing says otherwise."
+        "--master", metavar="URL", default="", help="Master of Spark (default: Spark's own, or local[*])."
     )(command)
 
 
 @contextmanager
 def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
-    """Return a session that ends with the command. Raises SparkMissingError."""
+    """Yield a session that ends with the command. Raises SparkMissingError."""
     settings = pairs("--conf", conf)
     from mqstore import spark as library
 
@@ -168,7 +168,7 @@ def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
 
 @contextmanager
 def on_spark(master: str | None) -> Iterator[Any]:
-    """Return a session with the `master` of --spark, which ends with the command, or None without the option."""
+    """Yield a session with the `master` of --spark, which ends with the command, or None without the option."""
     if master is None:
         yield None
         return
@@ -178,7 +178,7 @@ def on_spark(master: str | None) -> Iterator[Any]:
 
 @contextmanager
 def spark_errors() -> Iterator[None]:
-    """Context of a query. Its errors become wrong usage, with the first line of what Spark says."""
+    """Turn Spark's errors of a query into a ConfigError with the first line of their text."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`mqstore offsets`: show and reset where consumer groups go on."""
+"""`mqstore offsets`: show and reset committed offsets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS: dict[str, Literal["earliest", "latest"]] = {"earliest": "earliest", "lat
 
 @click.group(
     cls=DefaultGroup,
-    short_help="Show and reset where groups go on.",
+    short_help="Show and reset committed offsets.",
     epilog="""\b
 Examples:
   mqstore offsets var/mq                      # the same as: mqstore offsets show var/mq
@@ -30,15 +30,15 @@ Examples:
   mqstore offsets reset var/mq --group billing --topic orders --to earliest --dry-run""",
 )
 def offsets() -> None:
-    """Show and reset the offsets at which consumer groups go on.
+    """Show and reset the committed offsets of consumer groups.
 
-    `show` reads, also beside a running broker; `reset` takes the writer's lock. `mqstore offsets COMMAND --help` tells
-    more.
+    `show` only reads, and works while a broker runs; `reset` takes the writer's lock. See `mqstore offsets COMMAND
+    --help`.
     """
 
 
 @offsets.command(
-    short_help="Show where groups go on. Changes nothing.",
+    short_help="Show committed offsets. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore offsets show var/mq --group billing
@@ -49,13 +49,13 @@ Examples:
 @click.option("--topic", help="Only this topic.")
 @json_option
 def show(directory: Path, group: str | None, topic: str | None, json_output: bool) -> None:
-    """Show the committed offsets of the groups in the store in DIR, beside the bounds of the queues.
+    """Show the committed offsets of the groups in the store in DIR, and the first and end offsets of the queues.
 
-    A group that pops goes on at the first message that is not settled, and is behind by as many as are not, as in
-    `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
+    For a group that pops, the next offset is that of the first unsettled message, and all unsettled messages count as
+    behind, as in `mqstore lag`. `-` (null in JSON) means that the group has not started in that queue.
 
-    By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
-    few seconds.
+    The figures are those on disk. A running broker saves a commit shortly after it is made, and the offsets of groups
+    that pop every few seconds.
     """
     with look(directory) as opened:
         if topic is not None:
@@ -75,9 +75,11 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
             for lag in opened.lag(name)
             if topic is None or lag.topic == topic
         ]
-    columns = ("group", "topic", "queue>", "first>", "goes on at>", "end>", "behind>", "lost>")
+    columns = ("group", "topic", "queue>", "first>", "next offset>", "end>", "behind>", "lost>")
     cells = [row.values() for row in rows]
-    show_tables({"offsets": rows}, ("", columns, cells), json_output=json_output, empty="no group has progress")
+    show_tables(
+        {"offsets": rows}, ("", columns, cells), json_output=json_output, empty="no group has committed offsets"
+    )
 
 
 def _to(value: Any) -> To:
@@ -87,7 +89,7 @@ def _to(value: Any) -> To:
 
 
 @offsets.command(
-    short_help="Let a group go on somewhere else.",
+    short_help="Move a group's committed offset in a topic.",
     epilog="""\b
 Examples:
   mqstore offsets reset var/mq --group billing --topic orders --to earliest --dry-run
@@ -96,17 +98,16 @@ Examples:
   mqstore offsets reset var/mq --group billing --topic orders --queue-id 2 --to 1500""",
 )
 @directory_argument
-@click.option("--group", required=True, help="The group.")
+@click.option("--group", required=True)
 @click.option("--topic", required=True)
-@click.option("--queue-id", type=click.IntRange(0), help="One queue; without it all.")
+@click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option(
     "--to",
     "to",
     type=_to,
     metavar="WHERE",
     required=True,
-    help="earliest, latest, a queue offset, a time (UTC unless it says otherwise) or an age (36h): the first message "
-    "stored since.",
+    help="earliest, latest, a queue offset, or the first message stored since a time (UTC by default) or an age (36h).",
 )
 @dry_run_option
 @yes_option
@@ -114,10 +115,10 @@ Examples:
 def reset(
     directory: Path, group: str, topic: str, queue_id: int | None, to: To, dry_run: bool, yes: bool, json_output: bool
 ) -> None:
-    """Let a group go on at another place of a topic in the store in DIR.
+    """Move a group's committed offset in a topic of the store in DIR.
 
-    Asks first. Messages that are skipped are not delivered to the group, others are delivered again, and what it has in
-    flight in these queues is forgotten.
+    Asks first. Skipped messages are not delivered to the group, messages after the new offset are delivered again, and
+    its deliveries in flight in these queues are forgotten.
     """
     with planning(directory) as opened:
         opened.topics.need(topic)
@@ -128,7 +129,7 @@ def reset(
         return
     if not yes:
         _tell(group, rows, dry_run=True, json_output=False, stderr=True)
-    ask(safe(f"Let group {group} go on there?"), yes=yes)
+    ask(safe(f"Move the offsets of group {group}?"), yes=yes)
     with offline(directory) as opened:
         done = opened.reset(group, topic, queue_id, to)
         rows = _changes(opened, done, before)
@@ -136,7 +137,7 @@ def reset(
 
 
 def _changes(opened: Offline, targets: dict[QueueRef, int], before: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
-    """Return a row a queue, with the messages that are `skipped`, and those delivered `again`."""
+    """Return a row per queue, with the number of messages `skipped` and of those delivered `again`."""
     rows = []
     for ref, target in sorted(targets.items()):
         low, _ = opened.offsets.bounds(*ref)

@@ -1,7 +1,7 @@
-"""Common parts of the commands about the broker: open a store, ask first, read and show times.
+"""Common parts of the commands about the broker: open a store, ask for confirmation, read and show times.
 
 look        (of `mqstore.admin`) the tables of a store, also beside a writer
-planning    the same, for the plan of a change: refused while there is a writer, as the change would be
+planning    the same for a dry run: fails while a writer has the store open, as the change itself would
 offline     (of `mqstore.admin`) the change itself
 """
 
@@ -40,28 +40,28 @@ __all__ = [
 _AGE = re.compile(r"(\d{1,9})([smhd])")
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 def planning(directory: Path) -> AbstractContextManager[Offline]:
-    """Open the tables for a plan. Raises StoreLockedError, naming the holder, if there is a writer."""
+    """Open the tables for a dry run. Raises StoreLockedError, which names the writer, if there is one."""
     return look(directory, alone=True)
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Ask a person to confirm a change that cannot be undone. Ends the command without `yes`."""
+    """Ask the user to confirm a change that cannot be undone. Exits if the answer is no."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{question} There is no terminal to ask at: give --yes")
+        raise click.UsageError(f"{question} Cannot ask without a terminal: give --yes")
     if not click.confirm(question, err=True):
         note("nothing was changed")
         raise click.exceptions.Exit(1)
 
 
 def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
-    """Print what was, or would be, done: a line for people, `row` for programs."""
+    """Print the result of a change or a dry run: `row` as JSON, or else `text`."""
     if json_output:
         print_json(row)
     else:
@@ -71,9 +71,9 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 def carry_out(
     what: str, directory: Path, change: Callable[[Offline], dict[str, Any]], *, dry_run: bool, json_output: bool
 ) -> None:
-    """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the returned row.
+    """Run `change` and print that `what`, such as "create topic orders", was done. JSON is the returned row.
 
-    With `dry_run` nothing is written: the tables of a store that is read check all of a change, and then refuse it.
+    With `dry_run` nothing is written: read-only tables check the whole change and then refuse to save it.
     """
     verb, kind, name = what.split(" ", 2)
     if dry_run:
@@ -87,8 +87,8 @@ def carry_out(
 
 
 class DefaultGroup(click.Group):
-    """Group of sub-commands with a default, the first: `mqstore topics DIR` means `topics list DIR`.
-    A directory that is called like one of them is written `./list`."""
+    """Group whose first sub-command is the default: `mqstore topics DIR` means `topics list DIR`.
+    A directory with the name of a sub-command is written `./list`."""
 
     command_class = StoreCommand
 
@@ -98,7 +98,7 @@ class DefaultGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and args[0] not in ctx.help_option_names:
-            # With a second word, what is no path was to be a command: to complain of a store would mislead.
+            # A first word that is not a path, with a second one after it, is a misspelt command, not a missing store.
             if len(args) > 1 and not os.path.exists(args[0]) and not args[0].startswith("-") and args[1][:1] != "-":
                 ctx.fail(f"No such command {args[0]!r}.")
             args = [names[0], *args]
@@ -117,7 +117,7 @@ def length_ms(text: str) -> int:
 
 
 def moment(value: Any) -> datetime:
-    """Parse the value of an option: ISO 8601, by default UTC, or how long ago (90m, 36h, 30d)."""
+    """Parse an option's time: ISO 8601, by default UTC, or an age (90m, 36h, 30d)."""
     if isinstance(value, datetime):
         return value
     if _AGE.fullmatch(value):
@@ -140,7 +140,7 @@ def to_ms(when: datetime) -> int:
 
 
 def show_ms(duration_ms: int | None) -> str:
-    """Return a length of time as people read it, in its two largest units. A dash means none.
+    """Return a duration as text for people, in its two largest units, or a dash for None.
 
     >>> [show_ms(ms) for ms in (None, 0, 250, 90_000, 7_200_000, 100_000_000)]
     ['-', '0s', '250ms', '1m 30s', '2h', '1d 3h']

@@ -1,11 +1,11 @@
-"""`mqstore produce`: messages from the command line, files, lines, JSON lines or CSV.
+"""`mqstore produce`: send messages from the command line, files, lines, JSON lines or CSV.
 
     bytes --Lines--> lines --_records--> records --Recipe--> messages --_Sender--> the store
                                      |                      |
                                      +-- a bad one ---------+--> stop (exit 2), or count it (--skip-bad, exit 1)
 
-Lines are stored before a wait for more, so `tail -f log | mqstore produce` keeps up. Messages go in pieces, with one
-wait for the disk each. Those of a piece that may lie anywhere go to one queue.
+Lines are stored before the command waits for more input, so `tail -f log | mqstore produce` keeps up. Messages are
+stored in pieces, with one wait for the disk each. Messages of a piece that may go to any queue go to the same one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PIECE = 1000
 _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LINE_BYTES = 64 << 20
-"""Limit of a line. A longer one is a mistake."""
+"""Limit of a line. A longer one is an error."""
 _PIECES_A_SECOND = 10
 """Number of pieces with --rate."""
 _BAD_SHOWN = 10
@@ -71,16 +71,16 @@ Examples:
     type=click.Choice(["lines", "jsonl", "csv", "file"]),
     default="lines",
     show_default=True,
-    help="A line is: a body; a JSON object; a row of a table whose first row has the names of the fields. With `file` "
-    "each FILE is one body.",
+    help="lines: each line is a body. jsonl: each line is a JSON object. csv: rows below a header of names. file: "
+    "each FILE is a body.",
 )
-@click.option("--body", metavar="TEXT", help="Send this one body, and read no FILE.")
+@click.option("--body", metavar="TEXT", help="Send this one body instead of reading a FILE.")
 @click.option("--key", "keys", metavar="VALUE", multiple=True, help="Key to find the message by; may be repeated.")
 @click.option("--tag", metavar="VALUE", help="Tag, for readers that filter.")
-@click.option("--message-group", metavar="VALUE", help="All messages of a group go to one queue, in order.")
-@click.option("--unique-key", metavar="VALUE", help="What stays the same in every copy; @FIELD, as a rule.")
+@click.option("--message-group", metavar="VALUE", help="Messages with the same group go to one queue, in order.")
+@click.option("--unique-key", metavar="VALUE", help="Id that all copies of the message share; usually @FIELD.")
 @click.option("--property", "properties", metavar="NAME=VALUE", multiple=True, help="User property; may be repeated.")
-@click.option("--delay", type=duration, metavar="TIME", help="Deliver so much later: seconds, or 90s, 5m, 2h, 1d.")
+@click.option("--delay", type=duration, metavar="TIME", help="Deliver after this time: seconds, or 90s, 5m, 2h, 1d.")
 @click.option(
     "--body-field",
     "--body-column",
@@ -88,15 +88,15 @@ Examples:
     metavar="FIELD",
     default="body",
     show_default=True,
-    help="Which field of a JSON object or row is the body.",
+    help="Field of a JSON object or row that is the body.",
 )
-@click.option("--exported", is_flag=True, help="The lines are those of `mqstore export`; JSON lines, therefore.")
-@click.option("--whole", is_flag=True, help="The whole object or row is the body, as JSON.")
-@click.option("--queue-id", type=click.IntRange(0), help="Put all to this queue.")
-@click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages a second.")
-@click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
-@click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
-@click.option("--create/--no-create", default=True, show_default=True, help="Make the store if DIR holds none.")
+@click.option("--exported", is_flag=True, help="The input is the output of `mqstore export`.")
+@click.option("--whole", is_flag=True, help="Use the whole object or row as the body, as JSON.")
+@click.option("--queue-id", type=click.IntRange(0), help="Send all messages to this queue.")
+@click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages per second.")
+@click.option("--flush", is_flag=True, help="Wait until a piece is on disk before sending the next.")
+@click.option("--skip-bad", is_flag=True, help="Skip bad lines and exit with 1, instead of stopping at the first.")
+@click.option("--create/--no-create", default=True, show_default=True, help="Create the store if DIR has none.")
 @dry_run_option
 @json_option
 @click.pass_context
@@ -126,19 +126,19 @@ def produce(
 ) -> None:
     """Send a message to TOPIC in the store in DIR for each line of the FILEs or stdin (-), or one --body.
 
-    A VALUE is taken as it stands. @FIELD takes it from that field of a JSON object or row, where there is one and it is
-    not empty. @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
-    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves. In CSV a column property.NAME is
-    a property. Other fields are left alone.
+    VALUE is a text, or @FIELD for the value of that field of a JSON object or row, if it is not empty. A text that
+    begins with @ is written with @@. Without these options the fields key (or keys), tag, message_group, unique_key,
+    delay (seconds), deliver_at, delay_level, flag and properties are used. In CSV a column property.NAME is a property.
+    Other fields are ignored.
 
-    Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on. Takes
-    the writer's lock for as long as it runs. Ctrl-C or SIGTERM: it stores what was read, and tells how much that is.
+    Stores the messages before a bad line, reports the line and stops; --skip-bad continues. Holds the writer's lock
+    while it runs. Ctrl-C or SIGTERM: it stores the messages that were read and reports their number.
     """
     if exported and format_ in ("csv", "file"):
-        raise click.UsageError("--exported lines are JSON lines: leave out --format")
+        raise click.UsageError("the output of `mqstore export` is JSON lines: leave out --format")
     if body is not None:
         if files or format_ != "lines" or exported:
-            raise click.UsageError("--body is the one message: leave out FILE, --format and --exported")
+            raise click.UsageError("--body is the only message: leave out FILE, --format and --exported")
         format_ = "file"
     recipe = Recipe(
         "jsonl" if exported else format_,
@@ -163,7 +163,7 @@ def produce(
             if json_output:
                 done.show(json_output=True, dry_run=dry_run, failed=str(error))
             if not isinstance(error, _BadLineError):
-                note(f"{done.messages} messages were stored before this:")
+                note(f"{done.messages} messages were stored before this error:")
             raise
     done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
     if stop.asked:
@@ -182,7 +182,7 @@ def _run(
     skip_bad: bool,
     rate: float | None,
 ) -> None:
-    """Read, make messages and store them."""
+    """Read records, make messages and store them."""
     sender = _Sender(send, done, stop, rate)
     with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
         for name, stream in sources:
@@ -230,7 +230,7 @@ def _target(
 
 
 def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> int | None:
-    """Refuse what opening, or a put to that queue, would refuse. Return the largest body of the store, if it exists."""
+    """Raise the errors of opening the store and of a put to the queue. Return its largest body, if it exists."""
     queues, limit = StoreConfig().default_queues, None
     try:
         with planning(directory) as opened:
@@ -242,13 +242,13 @@ def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) ->
             raise
     if queue_id is not None and queue_id >= queues:
         raise InvalidMessageError(
-            f"queue_id {queue_id} does not lie in 0..{queues - 1}, the queues of {topic!r}", "queue_id"
+            f"queue_id must be 0..{queues - 1}, got {queue_id}: {topic!r} has {queues} queues", "queue_id"
         )
     return limit
 
 
 class _Sender:
-    """Sender that gathers messages into pieces and stores them, no faster than allowed."""
+    """Sender that collects messages into pieces and stores them, at most `rate` per second."""
 
     def __init__(self, send: _Send, done: _Done, stop: _Interrupt, rate: float | None) -> None:
         self._send = send
@@ -275,7 +275,7 @@ class _Sender:
         self._piece, self._bytes = [], 0
         receipts = self._send(piece)
         self._sent += len(piece)
-        self._done.messages += len(piece) - len(receipts)  # a dry run has none
+        self._done.messages += len(piece) - len(receipts)  # a dry run has no receipts
         self._done.body_bytes += size
         self._done.add(receipts)
 
@@ -315,9 +315,9 @@ class _Done:
     def skip(self, bad: str) -> None:
         self.bad += 1
         if self.bad <= _BAD_SHOWN:
-            note(f"{bad}: left out")
+            note(f"{bad}: skipped")
         elif self.bad == _BAD_SHOWN + 1:
-            note("more bad lines follow, they are only counted")
+            note("further bad lines are only counted")
 
     def show(self, *, json_output: bool, dry_run: bool, interrupted: bool = False, failed: str | None = None) -> None:
         seconds = time.monotonic() - self.begin
@@ -350,7 +350,7 @@ class _Done:
             f"  {t}/{q}: {n}, offsets {a.offset}..{b.offset}" for (t, q), (n, a, b) in sorted(self.queues.items())
         ]
         if self.bad:
-            lines.append(f"{self.bad} bad lines were left out")
+            lines.append(f"{self.bad} bad lines were skipped")
         if json_output:
             print_json(row)
         else:
@@ -366,7 +366,7 @@ def _receipt(receipt: SendReceipt) -> dict[str, object]:
 
 
 class _Interrupt:
-    """Ctrl-C or SIGTERM, put off while messages are stored. It ends a wait at once."""
+    """Ctrl-C or SIGTERM, postponed while messages are stored. It ends a wait at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -376,7 +376,7 @@ class _Interrupt:
     def installed(self) -> Iterator[None]:
         try:
             before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: a program that calls this
+        except ValueError:  # not in the main thread: called by a program
             yield
             return
         try:
@@ -392,7 +392,7 @@ class _Interrupt:
 
     @contextmanager
     def waiting(self, *, quietly: bool = False) -> Iterator[None]:
-        """Let Ctrl-C strike at once. With `quietly` it only ends the wait."""
+        """Let Ctrl-C interrupt at once. With `quietly` it only ends the wait."""
         self._waiting = True
         try:
             if self.asked:
@@ -409,8 +409,8 @@ class _Interrupt:
 
 
 class Lines:
-    """Lines of a stream, without their ends. Iteration ends early when interrupted.
-    `before_wait` is called before it asks for more than it has."""
+    """Lines of a stream, without their line ends. Iteration ends early when interrupted.
+    `before_wait` is called before each read, which may have to wait for input."""
 
     def __init__(self, stream: BinaryIO, done: _Done, stop: _Interrupt, before_wait: Callable[[], None]) -> None:
         self._stream = stream
@@ -433,12 +433,12 @@ class Lines:
                 yield line
             if len(rest) > _LINE_BYTES:
                 raise InvalidMessageError(f"line {self.number + 1} is longer than {show_bytes(_LINE_BYTES)}", "body")
-        if rest and not self.interrupted:  # else nobody knows how it goes on
+        if rest and not self.interrupted:  # an interrupted read may have only the first part of the line
             self.number += 1
             yield rest
 
     def rest(self, max_bytes: int | None) -> Iterator[bytes]:
-        """Yield all that is left as one body, unless interrupted. InvalidMessageError if it is too large."""
+        """Yield the rest of the stream as one body, unless interrupted. InvalidMessageError if it is too large."""
         data = b""
         while block := self._read():
             data += block
@@ -462,7 +462,7 @@ class Lines:
 
 
 def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield (name, stream) of each file, opened when its turn comes. All must exist at the start."""
+    """Yield (name, stream) of each file, opened one after the other. All must exist at the start."""
     for file in files:
         if str(file) != "-":
             with open(file, "rb"):
@@ -500,7 +500,7 @@ def _object(line: bytes) -> Record:
         found = JSON.decode(line)
     except FormatError as error:
         return NoMessage(str(error).removeprefix("the item is "))
-    return found if isinstance(found, dict) else NoMessage("a JSON value, but no object")
+    return found if isinstance(found, dict) else NoMessage("a JSON value, but not an object")
 
 
 def _rows(lines: Lines) -> Iterator[tuple[int, Record]]:
@@ -515,13 +515,13 @@ def _rows(lines: Lines) -> Iterator[tuple[int, Record]]:
         except csv.Error as error:
             if lines.interrupted:  # inside a cell of several lines
                 return
-            yield lines.number, NoMessage(f"no CSV: {error}")
+            yield lines.number, NoMessage(f"not CSV: {error}")
             continue
         if names is None:
             names = [name.removeprefix("\ufeff").strip() for name in row]
             if len(set(names)) != len(names):
-                raise InvalidMessageError(f"line {lines.number}: the header names a field twice: {names}", "body")
+                raise InvalidMessageError(f"line {lines.number}: the header has a field twice, {names}", "body")
         elif row and len(row) != len(names):
-            yield lines.number, NoMessage(f"{len(row)} fields, and the header has {len(names)}")
+            yield lines.number, NoMessage(f"{len(row)} fields, but the header has {len(names)}")
         elif row:
             yield lines.number, dict(zip(names, row, strict=True))

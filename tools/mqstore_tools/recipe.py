@@ -21,11 +21,11 @@ Format = Literal["lines", "jsonl", "csv", "file"]
 
 
 class NoMessage(Exception):  # noqa: N818
-    """Reason why a line is no message."""
+    """Reason why a line cannot become a message."""
 
 
 Record = bytes | dict[str, Any] | NoMessage
-"""A body, the fields of a JSON object or row, or the fault of the line."""
+"""A body, the fields of a JSON object or row, or the reason why the line cannot be read."""
 
 
 class Recipe:
@@ -53,11 +53,11 @@ class Recipe:
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
         if format_ in ("lines", "file"):
             if any(fields):
-                raise click.UsageError("bodies have no fields for @FIELD; give --format jsonl or csv (@@ for one @)")
+                raise click.UsageError("@FIELD needs --format jsonl or csv; write @@ for one @")
             if whole:
                 raise click.UsageError("--whole is for --format jsonl and csv")
         if exported and (whole or body_field != "body"):
-            raise click.UsageError("--exported says what the body is; --whole and --body-field go without it")
+            raise click.UsageError("--exported chooses the body: leave out --whole and --body-field")
         self._constant = None if any(fields) else self._checked(b"", self._options({}))
 
     def _checked(self, body: bytes, options: dict[str, Any]) -> OutgoingMessage:
@@ -135,7 +135,7 @@ def _value(record: Mapping[str, Any], source: _Source) -> str | None:
 
 
 def _text(record: Mapping[str, Any], name: str) -> str | None:
-    """Return a field as text, None if it is missing or empty."""
+    """Return a field as text, or None if it is missing or empty."""
     value = record.get(name)
     if value is None or value == "":
         return None
@@ -150,11 +150,11 @@ def _number(record: Mapping[str, Any], name: str, kind: type[int] | type[float])
         return None if text is None else kind(text)
     except ValueError:
         what = "whole number" if kind is int else "number"
-        raise NoMessage(f"field {name!r} is no {what}: {text!r}") from None
+        raise NoMessage(f"field {name!r} is not a {what}: {text!r}") from None
 
 
 def _own_keys(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields key and keys. The latter is a list, or words."""
+    """Return the keys in the fields `key` and `keys`. The latter is a list, or words."""
     several = record.get("keys")
     if isinstance(several, list):
         found = [text for i in range(len(several)) if (text := _text({"keys": several[i]}, "keys")) is not None]
@@ -179,12 +179,12 @@ def _own_properties(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _imported(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `mqstore export` as a record, without its old place."""
+    """Return a row of `mqstore export` as a record, without its old queue and offset."""
     stored = _object_field(row, "properties")
     try:
         body = base64.b64decode(row.get("body", ""), validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
-        raise NoMessage(f"field 'body' is no base64: {error}") from error
+        raise NoMessage(f"field 'body' is not base64: {error}") from error
     return {
         "body": body,
         "tag": row.get("tags"),
@@ -199,7 +199,7 @@ def _imported(row: dict[str, Any]) -> dict[str, Any]:
 def _object_field(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = record.get(name) or {}
     if not isinstance(found, dict):
-        raise NoMessage(f"field {name!r} is no object")
+        raise NoMessage(f"field {name!r} is not an object")
     return found
 
 

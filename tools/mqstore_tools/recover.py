@@ -1,4 +1,4 @@
-"""`mqstore recover`: bring stores in order, or plan it."""
+"""`mqstore recover`: repair a store, or show the plan, by `mqstore.log.recovery.repair`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["recover"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Bring a store in order; with --dry-run only say how.",
+    short_help="Repair a store. --dry-run shows the plan.",
     epilog="""\b
 Examples:
   mqstore recover var/mq --dry-run            # the plan; changes nothing
   mqstore recover var/mq                      # carry it out
   mqstore recover fleet/* --spark local[4]
-  mqstore recover var/mq --prefix --dry-run   # what would be lost by ending the log at the first damage
+  mqstore recover var/mq --prefix --dry-run   # show the loss if the log ended at the first damage
   mqstore recover var/mq --rebuild config --yes""",
 )
 @stores_argument
@@ -40,7 +40,7 @@ Examples:
     "rebuild",
     type=click.Choice(["config", "index"]),
     multiple=True,
-    help="config: start JSON files that do not decode from defaults (asks first). index: build it anew.",
+    help="config: replace JSON files that do not decode by defaults (asks first). index: rebuild the index.",
 )
 @yes_option
 @spark_option
@@ -56,18 +56,19 @@ def recover(
     master: str | None,
     json_output: bool,
 ) -> None:
-    """Read the whole log of each store in DIR and bring everything in line with it.
+    """Read the whole log of each store in DIR and make all other files agree with it.
 
-    Every whole record is kept in its place, on both sides of any damage; damage is reported. A torn record at the end
-    of the log is cut. Queues, index and checkpoint are rebuilt where they differ. The command may be killed and run
-    again; a second run changes nothing. A store that cannot be opened is named, and the others are recovered.
+    Every whole record is kept in its place, before and after any damage. Damage is reported. A torn record at the end
+    of the log is cut. Queues, index and checkpoint are rebuilt where they differ from the log. The command may be
+    killed and run again; a second run changes nothing. A store that cannot be opened is reported, and the others are
+    recovered.
 
-    Exit code 1 if something new was found that a recovery cannot bring back, or with --dry-run if there is work to do.
-    Damage that was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
+    Exit code 1 if there is new damage that cannot be repaired, or with --dry-run if there is work to do. Damage that
+    was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
     """
     if "config" in rebuild:
         if len(stores) > 1 or len(rebuild) > 1 or master:
-            raise click.UsageError("--rebuild config goes alone, for one store: it loses what stood in its files")
+            raise click.UsageError("--rebuild config is for one store, without other options: it loses settings")
         if _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output):
             ctx.exit(FINDINGS)
         return
@@ -119,17 +120,17 @@ def _warn(new: list[dict[str, Any]], orphans: Mapping[int, int], profile: str) -
         note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
     if profile == "rocketmq" and any(finding["kind"] in _DAMAGE for finding in new):
         note(
-            "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
-            "lies behind: see docs/recovery.md before you give it back"
+            "a RocketMQ broker that opens this directory may end its log at the first of these, and delete the "
+            "messages after it: see docs/recovery.md before you start one"
         )
 
 
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: bool) -> bool:
-    """Start bad JSON files from defaults, and print what was done. Return True if a dry run found work."""
+    """Replace bad JSON files by defaults, and print each change. Return True if a dry run found work."""
     if not dry_run and not yes and (planned := rebuild_config(directory, dry_run=True)):
         for sentence in planned:
             note(f"would be done: {sentence}")
-        ask("What stood in these files is lost. Go on?", yes=False)
+        ask("The settings in these files are lost. Continue?", yes=False)
     done = rebuild_config(directory, dry_run=dry_run)
     if json_output:
         rebuilt = {"consume_queues": 0, "units": 0, "index_entries": 0}
@@ -158,7 +159,7 @@ def _show(report: dict[str, Any], new: list[dict[str, Any]], *, dry_run: bool) -
         print(f"{verb} {units} units of {queues} queues, {entries} index entries")
     if report["damaged_ranges"]:
         print(
-            f"{'would keep' if dry_run else 'kept'} {report['kept_behind_damage']} messages behind the first damage; "
+            f"{'would keep' if dry_run else 'kept'} {report['kept_behind_damage']} messages after the first damage; "
             f"{report['damaged_ranges']} damaged ranges"
         )
     if report["moved_to_cut"]:
@@ -168,7 +169,7 @@ def _show(report: dict[str, Any], new: list[dict[str, Any]], *, dry_run: bool) -
     if report["changed"]:
         verdict = "would be changed" if dry_run else "was changed"
     elif new:
-        verdict = "is left as it is: this does not mend what is listed above"
+        verdict = "was not changed: the damage listed above cannot be repaired"
     else:
         verdict = "has no new damage; nothing to do" if known else "is in order; nothing to do"
     if known:

@@ -1,8 +1,8 @@
-"""Output to the screen: tables, progress bars, JSON, and no byte that could steer a terminal.
+"""Output to the screen: tables, progress bars, JSON, without bytes that could control a terminal.
 
-Names, keys, bodies, hosts and error texts may come from a directory that anyone has written. All of them pass `safe`
-(text) or `body_text` (bytes), which show unprintable characters as `\\x1b`, `\\u202e` and the like. JSON is ASCII, so
-its own escapes do the same.
+Names, keys, bodies, hosts and error texts may come from an untrusted directory. All of them pass `safe` (text) or
+`body_text` (bytes), which show unprintable characters as `\\x1b`, `\\u202e` and the like. JSON is ASCII, so its own
+escapes do the same.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 _WIDE = 1 << 20
-"""Columns of output that is no terminal, where a row of a table is one line, however long."""
+"""Width of output to a pipe or file, so that each row of a table is one line."""
 _SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})
-"""Kinds of findings that may cost messages or settings. All others can be made good from the log."""
+"""Kinds of findings that may cost messages or settings. All others can be repaired from the log."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -65,7 +65,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 def _escape(char: str) -> str:
     code = ord(char)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that was not UTF-8, as PEP 383 carries it
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, decoded by "surrogateescape"
         code -= 0xDC00
     if code < 0x100:
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(char, f"\\x{code:02x}")
@@ -73,7 +73,7 @@ def _escape(char: str) -> str:
 
 
 def safe(text: object) -> str:
-    """Return `text` on one line, with everything that does not print escaped.
+    """Return `text` as one line with unprintable characters escaped.
 
     Escaped are control characters, line ends, bidirectional overrides and lone surrogates.
 
@@ -96,7 +96,7 @@ def body_text(body: bytes | memoryview, limit: int | None = None) -> str:
 
 
 def when(timestamp_ms: int | None) -> str:
-    """Return a time in ms since the epoch as people read it, in UTC. A dash means none."""
+    """Return a time in ms since the epoch as text, in UTC, or a dash for None or 0."""
     if not timestamp_ms:
         return "-"
     try:
@@ -106,7 +106,7 @@ def when(timestamp_ms: int | None) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """Return a length in bytes as people read it.
+    """Return a number of bytes as text with a unit.
 
     >>> show_bytes(67108864), show_bytes(1000)
     ('64.0 MiB', '1000 B')
@@ -123,8 +123,8 @@ def show_bytes(count: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a rich console for what stdout (or stderr) is now, without markup or emoji.
-    Colours go to a terminal alone, and not if NO_COLOR is set."""
+    """Return a rich console for the current stdout or stderr, without markup or emoji.
+    Only a terminal gets colours, and not if NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if _is_terminal(stream) else _WIDE
     return _Screen(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -132,7 +132,7 @@ def console(*, stderr: bool = False) -> Console:
 
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich would exit with 1, which says "findings"; StoreCommand knows what a reader that went away is
+        raise  # for StoreCommand; rich would exit with 1, which means "findings"
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -148,7 +148,7 @@ def note(text: object) -> None:
 
 
 class _Titled(Table):
-    """A table below a line of text. Rich breaks its own titles at the width of the table."""
+    """Table with a heading on one line. Rich wraps its own titles at the width of the table."""
 
     heading = ""
 
@@ -160,8 +160,8 @@ class _Titled(Table):
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
     """Return a table. Columns whose name ends in `>` are aligned to the right.
-    There is no header when all names are empty. Every cell passes `safe`; None is a dash. On a terminal the table is no
-    wider than that. In a pipe each row is one line, aligned by spaces."""
+    If all names are empty, the table has no header. Every cell passes `safe`; None is a dash. A terminal limits the
+    width. In a pipe each row is one line, aligned by spaces."""
     found = _Titled(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     found.heading = safe(title)
     for name in columns:
@@ -172,7 +172,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) 
 
 
 def pick(row: Mapping[str, Any], names: str) -> list[Any]:
-    """Return the members of a row with these names, separated by blanks."""
+    """Return the members of a row whose names are given, separated by blanks."""
     return [row[name] for name in names.split()]
 
 
@@ -200,12 +200,12 @@ def finding_of(row: Mapping[str, Any]) -> Finding:
 
 
 def as_json(value: Any, *, indent: int | None = None) -> str:
-    """Return `value` as JSON in printable ASCII. Everything else, DEL too, is escaped."""
+    """Return `value` as JSON in printable ASCII. All other characters, DEL included, are escaped."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
 
 
 VERSION = {"version": 1}
-"""First member of each JSON object: the version of the shapes that programs rely on."""
+"""First member of each JSON object: the version of the output format."""
 
 
 def print_json(value: Any) -> None:
@@ -214,7 +214,7 @@ def print_json(value: Any) -> None:
 
 
 class Told:
-    """Findings of a command, printed on stderr: as lines for people, as JSON for programs."""
+    """Findings of a command, printed on stderr as text or JSON."""
 
     def __init__(self, json_output: bool) -> None:
         self.json_output = json_output
@@ -229,9 +229,9 @@ class Told:
             print_finding(finding, stderr=True)
 
     def sum_up(self, summary: dict[str, Any], text: str, output: Path | None) -> None:
-        """Print what was done: JSON on stdout if the messages went to the file `output`, else on stderr."""
+        """Print the summary. JSON goes to stdout if the messages went to the file `output`, or else to stderr."""
         summary = {**summary, "findings": self.findings}
-        sys.stdout.flush()  # first: if nobody reads the output, that is all there is to report
+        sys.stdout.flush()  # first: if the reader has closed the pipe, no summary is printed
         if not self.json_output:
             note(text + (f", {self.findings} findings" if self.findings else ""))
         elif output is None:
@@ -245,7 +245,7 @@ Cells = tuple[str, Sequence[str], Sequence[Iterable[object]]]
 
 
 def show_tables(value: Any, *tables: Cells, json_output: bool, empty: str = "", stderr: bool = False) -> None:
-    """Print `value` as JSON, or else the tables. Without any rows, print the note `empty` instead."""
+    """Print `value` as JSON, or else the tables. If these have no rows, print the note `empty`, if given."""
     if json_output:
         print_json(value)
     elif empty and not any(rows for _, _, rows in tables):
@@ -259,7 +259,7 @@ def show_tables(value: Any, *tables: Cells, json_output: bool, empty: str = "", 
 
 
 class _Polled(Progress):
-    """A bar that asks how far things are whenever it is drawn, so that the work need not report."""
+    """Progress bar that calls `poll` whenever it is drawn, so that the work need not report."""
 
     poll: Callable[[], tuple[int, int]] | None = None
 
@@ -275,8 +275,8 @@ class _Polled(Progress):
 def progress(
     title: str, poll: Callable[[], tuple[int, int]] | None = None, *, of_bytes: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show progress in bytes, or things, on stderr if that is a terminal. Yields `report(done, total)`.
-    With `poll` it asks by itself."""
+    """Show progress, in bytes or as a count, on stderr if that is a terminal. Yields `report(done, total)`.
+    With `poll`, which returns (done, total), nothing needs to be reported."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield lambda done, total: None
@@ -297,7 +297,7 @@ def progress(
 
 
 class EscapingHandler(logging.Handler):
-    """The library's log on stderr, as lines that nothing can escape from."""
+    """Handler that prints the library's log on stderr, escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -311,10 +311,10 @@ body_bytes_option = click.option(
     type=click.IntRange(0),
     default=1024,
     show_default=True,
-    help="How much of each body people are shown.",
+    help="Print at most this much of each body. JSON has all of it.",
 )
 raw_bodies_option = click.option(
-    "--raw-bodies", is_flag=True, help="Leave compressed bodies as they are stored; sys_flag says how."
+    "--raw-bodies", is_flag=True, help="Do not decompress bodies; sys_flag has the compression."
 )
 
 
@@ -330,7 +330,7 @@ def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
 
 
 def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_body: bool = False) -> bool:
-    """Print one message. Return False if its body could not be inflated, as told on stderr."""
+    """Print a message. If its body cannot be inflated, report that on stderr and return False."""
     try:
         if json_output:
             print(as_json(export_row(message, raw_body=raw_body)))

@@ -1,11 +1,11 @@
-"""Common parts of all sub-commands: exit codes of errors, and options that several have.
+"""Common parts of all sub-commands: exit codes of errors, and shared options.
 
 0  fine                                    1  findings
-2  wrong usage: an option, a topic, a group, an offset or an id that does not fit
+2  wrong usage: an invalid option, topic, group, offset or id
 3  the directory cannot be opened, read or written
-130  interrupted        141  whoever read the output went away
+130  interrupted        141  the reader of the output has closed it
 
-With --json an error is one line on stderr, behind what else is there: {"version": 1, "error": {"type", "message"}}.
+With --json an error is the last line on stderr: {"version": 1, "error": {"type", "message"}}.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreCommand(click.Command):
-    """A sub-command: the library's errors become one escaped line on stderr and an exit code."""
+    """Sub-command. Errors of the library become one escaped line on stderr and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -79,7 +79,7 @@ class StoreCommand(click.Command):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # `mqstore export ... | head`: nothing is wrong. Python would complain once more when it flushes at exit.
+            # `mqstore export ... | head` is fine. Without this, Python prints an error when it flushes at exit.
             _forget_stdout()
             ctx.exit(READER_GONE)
         except KeyboardInterrupt:
@@ -88,27 +88,27 @@ class StoreCommand(click.Command):
             self._fail(ctx, error, WRONG_USAGE)
         except (MQStoreError, OSError) as error:
             if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
-                # A stream has no name to tell; of a full disk without one a person would think the store's.
+                # A stream has no file name. Without one, the user would think that the store's disk is full.
                 error = OSError(error.errno, error.strerror, "standard output")
                 _forget_stdout()
             self._fail(ctx, error, UNUSABLE)
         except LookupError as error:
-            # `at` and `get_by_id` say so when nothing lies where they were asked to look.
+            # Raised by `at` and `get_by_id` if there is no message at that offset.
             self._fail(ctx, error, WRONG_USAGE, error.args[0] if error.args else error)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            # A mistake of ours. Its text may quote the store, so even a traceback goes out line by line, escaped.
+            # A bug. Its text may quote bytes of the store, so the traceback is escaped, too, line by line.
             for line in "".join(traceback.format_exception(error)).splitlines():
                 click.echo(safe(line), err=True)
-            self._fail(ctx, error, UNUSABLE, "this should not happen; please report it with the lines above")
+            self._fail(ctx, error, UNUSABLE, "this is a bug; please report it with the lines above")
 
     def _fail(self, ctx: click.Context, error: Exception, code: int, message: object = None) -> None:
         message = error if message is None else message
         if ctx.meta.get(JSON_ASKED):
             print_error(error, message)
             ctx.exit(code)
-        # Of a filter the lines behind the first point into it; they are the person's own words.
+        # Further lines of a FilterError show the user's own expression and point to the mistake.
         first, *others = str(message).splitlines() if isinstance(error, FilterError) else [message]
         click.echo(f"{ctx.command_path}: {safe(first)}", err=True)
         for line in others:
@@ -117,7 +117,7 @@ class StoreCommand(click.Command):
 
 
 def print_error(error: Exception, message: object) -> None:
-    """Print an error for programs, as one line on stderr."""
+    """Print an error as one line of JSON on stderr."""
     row = {**VERSION, "error": {"type": type(error).__name__, "message": str(message)}}
     click.echo(as_json(row), err=True)
 
@@ -127,29 +127,29 @@ def _forget_stdout() -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-    except (OSError, ValueError):  # no real file behind it: a test's
+    except (OSError, ValueError):  # not a real file: stdout of a test
         pass
 
 
 class NumberRange(click.FloatRange):
-    """A range of finite numbers. click lets nan pass, and infinity where there is no bound."""
+    """Range of finite numbers. click accepts nan, and infinity if there is no bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number that ends.", param, ctx)
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
 
 
-# Whether it can be read the store says, with an exit code of its own; click would call it wrong usage.
+# Not checked by click, which would call an unreadable directory wrong usage. The store reports it with exit code 3.
 directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, readable=False))
 json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 
 
 @contextmanager
 def findings_told() -> Iterator[list[logging.LogRecord]]:
-    """Context of work whose warnings in the log are findings, which the command prints itself.
-    Gives the list of errors, which are printed as they are logged."""
+    """Hide log warnings that repeat findings, which the command prints itself.
+    Yields the list of logged errors, which are still printed."""
     errors: list[logging.LogRecord] = []
     log = logging.getLogger("mqstore")
     before = log.level
@@ -168,7 +168,7 @@ def findings_told() -> Iterator[list[logging.LogRecord]]:
 
 
 def note_incomplete(queue: QueueRef, directory: Path) -> None:
-    """Print on stderr that a queue does not list all its messages, so reads by queue lack some."""
+    """Print on stderr that a queue lacks messages of the log, so reads by queue miss some."""
     note(
         f"{queue.topic}, queue {queue.queue_id}, lacks messages that are in the log, and other queues may, too: run "
         f"`mqstore recover {directory}`"
@@ -178,23 +178,23 @@ def note_incomplete(queue: QueueRef, directory: Path) -> None:
 def note_front(began: int, ended: int) -> None:
     """Print on stderr that retention has moved the front of the log, if it has."""
     if ended > began:
-        note(f"the writer's retention has meanwhile moved the front of the log from {began} to {ended}")
+        note(f"meanwhile, the writer's retention has moved the front of the log from {began} to {ended}")
 
 
 def was_given(ctx: click.Context, name: str) -> bool:
-    """Return True if an option was typed, not left at its default."""
+    """Return True if an option was given, not left at its default."""
     return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def refuse_given(ctx: click.Context, names: Collection[str], why: str) -> None:
-    """Raise UsageError if one of these options was typed. `why` is such as "goes with --to"."""
+    """Raise UsageError if one of these options was given. `why` is a phrase like "goes with --to"."""
     for option in ctx.command.params:
         if option.name in names and was_given(ctx, option.name):
             raise click.UsageError(f"{option.opts[0]} {why}")
 
 
 def within(path: Path, *folders: Path) -> bool:
-    """Return True if a path is one of `folders`, or lies below one, by any links."""
-    # `Path.resolve` raises where links lead in a circle; here who opens it tells of that.
+    """Return True if a path, with its links followed, is one of `folders` or below one."""
+    # Not `Path.resolve`, which raises for a circle of links: opening the path reports that better.
     inner = Path(os.path.realpath(path))
     return any(outer in (inner, *inner.parents) for outer in (Path(os.path.realpath(each)) for each in folders))

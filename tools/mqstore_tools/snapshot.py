@@ -1,4 +1,4 @@
-"""`mqstore snapshot`: a copy of a store, also of one in use."""
+"""`mqstore snapshot`: copy a store, even while it is in use, by `mqstore.log.snapshot._take`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["snapshot"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Copy a store, also one in use, as it is at one moment.",
+    short_help="Copy a store, even while it is in use.",
     epilog="""\b
 Examples:
   mqstore snapshot var/mq /backup/mq-monday
-  mqstore snapshot var/mq /backup/mq-monday --dry-run      # how much, and is there room?
+  mqstore snapshot var/mq /backup/mq-monday --dry-run      # print its size and the free space
   mqstore snapshot var/mq var/mq-now --link && mqstore export var/mq-now --to lake/mq""",
 )
 @directory_argument
@@ -28,21 +28,20 @@ Examples:
 @click.option(
     "--link",
     is_flag=True,
-    help="Give closed segments a second name in place of a copy: no space, little time, the same file system.",
+    help="Hard-link closed segments instead of copying them: fast, no space, only on the same file system.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be copied.")
 @json_option
 @click.pass_context
 def snapshot(
     ctx: click.Context, directory: Path, destination: Path, link: bool, dry_run: bool, json_output: bool
 ) -> None:
-    """Copy the store in DIR to DEST, a folder that does not exist yet, while others use it.
+    """Copy the store in DIR to DEST, a folder that does not exist yet. The store may be in use.
 
-    DEST becomes a store that was closed cleanly and holds all that had been put, saved and created when the command was
-    started. It has been read back, every checksum, before it gets its name. So there is a whole DEST or none. A killed
-    command leaves DEST.partial-..., yours to delete. Messages that were in flight at that moment are redelivered in it,
-    as after a crash. Exit code 1 when something is wrong with what was copied, which DEST then has as well; see
-    docs/recovery.md.
+    DEST is a cleanly closed store with everything that was stored before the command started. All checksums are
+    verified before the copy gets its name, so DEST is complete or does not exist. A killed command leaves
+    DEST.partial-..., which you can delete. Messages that were in flight are redelivered in DEST, as after a crash. Exit
+    code 1 if DIR has damage, which DEST then has, too; see docs/recovery.md.
     """
     if dry_run:
         plan = admin.plan_snapshot(directory, destination, link=link).as_dict()
@@ -62,7 +61,7 @@ def snapshot(
 
 
 def _show_plan(plan: dict[str, Any]) -> None:
-    room = "" if plan["bytes"] <= plan["free_bytes"] else "; that is more than there may be room for"
+    room = "" if plan["bytes"] <= plan["free_bytes"] else "; that may be too little"
     print(
         safe(
             f"would copy {plan['store']} ({'in use' if plan['writer_alive'] else 'not in use'}) to {plan['snapshot']}: "
@@ -84,7 +83,7 @@ def _show(done: dict[str, Any]) -> None:
 def _amount(plan: dict[str, Any]) -> str:
     parts = [f"{show_bytes(plan['bytes'])} in {plan['files']} files"]
     if plan["linked"]:
-        parts.append(f"{plan['linked']} of {plan['segments']} segments by a second name")
+        parts.append(f"{plan['linked']} of {plan['segments']} segments hard-linked")
     if plan["bundles"]:
         parts.append(f"{plan['bundles']} bundles that wait in the inbox")
     return ", ".join(parts)

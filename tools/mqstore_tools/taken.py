@@ -1,11 +1,11 @@
-"""Messages of `mqstore consume`: a run, and a push consumer as its source.
+"""A run of `mqstore consume`, and its push consumer.
 
     message --> ticket --> work --> settled
                   | none left: --max-messages, a signal, an error
                   +--> Enough: not settled, redelivered, no attempt counted
 
 The main thread only supervises: signals, --idle-exit and --max-messages end the run. The consumer has its own threads.
-A signal handler only rings the bell: it may take no lock.
+A signal handler only puts an item into `bell`. It must not take a lock, which the main thread may hold.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ __all__ = ["Asked", "Run", "Source", "Start", "quiet", "supervise"]
 Start = Literal["earliest", "latest"] | datetime
 
 _NO_TIMEOUT_S: Final = 7 * 86_400
-"""Longest time that the consumer lets a handler run, since --exec-timeout limits commands."""
+"""Handler timeout of the consumer. It is long because --exec-timeout limits commands."""
 _LOOK_S: Final = 0.02
 _HEAR_S: Final = 0.5
-"""Longest wait of the main thread. A signal just before a wait is heard at its end."""
+"""Longest wait of the main thread. A signal that comes just before a wait is handled after it."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Facts that a source needs."""
+    """Options for a source."""
 
     topics: tuple[str, ...]
     group: str
     ordered: bool | None
-    """None means the group's own."""
+    """None means the group's setting."""
     tags: str
     sql: str | None
     start: Start | None
-    """None means the group's own."""
+    """None means the group's setting."""
     workers: int
 
 
 class Run(Interceptor):
-    """State that all threads of a run share: tickets, counts, and the wish to stop."""
+    """State that all threads of a run share: counts, the first error, and the request to stop."""
 
     def __init__(self, work: Work, limit: int | None) -> None:
         self.work = work
         self.bell: SimpleQueue[str] = SimpleQueue()
-        """Wakes the main thread. "signal" is one item. Its `put` is safe in a signal handler."""
+        """Wakes the main thread. A SimpleQueue, because its `put` is safe in a signal handler."""
         self.stopping = threading.Event()
         self.why = ""
         self.error: BaseException | None = None
         self.taken = 0
         self.outcomes: Counter[str] = Counter()
         self.failing: set[str] = set()
-        """Messages whose last attempt failed, and that are redelivered."""
+        """Messages whose last attempt failed and that will be redelivered."""
         self.running = 0
         self.active_at = time.monotonic()
         self._limit = limit
         self._lock = threading.Lock()
 
     def stop(self, why: str) -> None:
-        """Begin nothing more. The first reason counts."""
+        """Handle no more messages. The first reason is kept."""
         with self._lock:
             self._stop(why)
 
@@ -86,7 +86,7 @@ class Run(Interceptor):
             self.bell.put("stop")
 
     def fail(self, error: BaseException) -> None:
-        """Stop for an error that is no fault of a message."""
+        """Stop because of an error that no message caused."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -124,12 +124,12 @@ class Run(Interceptor):
                 self.failing.discard(key)
 
     def idle_s(self) -> float:
-        """Return for how long nothing was handled."""
+        """Return the time in seconds since a message was handled."""
         return 0.0 if self.running else time.monotonic() - self.active_at
 
 
 def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
-    """Start, wait for a reason to stop, stop."""
+    """Start the source, wait for a reason to stop, and stop it."""
     with _signals(run.bell):
         try:
             source.start()
@@ -147,7 +147,7 @@ def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
         stopper = threading.Thread(target=_stop, args=(run, source), name="mqstore-consume-stop", daemon=True)
         stopper.start()
         if signals and run.running:
-            note(f"{run.running} still running; once more ends them now")
+            note(f"waiting for {run.running} running messages; interrupt again to kill them")
         while (word := _ring(run.bell, None, run)) != "stopped":
             signals += word == "signal"
             if signals > 1:
@@ -173,7 +173,7 @@ def _stop(run: Run, source: Source) -> None:
 
 @contextmanager
 def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM ring the bell, twice. A third one ends the process: that loses nothing."""
+    """Put the first two of SIGINT and SIGTERM into `bell`. The third ends the process, which loses nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -198,7 +198,7 @@ def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
 
 
 class _NotOurs(logging.Filter):
-    """Filter that drops log records about `Enough`, which is an order and no failure."""
+    """Filter that drops log records about `Enough`, which is not a failure."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
@@ -215,17 +215,17 @@ def quiet() -> Iterator[None]:
 
 
 class Source:
-    """Handlers of a push consumer."""
+    """Push consumer whose handler calls the run."""
 
     def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
         self.broker = store.broker
         self.run = run
         self.asked = asked
         self._held: set[QueueRef] = set()
-        """Ordered queues in which a message waits for its next attempt, and all behind it."""
+        """Ordered queues blocked by a message that waits for its next attempt."""
         for topic in asked.topics:
             if self.broker.topics.get(topic) is None:
-                note(f"topic {topic} is not there yet; waiting for it")
+                note(f"topic {topic} does not exist yet; waiting for it")
         self._consumer = store.push_consumer(
             asked.group,
             workers=asked.workers,
@@ -243,7 +243,7 @@ class Source:
         try:
             self.run.do(message)
         except Enough:
-            while not cancelled():  # else the consumer would stop by itself, and not wait for those who still run
+            while not cancelled():  # the consumer stops at SystemExit, without waiting for messages that still run
                 time.sleep(_LOOK_S / 4)
             raise
         except Failed:
@@ -252,19 +252,18 @@ class Source:
             raise
 
     def start(self) -> None:
-        """Start. Raises what the consumer raises."""
         self._consumer.start()
 
     def stop(self) -> None:
-        """Begin nothing more. Return when running handlers have ended and progress is on disk."""
+        """Stop, and return when running handlers have ended and committed offsets are on disk."""
         self._consumer.stop(float("inf"))
 
     def drained(self) -> bool:
-        """Return True if nothing is left that could come now. A failed message comes at its next attempt."""
+        """Return True if no message can be delivered now. Failed ones wait for their next attempt."""
         if not self._consumer.assignment().issuperset(self.queues()):
             return False
         left = [ref for ref, lag in self.lags().items() if lag and ref not in self._held]
-        # At the end of a queue only retries are left that wait for their time.
+        # The lag of a queue that was read to its end is retries that wait for their time.
         return all(self.broker.committed(self.asked.group, *ref) == self.broker.max_offset(*ref) for ref in left)
 
     def lags(self) -> dict[QueueRef, int]:

@@ -38,8 +38,8 @@ Examples:
 def topics() -> None:
     """Show, create, alter and delete topics.
 
-    `list` reads, also beside a running broker; the others take the writer's lock. `mqstore topics COMMAND --help` tells
-    more.
+    `list` only reads, and works while a broker runs; the others take the writer's lock. See `mqstore topics COMMAND
+    --help`.
     """
 
 
@@ -52,13 +52,13 @@ Examples:
   mqstore topics list var/mq --system --json""",
 )
 @directory_argument
-@click.option("--system", is_flag=True, help="Also retry and dead-letter topics, and the engine's own.")
+@click.option("--system", is_flag=True, help="Include retry, dead-letter and system topics.")
 @json_option
 def list_(directory: Path, system: bool, json_output: bool) -> None:
-    """Show the topics of the store in DIR: queues, permissions, type, messages, groups that consume them.
+    """Show the topics of the store in DIR: queues, permissions, type, messages, and groups that consume them.
 
-    A topic that has messages and no entry in config/topics.json (a broker's directory without config/, say) is shown
-    with the queues it has.
+    A topic without an entry in config/topics.json, for example because config/ is missing, is shown with the queues
+    that have messages.
     """
     with look(directory) as opened:
         names = opened.topics.names(system)
@@ -107,9 +107,9 @@ Examples:
 )
 @directory_argument
 @click.argument("name")
-@click.option("--queues", type=_QUEUES, help="Queues for reading and writing; 4 without.")
-@click.option("--type", "type_", type=_TYPES, help="What its messages are; unspecified without.")
-@click.option("--perm", type=_PERM, default="rw", show_default=True, help="Who may: read, write.")
+@click.option("--queues", type=_QUEUES, help="Number of queues (default 4).")
+@click.option("--type", "type_", type=_TYPES, help="Type of its messages (default unspecified).")
+@click.option("--perm", type=_PERM, default="rw", show_default=True, help="Permissions: r to read, w to write.")
 @dry_run_option
 @json_option
 def create(
@@ -129,19 +129,19 @@ def create(
     short_help="Change a topic.",
     epilog="""\b
 Examples:
-  mqstore topics alter var/mq orders --perm r              # nobody writes to it any more
-  mqstore topics alter var/mq orders --write-queues 4      # first writers leave queues, then, once drained,
-  mqstore topics alter var/mq orders --read-queues 4       # readers""",
+  mqstore topics alter var/mq orders --perm r              # refuse new messages
+  mqstore topics alter var/mq orders --write-queues 4      # fewer queues: first for senders, and
+  mqstore topics alter var/mq orders --read-queues 4       # for readers once the others are drained""",
 )
 @directory_argument
 @click.argument("name")
-@click.option("--queues", type=_QUEUES, help="Queues for reading and writing.")
-@click.option("--read-queues", type=_QUEUES, help="Readers see so many.")
-@click.option("--write-queues", type=_QUEUES, help="Senders choose among so many.")
-@click.option("--perm", type=_PERM, help="Who may: read, write.")
-@click.option("--type", "type_", type=_TYPES, help="What its messages are.")
-@click.option("--order/--no-order", default=None, help="Advice to RocketMQ's clients: the order of queues matters.")
-@click.option("--force", is_flag=True, help="Even if messages are then in queues nobody reads, or order is lost.")
+@click.option("--queues", type=_QUEUES, help="Number of queues.")
+@click.option("--read-queues", type=_QUEUES, help="Number of queues that consumers read.")
+@click.option("--write-queues", type=_QUEUES, help="Number of queues that producers write to.")
+@click.option("--perm", type=_PERM, help="Permissions: r to read, w to write.")
+@click.option("--type", "type_", type=_TYPES, help="Type of its messages.")
+@click.option("--order/--no-order", default=None, help="Hint for RocketMQ's clients that the order of queues matters.")
+@click.option("--force", is_flag=True, help="Even if messages remain in queues that nobody reads, or order is lost.")
 @dry_run_option
 @json_option
 def alter(
@@ -157,13 +157,13 @@ def alter(
     dry_run: bool,
     json_output: bool,
 ) -> None:
-    """Change what is given of the topic NAME in the store in DIR.
+    """Change the given settings of the topic NAME in the store in DIR.
 
-    Groups of ordered messages choose their queue by the number of write queues. With another number they go on in
-    another queue, and the order across the change is lost. While such a topic is being consumed it takes --force.
+    The queue of a message group depends on the number of write queues. With another number a group continues in
+    another queue, and its order across the change is lost. A topic that is being consumed needs --force for this.
     """
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
-        raise click.UsageError("say what to change: --queues, --read-queues, --write-queues, --perm, --type or --order")
+        raise click.UsageError("give --queues, --read-queues, --write-queues, --perm, --type or --order")
 
     def change(opened: Offline) -> dict[str, Any]:
         opened.topics.alter(
@@ -182,7 +182,7 @@ def alter(
 
 
 @topics.command(
-    short_help="Delete a topic, its messages and the progress of groups on it.",
+    short_help="Delete a topic, its messages and its committed offsets.",
     epilog="""\b
 Examples:
   mqstore topics delete var/mq orders --dry-run
@@ -190,14 +190,14 @@ Examples:
 )
 @directory_argument
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Even if groups consume it; what they have not consumed is lost.")
+@click.option("--force", is_flag=True, help="Even if groups consume it. Messages they have not consumed are lost.")
 @dry_run_option
 @yes_option
 @json_option
 def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
-    """Delete the topic NAME in the store in DIR: its messages, all groups' progress on it, its retries.
+    """Delete the topic NAME in the store in DIR: its messages, its retries, and all groups' offsets in it.
 
-    Asks first. The numbering of its queues goes on should it come again; disk space comes back as segments are dropped.
+    Asks first. If the topic is created again, its queue offsets continue. Disk space is freed as segments are deleted.
     """
     with planning(directory) as opened:
         row = _row(opened, name)
@@ -205,7 +205,7 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
             opened.delete_topic(name, force=force)
     row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
     what = f"topic {name}, {row['messages']} messages"
-    what += f", the progress of {', '.join(row['groups'])}" if row["groups"] else ""
+    what += f", the offsets of {', '.join(row['groups'])}" if row["groups"] else ""
     if dry_run:
         tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return

@@ -1,4 +1,4 @@
-"""`mqstore trace`: one key on its way through all stores."""
+"""`mqstore trace`: follow one key through all stores."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Examples:
 @spark_option
 @json_option
 def trace(stores: tuple[str, ...], key: str, master: str | None, json_output: bool) -> None:
-    """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR.
+    """Find all copies of the messages with this KEY, or with this unique key, in the stores in DIR.
 
-    Topics, delays, retries and dead letters are searched, and shown in the order in which they were stored. `mqstore
-    get DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if there is none.
+    Copies in topics, delays, retries and dead letters are listed in the order in which they were stored. `mqstore get
+    DIR --message-id ID` prints the unique key of a message whose id you have. Exit code 1 if nothing is found.
     """
     from mqstore.jobs import trace as follow
 

@@ -1,4 +1,4 @@
-"""`mqstore traffic`: number and sizes of messages by time."""
+"""`mqstore traffic`: count messages and their bytes by time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 50
 
 @click.command(
     cls=StoreCommand,
-    short_help="How many messages, how large, when.",
+    short_help="Count messages and their bytes by time.",
     epilog="""\b
 Examples:
   mqstore traffic fleet/* --from 24h
@@ -26,16 +26,18 @@ Examples:
   mqstore traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
 )
 @message_options
-@click.option("--interval", default="1m", show_default=True, metavar="TIME", help="Add up by so long (30s, 5m, 1h).")
-@click.option("--by", default="topic", show_default=True, metavar="NAMES", help="And by these: store, topic, queue_id.")
+@click.option(
+    "--interval", default="1m", show_default=True, metavar="TIME", help="Interval of the counts (30s, 5m, 1h)."
+)
+@click.option("--by", default="topic", show_default=True, metavar="NAMES", help="Group by: store, topic, queue_id.")
 @spark_option
 @json_option
 def traffic(messages: Messages, interval: str, by: str, master: str | None, json_output: bool) -> None:
-    """Count the messages of the stores in DIR by time of storing.
+    """Count the messages of the stores in DIR by the time when they were stored.
 
-    It shows how many, how large, how long from producer to store, how many were delivered before. `--by topic,queue_id`
-    shows how evenly they lie in queues. Without --topic those of users are read, and retry topics. Percentiles are off
-    by 3 % at most; all else is exact.
+    It shows their number, their sizes, the time from producer to store, and how many are retries. `--by topic,queue_id`
+    shows how even the queues are. Without --topic all users' topics and retry topics are read. Percentiles have an
+    error of at most 3 %; all other figures are exact.
     """
     from mqstore.jobs import traffic_report
 
@@ -50,7 +52,7 @@ def traffic(messages: Messages, interval: str, by: str, master: str | None, json
     else:
         note("no messages")
     if found.damaged:
-        note(f"{found.damaged} damaged messages were left out")
+        note(f"{found.damaged} damaged messages were skipped")
 
 
 def _show(found: dict[str, Any]) -> None:

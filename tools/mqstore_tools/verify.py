@@ -1,4 +1,4 @@
-"""`mqstore verify`: check one store or many, and print what `mqstore.jobs.verify` finds."""
+"""`mqstore verify`: check one store or many, and print the findings of `mqstore.jobs.verify`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told
 __all__ = ["verify"]
 
 _LISTED = 10_000
-"""Limit of listed findings of a range: there may be more than memory has room for."""
+"""Limit of listed findings of a range, since there may be more than memory can hold."""
 _SHOWN = 1000
-"""Limit of findings that people are shown. Programs get all of them."""
+"""Limit of printed findings. JSON has all."""
 
 
 @click.command(
@@ -38,10 +38,10 @@ def verify(
 ) -> None:
     """Check every record, unit, index entry and JSON file of the stores in DIR, checksums included.
 
-    Changes nothing, and may run beside a writer. Exit code 1 when anything new is found; docs/recovery.md tells what
-    each finding means, and `recover` mends what can be mended. Damage in the log that `recover` has reported before is
-    known: it is counted, and listed with --all or --json. A store that cannot be opened does not keep the others from
-    being checked; the exit code is then 3.
+    Changes nothing, and works while a writer has the store open. Exit code 1 if there are new findings.
+    docs/recovery.md explains each kind, and `recover` repairs what can be repaired. Damage in the log that `recover`
+    has reported before is known: it is counted, and listed with --all or --json. If a store cannot be opened, the
+    others are checked, and the exit code is 3.
     """
     from mqstore.jobs import verify as run
 
@@ -97,7 +97,7 @@ def _show(found: dict[str, Any], new: Counter[str], failed: int, *, all_findings
     screen.print(f"{found['messages']} records, {show_bytes(found['bytes'])} verified; {verdict}")
     if count := _body_checksum_only(found):
         screen.print(
-            f"{count} records have a checksum of their body only: altered properties and header fields are not noticed"
+            f"{count} records have a checksum of their body only: changed properties or header fields are not detected"
         )
 
 

@@ -1,28 +1,27 @@
-"""Notes of the messages that handlers have begun, for the next process (clients#attempt-counted).
+"""Journal of messages whose handlers have started, for the next process (clients#attempt-counted).
 
-    config/begun/N    of one push consumer, while it runs
+    config/begun/N    file of one push consumer, while it runs
 
      0      512                          each cell: 8 bytes, little endian
-    +------+----------------------------+---------------+---
-    | head | cells of the first worker  | of the second |        head: {"group": name, "workers": w, "cells": of each}
-    +------+----------------------------+---------------+---
+    +------+----------------------------+---------------+--- | head | cells of the first worker  | of the second |
+    head: {"group": name, "workers": w, "cells": per worker} +------+----------------------------+---------------+---
 
 The cells of a worker name the messages of its last handler call::
 
     0 or more    physical offset of a message
-    -2 - N       the call also has the messages behind that one in its queue, up to queue offset N
-    -1           end of the list: the cells behind it are left over from earlier calls
+    -2 - N       the call also has the messages after that one in its queue, up to queue offset N
+    -1           end of the list; later cells are left over from earlier calls
 
 The cells are written through a mapping. This takes no system call, and the kernel keeps the bytes when the process is
 killed. A power cut may lose them. Then the attempt is not counted.
 
-    at the next open, a message that is not settled    is redelivered with
-    and whose handler had begun                        one attempt more; after its last attempt it is a dead letter
-    and that a push consumer had only prefetched       the same attempt
+    at the next open, an unsettled message             is redelivered with
+    whose handler had started                          one attempt more; after its last attempt it is a dead letter
+    that a push consumer had only prefetched           the same attempt
 
-Messages whose handler had begun are suspected of having ended the process. `suspects.json` keeps them, as {"suspects":
-{group: [[topic, queue id, offset], ...]}}, until they have been through a handler. Only one of them is in a handler at
-a time, so the message that ends the process uses no attempt of the others.
+Messages whose handler had started may have killed the process: they are suspects. `suspects.json` has them, as
+{"suspects": {group: [[topic, queue id, offset], ...]}}, until they have been through a handler. Only one suspect is in
+a handler at a time, so that the message that kills the process uses no attempt of the others.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _log = logging.getLogger("mqstore")
 _SUSPECTS: Final = "suspects.json"
 
 PROCESS_ENDED: Final = "the process ended while it was handled"
-"""Reason of a failure if the handler had begun when its process was killed."""
+"""Reason of a failure if the handler was running when its process was killed."""
 
 _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
@@ -70,7 +69,7 @@ NONE: Final = -1
 _UP_TO: Final = -2
 """A cell `_UP_TO - N` names the messages up to queue offset N."""
 UNREAD: Final = memoryview(bytearray(_CELL_BYTES * _BATCH_MAX)).cast("q")
-"""Cells of workers whose calls are not noted. Nobody reads them."""
+"""Cells of workers whose calls are not recorded. Nobody reads them."""
 
 
 class Address(NamedTuple):
@@ -85,10 +84,10 @@ _physical_offset = attrgetter("physical_offset")
 
 
 def note(cells: memoryview, messages: Sequence[Message]) -> None:
-    """Name these messages in the cells of a worker. Until this is done the cells name none."""
+    """Write these messages to the cells of a worker."""
     places = array("q", map(_physical_offset, messages))
     end = len(places)
-    cells[0] = NONE
+    cells[0] = NONE  # first, and the first message last, so that a kill in between never leaves a mixed list
     if end < len(cells):
         cells[end] = NONE
     cells[1:end] = places[1:]
@@ -96,39 +95,39 @@ def note(cells: memoryview, messages: Sequence[Message]) -> None:
 
 
 def note_run(cells: memoryview, messages: Sequence[Message]) -> None:
-    """Do as `note` for messages of one queue, ascending. This costs the same for any number of them."""
+    """Write messages of one queue, ascending, as a range. The cost does not depend on their number."""
     cells[0] = NONE
     cells[1] = _UP_TO - messages[-1].offset
     cells[0] = messages[0].physical_offset
 
 
 class Notes:
-    """The file of one consumer, from `Begun.open` to `close`."""
+    """File of one consumer, from `Begun.open` to `close`."""
 
     def __init__(self, fs: FileSystem, path: Path, workers: list[memoryview]) -> None:
         self._fs = fs
         self._path = path
         self.workers = workers
-        """The cells of each worker, for `note`: `int64`, to be written."""
+        """Writable `int64` cells of each worker, for `note`."""
 
     def close(self) -> None:
         """Remove the file.
-        A handler that is still ending may write to the cells, but nobody reads them."""
+        A handler that is still running may write to the cells, but nobody reads them."""
         try:
             self._fs.unlink(self._path, missing_ok=True)
         except MQStoreError as error:
-            _log.error("%s cannot be removed: %s", self._path, error)
+            _log.error("cannot remove %s: %s", self._path, error)
 
 
 class Suspects:
-    """Messages that were in handlers when the process was killed, of all groups.
-    Only one of them is in a handler at a time. Thread-safe and non-blocking: an owner that may not begin yet is called
-    when it is its turn."""
+    """Messages of all groups that were in handlers when the process was killed.
+    Only one of them is in a handler at a time. Thread-safe and non-blocking: an owner that must wait is called when its
+    turn comes."""
 
     def __init__(self, save: Callable[[dict[str, set[Address]]], object] = lambda left: None) -> None:
-        """Start without suspects. `save`, called under the lock, keeps them for the next process."""
+        """Start without suspects. `save` is called under the lock after each change."""
         self.left: dict[str, set[Address]] = {}
-        """Suspects by group that have not been through a handler since. Callers must not change this."""
+        """Suspects by group that have not been through a handler yet. Callers must not change this."""
         self._save = save
         self._lock = Lock()
         self._inside: tuple[object, object] | None = None
@@ -153,7 +152,7 @@ class Suspects:
                 self._save(self.left)
 
     def come(self, key: object, owner: object, turn: Callable[[], object]) -> None:
-        """Call `turn()` once it is the turn of `key`: now, or in the thread that ends the turn before.
+        """Call `turn()` when it is the turn of `key`: now, or in the thread that ends the previous turn.
         The caller must call `leave` afterwards."""
         with self._lock:
             if self._inside is None:
@@ -194,17 +193,17 @@ class Suspects:
 
 
 class Begun:
-    """Notes of a store: those that were left, and new ones of the writing process."""
+    """Journal files of a store: those of a killed process, and new ones of this process."""
 
     def __init__(self, parts: Parts) -> None:
-        """Read the notes of a process that was killed. Raises StoreIOError."""
+        """Read the files of a process that was killed. Raises StoreIOError."""
         self._parts = parts
         self._fs = parts.fs
         self._folder = parts.store.path / "config" / "begun"
         self._left_behind: list[str] = []
         folders: list[str] = []
         self.groups: dict[str, set[Address]] = {}
-        """Messages that handlers had begun, by group, for groups whose push consumer did not stop."""
+        """Messages whose handler had started, by group, for groups whose push consumer did not stop."""
         self.suspects = Suspects(self._save)
         if self._fs.exists(self._folder):
             self._left_behind, folders = self._fs.scandir_own(self._folder)
@@ -227,23 +226,23 @@ class Begun:
             found = np.frombuffer(data, "<i8", shape[0] * shape[1], _HEAD_BYTES).reshape(shape)
             addresses = self.groups.setdefault(group, set())
         except (ValueError, TypeError, KeyError, MQStoreError) as error:
-            _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
+            _log.warning("cannot read %s: %s. Its attempts are not counted", path, error)
             return
         for cells in found.tolist():
-            for physical_offset, behind in pairwise((*takewhile(NONE.__ne__, cells), NONE)):
-                with suppress(LookupError, MQStoreError):  # gone since, never written, or no physical offset
+            for physical_offset, following in pairwise((*takewhile(NONE.__ne__, cells), NONE)):
+                with suppress(LookupError, MQStoreError):  # deleted, never written, or the end of a range
                     first = self._parts.store.at(physical_offset)
-                    stop = min(max(first.offset, _UP_TO - behind) + 1, first.offset + _BATCH_MAX)
+                    stop = min(max(first.offset, _UP_TO - following) + 1, first.offset + _BATCH_MAX)
                     addresses.update(Address(*first.queue, offset) for offset in range(first.offset, stop))
 
     def forget(self) -> None:
-        """Remove the notes that were read. The caller has their results on disk."""
+        """Remove the files that were read. The caller has saved their results."""
         for name in self._left_behind:
             if name.isdecimal():
                 self._fs.unlink(self._folder / name, missing_ok=True)
 
     def _load(self) -> None:
-        """Load the suspects of earlier processes, as far as they are not settled."""
+        """Load the unsettled suspects of earlier processes."""
         try:
             value: Any = decode(self._fs.read_whole(self._folder / _SUSPECTS, _FILE_MAX_BYTES))
             for group, found in value["suspects"].items():
@@ -252,7 +251,7 @@ class Begun:
                 self.suspects.add(group, filter(partial(self._is_open, group), addresses) if known else ())
             self._save(self.suspects.left)
         except (ValueError, TypeError, KeyError, AttributeError, MQStoreError) as error:
-            _log.warning("%s is not read: %s", self._folder / _SUSPECTS, error)
+            _log.warning("cannot read %s: %s", self._folder / _SUSPECTS, error)
 
     def _is_open(self, group: str, address: Address) -> bool:
         committed = self._parts.offsets.committed(QueueKey(group, address.topic, address.queue_id))
@@ -260,7 +259,7 @@ class Begun:
 
     def _save(self, suspects: Mapping[str, set[Address]]) -> None:
         """Save the suspects without a sync.
-        Suspects that are not saved are only handled beside others after the next kill."""
+        If they are lost, the only effect is that they are handled at the same time after the next kill."""
         path = self._folder / _SUSPECTS
         try:
             if not suspects:
@@ -270,7 +269,7 @@ class Begun:
             self._fs.mkdir(self._folder, exist_ok=True)
             save_json(path, value, self._fs, file_mode=self._parts.config.file_mode, synced=False, back_up=False)
         except MQStoreError as error:
-            _log.warning("%s is not written: %s", path, error)
+            _log.warning("cannot write %s: %s", path, error)
 
     def open(self, group: str, workers: int, cells: int) -> Notes:
         """Return a new file, with `cells` cells for each worker. Raises StoreFullError, StoreIOError."""
@@ -279,7 +278,7 @@ class Begun:
         length = _HEAD_BYTES + _CELL_BYTES * workers * cells
         fd = self._fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._parts.config.file_mode)
         try:
-            # The head is written last: without it the file does not count.
+            # The head is written last, because a file without it is ignored.
             self._fs.pwrite(fd, b"\xff" * (length - _HEAD_BYTES), _HEAD_BYTES)
             head = json.dumps({"group": group, "workers": workers, "cells": cells}, ensure_ascii=False)
             self._fs.pwrite(fd, head.encode().ljust(_HEAD_BYTES, b"\0"), 0)

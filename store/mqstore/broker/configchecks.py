@@ -1,9 +1,9 @@
 """Checks of the broker's JSON files, for loading, `verify` and `recover` (format#json-load).
 
-A table does not load a file with a value of the wrong type, and then the store does not open. So `verify` and `recover`
-use the same functions.
+A table refuses a file with a value of the wrong type, and then the store does not open. So `verify` and `recover` use
+the same functions.
 
-The check of one file of Spark is here, too, because `verify` and `recover` may not import that room.
+The check of a file of Spark is here, too, because `verify` and `recover` must not import `spark/`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ OVERWRITE_FILE: Final = "config/spark/overwrite.json"
 
 
 def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVERWRITE_FILE) -> None:
-    """Raise ValueError unless this notes an overwrite, or the absence of one (`spark.publish`).
-    Raises UnsupportedStoreError, which names `file`, for one of a newer program. That is no damage, and the file must
-    not be moved aside."""
+    """Raise ValueError if this is not a valid overwrite file, with or without an overwrite (`jobs.publish`).
+    Raises UnsupportedStoreError, which names `file`, for a newer version: that is not damage, and the file must not be
+    moved aside."""
     _check_version(value, file)
     if "ends" not in value:
         return
     if type(value.get("app")) is not str or not _is_number(value.get("ver")):
-        raise ValueError(f"no overwrite: app {value.get('app')!r:.80}, ver {value.get('ver')!r:.80}")
+        raise ValueError(f"invalid app {value.get('app')!r:.80} or ver {value.get('ver')!r:.80}")
     for topic, ends in _object(value, "ends").items():
         if "@" in topic or not is_path_safe(topic):  # the ends go to the table of offsets, which has this rule
-            raise ValueError(f"ends: {topic!r:.80} is no topic")
+            raise ValueError(f"ends: {topic!r:.80} is not a topic")
         for queue_id, end in _object({topic: ends}, topic).items():
             if not (queue_id.isascii() and queue_id.isdecimal() and len(queue_id) < 11 and _is_number(end)):
-                raise ValueError(f"ends: {topic!r:.80}, queue {queue_id!r:.20}: {end!r:.80} is no offset")
+                raise ValueError(f"ends: {topic!r:.80}, queue {queue_id!r:.20}: {end!r:.80} is not an offset")
 
 
 def _check_version(value: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
@@ -50,8 +50,7 @@ def _check_version(value: Mapping[str, Any], file: str | os.PathLike[str]) -> No
         raise ValueError(f"version must be 1, not {version!r:.80}")
     if version > 1:
         raise UnsupportedStoreError(
-            f"{os.fspath(file)} was written by a newer mqstore (version {version}); this one knows version 1: upgrade "
-            "mqstore",
+            f"{os.fspath(file)} has version {version}, but this mqstore supports only version 1: upgrade mqstore",
             version,
             (),
         )

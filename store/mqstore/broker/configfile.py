@@ -1,16 +1,16 @@
-"""A file of `config/`: how every table of the broker is read and written (delivery#tables).
+"""Files of `config/`: reading and writing of the broker's tables (delivery#tables).
 
 `files.jsonfile` writes the bytes to disk and handles damaged files.
 
     load    read the members, and remember unknown ones
     save    write `value` over the remembered members, so that those of a newer mqstore or a Java broker are kept
 
-Offsets are saved in two ways. A synced save flushes the log first, so it never rests on messages that a power cut takes
-back. A quick save costs no sync: it is for `kill -9`, and names the log end that it rests on::
+Offsets are saved in two ways. A synced save flushes the log first, so it never depends on messages that a power cut can
+lose. A quick save costs no sync: it is for `kill -9`, and has the log end on which it depends::
 
     {"logEnd": 8192, "offsetTable": ...}
 
-After a power cut the log may end earlier. A message that the file counts as done may then be lost, such as the copy of
+After a power cut the log may end earlier, so a message that the file counts as done may be lost, such as the copy of
 one that was sent back. Such a file is not loaded. Its backup, the last synced save, is loaded instead.
 """
 
@@ -40,8 +40,8 @@ QUICK_MS: Final = 100
 
 def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     """Return `entry[name]`, or `default` if it is absent or null, as in RocketMQ.
-    Raises ValueError unless the type is exactly `kind`: this makes the whole file invalid (format#json-load). For
-    Python `true` is an integer, for the engine that wrote the file it is not."""
+    Raises ValueError if the type is not exactly `kind`: this makes the whole file invalid (format#json-load). Exactly,
+    because `True` is an int in Python, but not in the engine that wrote the file."""
     value = entry.get(name)
     if value is None:
         return default
@@ -125,7 +125,7 @@ class ConfigFile:
     ) -> None:
         """Use the file `name` in a folder of a store.
         `check(value)` raises ValueError for an object of the wrong shape, which then counts as damaged. `log_end` is
-        the log end that was found at opening. A quick save that rests on more of the log counts as damaged, unless
+        the log end that was found at opening. A quick save that depends on more of the log counts as damaged, unless
         `log_end` is None."""
         self.path = store.path / folder / name
         self.problems: list[str] = []
@@ -142,9 +142,9 @@ class ConfigFile:
 
     def load(self) -> dict[str, Any] | None:
         """Return the value of the file or of its backup, or None if neither was ever written.
-        Raises CorruptStoreError if there was a value and no good copy is left. The message names the command that gives
-        the value up, because mqstore never does so unasked (reliability#p10). Raises StoreIOError if a file cannot be
-        read."""
+        Raises CorruptStoreError if there was a value and no good copy is left. The message names the command that
+        discards the value, because mqstore never does so by itself (reliability#p10). Raises StoreIOError if a file
+        cannot be read."""
         store = self._store
         value, problems = load_json(
             self.path, writer=store.mode == "rw", fs=store.fs, clock=store.clock, check=self._fits, root=store.path
@@ -158,7 +158,7 @@ class ConfigFile:
         end = member(value, LOG_END, int, 0)
         if self._log_end is not None and end > self._log_end:
             raise ValueError(
-                f"it was saved without a sync when the log went to {end}, and the log ends at {self._log_end}"
+                f"it was saved without a sync when the log ended at {end}, but now the log ends at {self._log_end}"
             )
         if self._check is not None:
             self._check(value)
@@ -174,19 +174,19 @@ class ConfigFile:
         return cast("MessageStore", self._store)
 
     def flush_log(self) -> None:
-        """Flush the log, because the next save rests on all messages that were put before it.
-        Raises what `MessageStore.flush` raises, and ReadOnlyStoreError."""
+        """Flush the log, because the next save depends on all messages that were put before it.
+        Raises the errors of `MessageStore.flush`, and ReadOnlyStoreError."""
         self.writable().flush()
 
     def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
-        """Save `value`, and the members of the loaded file that it does not name.
-        A save is durable, except with `quick_log_end`. That is a quick save, which rests on the log up to there and is
-        allowed only after `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError. The
-        file is then as it was before."""
+        """Save `value`, and the members of the loaded file that it does not have.
+        A save is durable, except with `quick_log_end`. That makes a quick save, which depends on the log up to there
+        and is allowed only after `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError,
+        StoreClosedError. The file is then unchanged."""
         store = self.writable()
         fs = store.fs
-        store.check_open()  # else another process may hold the lock now and have saved another value
-        if not self.has_saved:  # the process before may have been killed before it synced folder and file
+        store.check_open()  # after a close, another process may have saved a newer value
+        if not self.has_saved:  # an earlier process may have been killed before it synced folder and file
             for name in reversed(self.path.relative_to(store.path).parents[:-1]):
                 folder = store.path / name
                 fs.mkdir(folder, exist_ok=True)

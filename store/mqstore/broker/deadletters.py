@@ -3,22 +3,22 @@
     %DLQ%group, queue 0      gone | gone | letter | letter | letter | ...
                                          ^ logical start         ^ end
 
-Letters before the queue's logical start (`START_GROUP`) are no longer listed, hold no segment, and are freed with their
-segment. Three operations move the start, always forward:
+Dead letters before the queue's logical start (`START_GROUP`) are no longer listed and keep no segment. Three operations
+move the start, always forward:
 
-    replay   copies are in the log                                         then the start moves
-    purge    nothing                                                       the start moves
-    expiry   older than `dlq_retention`: counted, and logged               the start moves
+    replay   copies of the chosen dead letters are in the log first
+    purge    moves the start at once
+    expiry   dead letters older than `dlq_retention` are counted and logged
 
-Letters behind one that was left out are noted as sent (`OffsetTable.note_sent`). They are not listed or sent again, and
-the start moves over them when it reaches them. A crash in a replay sends some letters twice and loses none.
+A dead letter after one that was not chosen is recorded as sent (`OffsetTable.note_sent`). It is not listed or sent
+again, and the start moves past it when it gets there. A crash in a replay sends some messages twice and loses none.
 
-A replay sends each letter to the group that failed at it, into a retry topic which that group reads anyway:
+A replay sends each dead letter to its own group, in a retry topic which that group reads anyway:
 
-    the group               reads                               its letters
+    the group               reads                               its dead letters
     pops, in order or not   %RETRY%group+topic, queue 0         have 1ST_POP_TIME
     reads by offset         %RETRY%group, `retry_queues`        do not
-    is the engine's own     nothing                             are delayed messages that never arrived: to their topic
+    is a system group       nothing                             are delayed messages, which are sent to their topic
 """
 
 from __future__ import annotations
@@ -83,32 +83,32 @@ _MARKS: Final = (
     RETRY_TOPIC,
     WAIT,
 )
-"""Properties from failures and delays, which a replayed message does not keep.
-Its identity, UNIQ_KEY and ORIGIN_MESSAGE_ID, stays: it is still the same message."""
+"""Properties from failures and delays, which are removed from a replayed message.
+It keeps UNIQ_KEY and ORIGIN_MESSAGE_ID, since it is still the same message."""
 _PAGE: Final = 256
-"""Letters copied before the start moves. A crash or an error can make a replay repeat as many."""
+"""Number of dead letters copied before the start moves. A crash or an error can make a replay repeat this many."""
 _QUEUE: Final = 0
 _LOOK_MIN_MS: Final = 60_000
-"""Shortest pause between checks. Letters wait for days, so one check a minute is enough."""
+"""Shortest pause between checks. Dead letters wait for days, so one check a minute is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Result of a replay, or with `dry_run` its forecast."""
+    """Result of a replay, or with `dry_run` its expected result."""
 
     topics: Mapping[str, int]
-    """Number of letters by topic of origin, or by `to_topic`."""
+    """Number of dead letters by original topic, or by `to_topic`."""
     start: int
     """First queue offset of the remaining dead letters."""
 
     @property
     def count(self) -> int:
-        """Number of letters sent again."""
+        """Number of dead letters sent again."""
         return sum(self.topics.values())
 
 
 class _Letter(Message):
-    """Dead letter. Its `attempt` is the number of deliveries that the message had, since none follows."""
+    """Dead letter. Its `attempt` is the number of its deliveries, since no other follows."""
 
     __slots__ = ()
     attempt = Message.reconsume_times
@@ -117,7 +117,7 @@ class _Letter(Message):
 class DeadLetters:
     """Dead letters of one group. The object is cheap to make and keeps only the names.
 
-    Offsets are those of the one queue. Nothing here reads more than a page of letters at once.
+    Offsets are those of its only queue. No method reads more than a page of dead letters at once.
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
@@ -133,7 +133,7 @@ class DeadLetters:
 
     def __init__(self, tables: Tables, group: str) -> None:
         if not isinstance(group, str):
-            raise ConfigError(f"a group is a str, not {type(group).__name__}")
+            raise ConfigError(f"group must be a str, not {type(group).__name__}")
         self.group = group
         self.topic = dlq_topic(group)
         self._tables = tables
@@ -141,25 +141,25 @@ class DeadLetters:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return (offset of the first letter, offset of the next new one), which are equal without letters."""
+        """Return (offset of the first dead letter, end of the queue), which are equal without dead letters."""
         return self._tables.offsets.bounds(self.topic, _QUEUE)
 
     @property
     def _sent(self) -> Sequence[tuple[int, int]]:
-        """Ranges [start, stop) of later letters that were sent again, ascending. They are not listed."""
+        """Ascending ranges [start, stop) of later dead letters that were sent again. They are not listed."""
         return self._tables.offsets.sent(self.topic)
 
     def __len__(self) -> int:
-        """Return the number of letters, damaged ones included."""
+        """Return the number of dead letters, damaged ones included."""
         return self._count(*self.bounds)
 
     def _count(self, start: int, stop: int) -> int:
-        """Number of letters in [start, stop) that were not sent again."""
+        """Return the number of dead letters in [start, stop) that were not sent again."""
         sent = self._sent
         return stop - start - sum(max(0, min(stop, high) - max(start, low)) for low, high in sent)
 
     def __iter__(self) -> Iterator[Message]:
-        """Yield the letters, oldest first, up to the end as of the call."""
+        """Yield the dead letters, oldest first, up to the end of the queue at the time of the call."""
         return self.select()
 
     def select(
@@ -170,9 +170,9 @@ class DeadLetters:
         stop_ms: int | None = None,
         where: Callable[[Message], bool] | None = None,
     ) -> Iterator[Message]:
-        """Yield the chosen letters, oldest first. They are read as they are consumed.
-        Chosen are letters among `offsets` that were stored in [start_ms, stop_ms), and for which the function
-        `where` returns True. Raises ConfigError for an invalid offset."""
+        """Yield the chosen dead letters, oldest first. They are read during the iteration.
+        They are at one of `offsets`, were stored in [start_ms, stop_ms), and `where` returns True for them. Raises
+        ConfigError for an invalid offset."""
         start, end = self.bounds
         chosen = None if offsets is None else sorted(set(map(_checked_offset, offsets)))
         return self._select(start, end, chosen, start_ms, stop_ms, where)
@@ -219,16 +219,16 @@ class DeadLetters:
         where: Callable[[Message], bool] | None = None,
         dry_run: bool = False,
     ) -> Replay:
-        """Send letters again to this group only, as new: attempt 1, no trace of retries, the same unique key.
+        """Send dead letters again, as new messages: attempt 1, without properties of retries, the same unique key.
 
-        With `all_groups` each goes to the topic it came from, for every group that consumes it. With `to_topic` all go
-        to that topic. Letters are chosen as by `select`, without those that become dead letters meanwhile. A letter
-        that was sent again is no longer listed, and no later replay sends it.
+        Only this group receives them. With `all_groups` each is sent to its original topic, with `to_topic` all are
+        sent to that topic, where every group receives them. They are chosen as by `select`, without those that are
+        added meanwhile. A dead letter that was sent again is no longer listed, and no later replay sends it.
 
-        At least once: the copies are on disk before the letters are removed. The replay stops at the first letter that
-        cannot be sent, after all before it were sent and removed. It then raises GroupNotFoundError, NotPermittedError,
-        TopicNotFoundError, InvalidMessageError, or what a put raises. `dry_run` writes nothing, and raises the same for
-        topics that cannot be sent to."""
+        At least once: the copies are on disk before the dead letters are removed. The replay stops at the first one
+        that cannot be sent, after all before it were sent and removed. It then raises GroupNotFoundError,
+        NotPermittedError, TopicNotFoundError, InvalidMessageError, or an error of a put. `dry_run` writes nothing, and
+        raises the same errors for topics."""
         if to_topic is not None:
             self._target(to_topic, create=not dry_run)
         start, end = self.bounds
@@ -239,8 +239,8 @@ class DeadLetters:
         whole = chosen is None and start_ms is None and stop_ms is None and where is None
         to_group = not (all_groups or to_topic is not None or is_system_group(self.group))
         counts: Counter[str] = Counter()
-        front, moved = start, 0  # letters before `front` are sent, and `moved` letters are removed
-        apart: list[tuple[int, int]] = []  # sent, too, but behind letters that were left out
+        front, moved = start, 0  # all before `front` are sent, and `moved` of these are removed
+        apart: list[tuple[int, int]] = []  # sent, too, but after dead letters that were not chosen
         try:
             for message in self._select(start, end, chosen, start_ms, stop_ms, where):
                 origin = to_topic or origin_of(message)
@@ -251,40 +251,40 @@ class DeadLetters:
                 if not dry_run:
                     self._send(message, config)
                 counts[origin] += 1
-                # With `whole` all readable letters are sent. Those passed over are damaged: nobody will ever read them.
+                # With `whole` all readable ones are sent. Skipped ones are damaged, so nobody will ever read them.
                 if whole or message.offset == front:
                     front = message.offset + 1
                 else:
                     apart.append((message.offset, message.offset + 1))
                 if counts.total() - moved >= _PAGE and not dry_run:
-                    self._let_go(front, apart)
-                    self._tables.offsets.save()  # this flushes the log first
+                    self._remove(front, apart)
+                    self._tables.offsets.save()  # which flushes the copies first, so that a crash loses none
                     moved = counts.total()
             if whole:
                 front = end
         finally:
             if not dry_run:
-                self._let_go(front, apart)
+                self._remove(front, apart)
         if dry_run:
             return Replay(dict(counts), after_sent(front, sorted([*self._sent, *apart])))
         if counts or front > start:
             self._tables.offsets.save()
         return Replay(dict(counts), self.bounds[0])
 
-    def _let_go(self, front: int, apart: list[tuple[int, int]]) -> None:
-        """Remove the letters before `front`, and those in `apart`, which is emptied."""
+    def _remove(self, front: int, apart: list[tuple[int, int]]) -> None:
+        """Remove the dead letters before `front` and those in `apart`. Clears `apart`."""
         self._tables.offsets.move_start(self.topic, _QUEUE, front)
         self._tables.offsets.note_sent(self.topic, apart)
         apart.clear()
 
     def _of_group(self, letter: Message, origin: str, *, create: bool) -> TopicConfig:
-        """Return the topic in which only this group gets a letter from `origin`.
+        """Return the topic in which only this group gets a dead letter from `origin`.
         A missing topic is created only if `create` is true."""
         topics, groups = self._tables.topics, self._tables.groups
         group = groups.need(self.group) if create else groups.get(self.group)
         name, queues = retry_topic(self.group), max(1, group.retry_queues if group else 1)
         popped = pop_retry_topic(self.group, origin, self._tables.config.pop_retry_version)
-        # A letter of an older version has no mark. If the group had copies before, it gets this one as well.
+        # A dead letter of an older version lacks the property. If the group has popped before, it pops this one, too.
         if FIRST_POP_TIME in letter.stored_properties() or (
             topics.get(name) is None and topics.get(popped) is not None
         ):
@@ -298,10 +298,10 @@ class DeadLetters:
         """Return the topic to send to. A missing one is created only if `create` is true."""
         topics = self._tables.topics
         if is_dlq_topic(topic):
-            raise InvalidMessageError(f"dead letters cannot be sent to {topic!r}, a topic of dead letters", "topic")
+            raise InvalidMessageError(f"dead letters cannot be sent to the dead-letter topic {topic!r}", "topic")
         config = topics.get(topic)
         if config is None and is_retry_topic(topic):
-            raise InvalidMessageError(f"there is no topic {topic!r}: its group never retried anything", "topic")
+            raise InvalidMessageError(f"there is no topic {topic!r}: its group never retried a message", "topic")
         if config is None or not is_retry_topic(topic):
             if create or not self._tables.config.auto_create_topics:
                 return topics.for_send(topic)
@@ -313,7 +313,7 @@ class DeadLetters:
 
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
-        if is_retry_topic(config.name):  # then it is part of the group's lag, and kept
+        if is_retry_topic(config.name):  # so that it counts as the group's lag, and retention keeps it
             self._tables.offsets.begin(QueueKey(self.group, config.name, queue_id))
         if not isinstance(self._tables, Parts):
             raise ReadOnlyStoreError(refusal_to_reader(self._tables.store.path, self._tables.store.fs))
@@ -325,7 +325,7 @@ class DeadLetters:
         for name in _MARKS:
             properties.pop(name, None)
         if shown is not None and is_retry_topic(config.name):
-            properties[RETRY_TOPIC] = shown  # consumers show it in place of the retry topic
+            properties[RETRY_TOPIC] = shown  # consumers see this topic instead of the retry topic
         group = properties.get(SHARDINGKEY)
         queues = min(config.write_queues, config.read_queues) if is_retry_topic(config.name) else config.write_queues
         if group is None:
@@ -335,8 +335,8 @@ class DeadLetters:
         return queue_id, properties
 
     def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
-        """Remove all letters, or those below `before_offset`, or stored before `before_ms`. Return how many.
-        The change is on disk when it returns. Space is freed when retention deletes the segments. `dry_run` only
+        """Remove all dead letters, or those below `before_offset`, or stored before `before_ms`. Return how many.
+        The change is on disk when this returns. Space is freed when retention deletes the segments. `dry_run` only
         counts."""
         start, end = self.bounds
         stop = end if before_offset is None else min(end, _checked_offset(before_offset))
@@ -353,12 +353,12 @@ class DeadLetters:
 
 def origin_of(letter: Message) -> str:
     """Return the topic that a dead letter was first sent to.
-    RocketMQ's letters have only RETRY_TOPIC (delivery#x26)."""
+    Dead letters of RocketMQ have only RETRY_TOPIC (delivery#x26)."""
     properties = letter.stored_properties()
     origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
     if origin is None:
         raise InvalidMessageError(
-            f"the dead letter at {letter.offset} of {letter.topic} does not say where it came from; give to_topic=",
+            f"the dead letter at {letter.offset} of {letter.topic} does not have its original topic; give to_topic=",
             "topic",
         )
     return origin
@@ -366,12 +366,12 @@ def origin_of(letter: Message) -> str:
 
 def _checked_offset(offset: object) -> int:
     if type(offset) is not int or offset < 0:
-        raise ConfigError(f"{offset!r} is no queue offset; those are integers from 0 on")
+        raise ConfigError(f"a queue offset must be an integer from 0, got {offset!r}")
     return offset
 
 
 class DeadLetterExpiry(Mechanism):
-    """Removal of dead letters older than `dlq_retention`, so that they do not hold the log for ever."""
+    """Service that removes dead letters older than `dlq_retention`, so that they do not keep segments for ever."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         age = parts.config.dlq_retention
@@ -379,10 +379,10 @@ class DeadLetterExpiry(Mechanism):
         self._parts = parts
 
     def run_once(self, now_ms: int) -> int | None:
-        """Expire due letters. Return when the oldest remaining one expires, at the earliest in a minute."""
+        """Expire due dead letters. Return when the oldest remaining one expires, at the earliest in a minute."""
         if self._age_ms is None:
             return None
-        # A letter that is stored from now on is not due before this.
+        # A dead letter stored from now on is not due before this time.
         due_ms = now_ms + self._age_ms
         for topic in self._parts.store.topics():
             if is_dlq_topic(topic):
@@ -390,15 +390,15 @@ class DeadLetterExpiry(Mechanism):
         return max(due_ms, now_ms + _LOOK_MIN_MS)
 
     def _expire(self, group: str, now_ms: int) -> int:
-        """Expire due letters of one group. Return the time at which the next one is due."""
+        """Expire due dead letters of one group. Return the time at which the next one is due."""
         assert self._age_ms is not None
         letters = DeadLetters(self._parts, group)
         count = letters.purge(before_ms=now_ms - self._age_ms + 1)
         if count:
             self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{group}", count)
             _log.warning(
-                "%s: %d dead letters of group %r were kept for %d days (dlq_retention) and have expired; the oldest "
-                "left is at offset %d",
+                "%s: %d dead letters of group %r have expired after %d days (dlq_retention); the oldest remaining one "
+                "is at offset %d",
                 self._parts.store.path,
                 count,
                 group,

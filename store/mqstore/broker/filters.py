@@ -1,7 +1,7 @@
 """Filters of subscriptions: tags by hash and by name, or an SQL92 expression (delivery#filters).
 
-A filter is used twice: `units` for many units of a queue, then `passing` for the messages, which decides. A unit has
-only the tag's hash. A tag filter guesses from the hash, an SQL filter passes every unit.
+A filter is used twice: `units` for many units of a queue, then `passing` for the messages, which is exact. A unit has
+only the tag's hash, so a tag filter may pass too many units, and an SQL filter passes all.
 
     expression                      kind TAG (delivery#tags)                     kind SQL92 (delivery#sql92)
     None, empty                     everything                                   error
@@ -11,8 +11,8 @@ only the tag's hash. A tag filter guesses from the hash, an SQL filter passes ev
     blank, or blanks between bars   no message                                   error
     * || A                          a tag named * and tag A                      error
 
-The log's own `parse_tags` differs: it serves a person who reads a store, and refuses a filter without a meaning. Here
-subscriptions have RocketMQ's meaning. Units of `SCHEDULE_TOPIC` have times in place of hashes, so that topic is read
+`parse_tags` of the log differs: it is for people who read a store, and refuses meaningless filters. Here subscriptions
+have the same meaning as in RocketMQ. Units of `SCHEDULE_TOPIC` have times instead of hashes, so that topic is read
 without a filter.
 """
 
@@ -54,7 +54,7 @@ class Filter(UnitFilter, Protocol):
 
     @property
     def expression(self) -> str:
-        """Expression as the subscriber wrote it."""
+        """Expression of the subscriber, unchanged."""
 
     @property
     def kind(self) -> FilterKind: ...
@@ -84,7 +84,7 @@ class TagSubscription(TagFilter):
 
 
 class SqlSubscription:
-    """Filter for messages whose properties, the system's included, make an SQL92 expression True."""
+    """Filter for messages whose properties, system properties included, make an SQL92 expression True."""
 
     __slots__ = ("_expression", "expression")
 
@@ -130,7 +130,7 @@ def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
     True
     """
     if not isinstance(expression, str | None):
-        raise FilterError(f"a filter is a str, not {type(expression).__name__}", 0)
+        raise FilterError(f"a filter must be a str, not {type(expression).__name__}", 0)
     parsed = _parsed(expression or "", kind)
     if isinstance(parsed, FilterError):
         # A copy, because tracebacks of all callers would collect on the cached one.
@@ -145,7 +145,7 @@ def _parsed(expression: str, kind: str) -> Filter | FilterError | None:
             return _parse_tags(expression)
         if kind == "SQL92":
             return _parse_sql(expression)
-        return FilterError(f"filter type {kind!r} is not known; use 'TAG' or 'SQL92'", 0)
+        return FilterError(f"unknown filter type {kind!r}; use 'TAG' or 'SQL92'", 0)
     except FilterError as error:
         return FilterError(str(error), error.position)  # without the frames of its traceback
 
@@ -155,7 +155,7 @@ def _parse_tags(expression: str) -> TagSubscription | None:
         return None
     pieces = expression.split("||")
     if not any(pieces):
-        raise FilterError(f"tags {expression!r}: bars with no tag beside them; write 'A || B', or '*' for every tag", 0)
+        raise FilterError(f"tags {expression!r}: a bar without a tag; write 'A || B', or '*' for every tag", 0)
     return TagSubscription(expression, frozenset(piece.strip(JAVA_BLANKS) for piece in pieces) - {""})
 
 
@@ -167,12 +167,12 @@ def _parse_sql(expression: str) -> SqlSubscription:
 
 def as_filter(given: Filter | str | None) -> Filter | None:
     """Return a filter for a tag expression, a parsed filter, or None for all messages.
-    Raises FilterError for text that looks like SQL, or has a single bar. If a Java client used a tag of such a name,
-    SQL92 finds it."""
+    Raises FilterError for text that looks like SQL, or has a single bar. SQL92 can still find tags with such names, for
+    example of a Java client."""
     if not isinstance(given, str):
         return given
     refuse_single_bar(given)
     at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
     if at is not None:
-        raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
+        raise FilterError(f"{given!r} is not a tag expression; for SQL92 use Broker.filter(expression, 'SQL92')", at)
     return parse_filter(given)

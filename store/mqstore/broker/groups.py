@@ -1,7 +1,7 @@
 """Consumer groups: permissions, and redelivery of failed messages (delivery#groups).
 
-A retry policy is used in two ways (delivery#backoff). `r` is the number of times a message was sent back, `attempt`
-the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
+A retry policy is used in two ways (delivery#backoff). `r` is the number of times a message was sent back, `attempt` the
+delivery that failed, from 1: `attempt` = r + 1. An entry past the end of a list is its last one.
 
 ===========  ================================  ==================================  ========================
 kind         queue model sends back            pop and orderly wait                stored as
@@ -45,7 +45,7 @@ _FORBIDDEN_READ = 1 << 2
 _log = logging.getLogger("mqstore")
 
 _FOR_EVER = 0x7FFF_FFFF
-# RocketMQ bounds the exponent, so that the number stays finite: the maximum is reached long before.
+# RocketMQ limits the exponent, so that the number stays finite. The maximum delay is reached long before.
 _EXPONENT_MAX = 32
 _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
 _FIRST_SEND_BACK = 2
@@ -62,7 +62,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class RetryPolicy:
-    """Number of deliveries before a message is a dead letter, and the waits between them.
+    """Number of deliveries before a message becomes a dead letter, and the delays between them.
 
     >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), RetryPolicy.exponential(5, 2, 60).delay(3)
     (1.0, 2.0, 20.0)
@@ -72,7 +72,7 @@ class RetryPolicy:
     """Maximum number of deliveries. None: no limit."""
     kind: Kind
     table_ms: tuple[int, ...]
-    """Delays in ms: the 18 standard ones of kind "levels", the user's of kind "custom"."""
+    """Delays in ms: the 18 standard ones for kind "levels", the user's for kind "custom"."""
     initial_ms: int
     multiplier: int
     max_ms: int
@@ -88,7 +88,7 @@ class RetryPolicy:
             return
         given: object = delays
         if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ConfigError(f"delays are several, as in [10, 60, 600], not {delays!r:.100}")
+            raise ConfigError(f"delays must be a list, as in [10, 60, 600], not {delays!r:.100}")
         table = tuple(milliseconds(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
@@ -141,11 +141,11 @@ class RetryPolicy:
     def delay_ms(self, attempt: int) -> int:
         """Return `delay` in milliseconds. Raises ConfigError for an attempt before the first."""
         if attempt < 1:
-            raise ConfigError(f"attempts count from 1, not {attempt}")
+            raise ConfigError(f"attempt must be 1 or more, got {attempt}")
         return self._entry(attempt - 1)
 
     def _next_delay_ms(self, reconsume_times: int) -> int:
-        """Return the wait in ms of a message that was sent back `reconsume_times` times (queue model)."""
+        """Return the delay in ms of a message that was sent back `reconsume_times` times (queue model)."""
         first = _FIRST_SEND_BACK if self.kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
 
@@ -246,11 +246,11 @@ class GroupConfig:
     consume_enable: bool = True
     """If False, each request for messages raises NotPermittedError."""
     consume_broadcast_enable: bool = True
-    """If False, a broadcasting member raises NotPermittedError."""
+    """If False, a broadcasting member gets NotPermittedError."""
     orderly: bool = False
     """Members of the gRPC protocol consume in order if this is True."""
     retry_queues: int = 1
-    """Queues of the group's retry topic. Below 1 (only from a file) a failed message is dead at once."""
+    """Queues of the group's retry topic. If below 1 (only from a file), a failed message is dead-lettered at once."""
     retry_policy: RetryPolicy = RetryPolicy()
     start: Literal["earliest", "latest"] | int = "earliest"
     """First position in a queue without a committed offset. A number is in ms since the epoch."""
@@ -259,7 +259,7 @@ class GroupConfig:
 
     @property
     def max_attempts(self) -> int | None:
-        """Number of deliveries before a message is a dead letter. None: no limit. 1 without retries."""
+        """Number of deliveries before a message becomes a dead letter. None: no limit. 1 without retries."""
         return self.retry_policy.max_attempts if self.retry_queues > 0 else 1
 
     @property
@@ -273,7 +273,7 @@ class GroupConfig:
         return self.retry_policy.delay_ms(attempt)
 
     def check_broadcast(self) -> None:
-        """Raise NotPermittedError unless members may broadcast."""
+        """Raise NotPermittedError if members may not broadcast."""
         if not self.consume_broadcast_enable:
             raise NotPermittedError(f"group {self.name!r} may not broadcast; alter it: consume_broadcast_enable=True")
 
@@ -322,7 +322,7 @@ assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown
 
 
 class GroupTable:
-    """All consumer groups of a store. Changes, calls of `on_change` and look-ups are as in `TopicTable`."""
+    """Table of all consumer groups of a store. Changes, calls of `on_change` and look-ups are as in `TopicTable`."""
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
@@ -346,20 +346,20 @@ class GroupTable:
 
     def need(self, name: str) -> GroupConfig:
         """Return the group for a consumer, and create it if necessary.
-        Raises GroupNotFoundError if `auto_create_groups` is off or the name is invalid. Raises NotPermittedError for
-        one of the engine's own groups, and what `create` raises."""
+        Raises GroupNotFoundError if `auto_create_groups` is off or the name is invalid, NotPermittedError for a system
+        group, and the errors of `create`."""
         return self._groups.get(name) or self._create_to_consume(name)
 
     def names(self, system: bool = False) -> list[str]:
         """Return the group names, sorted.
-        Groups of the engine, which another broker may have created, are included only if `system` is true."""
+        System groups, which another broker may have created, are included only if `system` is true."""
         return sorted(name for name in self._groups if system or not is_system_group(name))
 
     def _create_to_consume(self, name: str) -> GroupConfig:
         try:
             _check_user_group(name)
         except ConfigError as error:
-            raise GroupNotFoundError(f"there is no such group, and none can be made: {error}") from error
+            raise GroupNotFoundError(f"there is no such group, and it cannot be created: {error}") from error
         if not self._auto_create:
             raise GroupNotFoundError(f"there is no group {name!r}, and auto_create_groups is off; create it first")
         return self._put(GroupConfig(name), exist_ok=True)
@@ -367,18 +367,18 @@ class GroupTable:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
-        """Create a group. An existing one is returned unchanged with `exist_ok`, else it is an error.
+        """Create a group. With `exist_ok` an existing one is returned unchanged, otherwise it is an error.
 
         `settings` are fields of `GroupConfig`, and `max_attempts` (None: no limit) of the policy, or `retry_max_times`,
-        which is one less. A group created with `orderly=True` has the policy `ORDERED_RETRY` unless these say
-        otherwise. Raises ConfigError for an existing group or an invalid name or setting, NotPermittedError for a group
-        of the engine's own, StoreFullError and StoreIOError if it cannot be saved."""
+        which is one less. A group created with `orderly=True` has the policy `ORDERED_RETRY` unless these set another.
+        Raises ConfigError for an existing group or an invalid name or setting, NotPermittedError for a system group,
+        StoreFullError and StoreIOError if it cannot be saved."""
         _check_user_group(name)
         config = GroupConfig(name, retry_policy=default_retry(settings.get("orderly", False)))
         return self._put(_with(config, settings), exist_ok=exist_ok)
 
     def alter(self, name: str, **settings: Any) -> GroupConfig:
-        """Change the given settings. Raises GroupNotFoundError without such a group, else as `create`."""
+        """Change the given settings. Raises GroupNotFoundError without such a group, and the errors of `create`."""
         with self._lock:
             old = self._groups.get(name)
             if old is None:
@@ -387,7 +387,7 @@ class GroupTable:
             if new == old:
                 return old
             self._write({**self._groups, name: new}, self._forbidden)
-        self._tell(name)
+        self._notify(name)
         return new
 
     def delete(self, name: str) -> None:
@@ -400,12 +400,12 @@ class GroupTable:
                 {key: value for key, value in self._groups.items() if key != name},
                 {key: value for key, value in self._forbidden.items() if key != name},
             )
-        self._tell(name)
+        self._notify(name)
 
     # -- forbidden topics --------------------------------------------------------------------------------------------
 
     def may_read(self, group: str, topic: str) -> bool:
-        """Return True unless `forbid` says otherwise."""
+        """Return False if `forbid` stops the group from reading the topic."""
         return not self._forbidden.get(group, {}).get(topic, 0) & _FORBIDDEN_READ
 
     def forbid(self, group: str, topic: str, on: bool = True) -> None:
@@ -424,7 +424,7 @@ class GroupTable:
                 topics[topic] = mask
             table = {key: value for key, value in self._forbidden.items() if key != group}
             self._write(self._groups, {**table, group: topics} if topics else table)
-        self._tell(group)
+        self._notify(group)
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -436,11 +436,11 @@ class GroupTable:
                     return present
                 raise ConfigError(f"group {config.name!r} exists already; alter it")
             self._write({**self._groups, config.name: config}, self._forbidden)
-        self._tell(config.name)
+        self._notify(config.name)
         return config
 
     def _write(self, groups: dict[str, GroupConfig], forbidden: dict[str, dict[str, int]]) -> None:
-        """Replace the tables, first on disk, then here by new dicts."""
+        """Replace the tables, first on disk, then in memory by new dicts, so that look-ups need no lock."""
         version = self._version.next(self._clock.now_ms())
         self._file.save(
             {
@@ -451,7 +451,7 @@ class GroupTable:
         )
         self._version, self._groups, self._forbidden = version, groups, forbidden
 
-    def _tell(self, name: str) -> None:
+    def _notify(self, name: str) -> None:
         for function in list(self.on_change):
             function(name)
 
@@ -459,7 +459,7 @@ class GroupTable:
 def _check_user_group(name: str) -> None:
     check_group(name)
     if is_system_group(name):
-        raise NotPermittedError(f"group {name!r} belongs to the engine; choose another name")
+        raise NotPermittedError(f"group {name!r} is a system group; choose another name")
 
 
 def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
@@ -471,14 +471,14 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
     for name, value in given.items():
         if name not in _CHECKS:
             raise ConfigError(
-                f"a group has no setting {name!r}; there are {', '.join(_CHECKS)}, max_attempts, retry_max_times"
+                f"unknown setting {name!r} of a group; use {', '.join(_CHECKS)}, max_attempts or retry_max_times"
             )
         fits, values = _CHECKS[name]
         if not fits(value):
             raise ConfigError(f"group {config.name!r}: {name} must be {values}, not {value!r}")
     if times is not None:
         if type(times) is not int or not 0 <= times <= _FOR_EVER:
-            raise ConfigError(f"group {config.name!r}: retry_max_times must lie in 0..{_FOR_EVER}, not {times!r}")
+            raise ConfigError(f"group {config.name!r}: retry_max_times must be 0..{_FOR_EVER}, got {times!r}")
         of_times = None if times == _FOR_EVER else times + 1
         if limited and attempts != of_times:
             raise ConfigError(
@@ -503,7 +503,7 @@ def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def check_groups(value: dict[str, Any]) -> None:
-    """Raise ValueError unless every entry is an object with members of the right types."""
+    """Raise ValueError if an entry is not an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     _forbidden_of(value)
     for name, entry in entries(value, "subscriptionGroupTable"):

@@ -1,4 +1,4 @@
-"""Tables of half messages: the open ones, and recent ones that have ended, with their notes (delivery#transactions)."""
+"""Tables of open and recently ended half messages, and the log of ended ones (delivery#transactions)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Ended = Literal["commit", "rollback", "discard"]
 
 
 class TransactionHandle(NamedTuple):
-    """Open transaction, valid as long as its half message, also after restarts."""
+    """Open transaction. Valid as long as its half message exists, even after restarts."""
 
     transaction_id: str
     topic: str
@@ -49,7 +49,7 @@ class TransactionHandle(NamedTuple):
 
 
 class Half:
-    """One half message. `lock` is held while it ends, so that it ends once."""
+    """One half message. `lock` is held while it ends, so that it ends only once."""
 
     __slots__ = ("checks", "ended", "handle", "immunity_ms", "lock", "next_ms", "receipt", "recovered", "stored_ms")
 
@@ -73,7 +73,7 @@ class Half:
 
 
 class Halves:
-    """Table of half messages. Thread-safe. Its lock is a leaf."""
+    """Table of half messages. Thread-safe. No other lock is taken under its lock."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -88,7 +88,7 @@ class Halves:
         return len(self._open)
 
     def announce(self, identity: str, offset: int) -> None:
-        """Keep the committed offset at or below a half that is about to be put at `offset` or behind it.
+        """Keep the committed offset at or below a half that is about to be put at `offset` or later.
         Raises InvalidMessageError for an id that is open."""
         with self._lock:
             if identity in self._by_id or identity in self._beginning:
@@ -127,7 +127,7 @@ class Halves:
             half = None if isinstance(transaction, str) else self._open.get(transaction.offset)
             half = half or self._by_id.get(identity) or self._ended.get(identity)
         if half is None or (not isinstance(transaction, str) and half.handle != transaction):
-            raise InvalidMessageError(f"no transaction {identity[:150]!r} is known here", "transaction_id")
+            raise InvalidMessageError(f"unknown transaction {identity[:150]!r}", "transaction_id")
         return half
 
     def open_id(self, transaction_id: str) -> TransactionHandle | None:
@@ -145,7 +145,7 @@ class Halves:
 
     def first_needed(self, end: int) -> int:
         """Return the offset of the first half that is open or being put, or `end` without one.
-        `end` was read before, so later halves are behind it."""
+        Read `end` before this call, so that later halves are after it."""
         with self._lock:
             return min(end, min(self._open, default=end), min(self._beginning.values(), default=end))
 
@@ -179,7 +179,7 @@ class Halves:
 
 
 def number_of(text: str | None) -> int | None:
-    """Return the number that a property contains, or None for no number."""
+    """Return the number in a property, or None if there is none."""
     try:
         return None if text is None else int(text)
     except ValueError:
@@ -187,7 +187,7 @@ def number_of(text: str | None) -> int | None:
 
 
 def _immunity_ms(text: str | None) -> int | None:
-    """Return the immunity in ms that a message asks for, at least 6 s, or None without a valid one."""
+    """Return a message's immunity in ms, at least 6 s, or None without a valid one."""
     wanted = number_of(text)
     return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)
 
@@ -199,7 +199,7 @@ _QUEUE: Final = 0
 
 class OpLog:
     """Collected ops, and written ones that are still needed. Thread-safe.
-    Ops are notes of half messages that have ended.
+    An op is a record of half messages that have ended.
 
     op         RMQ_SYS_TRANS_OP_HALF_TOPIC, queue 0, tag d, body "12,15," = queue offsets of halves that are done
 
@@ -247,7 +247,7 @@ class OpLog:
             return self._gathered_bytes > self._bytes_max
 
     def write(self) -> None:
-        """Put the collected ops into the op topic. Raises what a put raises. Unwritten ops stay collected."""
+        """Put the collected ops into the op topic. After an error of a put, unwritten ops stay collected."""
         with self._writing:
             while self._gathered:
                 with self._lock:
@@ -262,7 +262,7 @@ class OpLog:
                     self._gathered_bytes -= size
 
     def write_now(self, half: int) -> None:
-        """Put an op for one half. Raises what a put raises, and then there is no op."""
+        """Put an op for one half. Raises the errors of a put, and then there is no op."""
         with self._writing:
             self._put([half])
 
@@ -285,7 +285,7 @@ class OpLog:
 
 
 def _halves_of(op: Message) -> list[int]:
-    """Return the half offsets that an op names. Other content of its body is ignored."""
+    """Return the half offsets in an op. Other content of its body is ignored."""
     return [
         int(piece) for piece in op.body.decode("ascii", "replace").split(",") if piece.isascii() and piece.isdigit()
     ]

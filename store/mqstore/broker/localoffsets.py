@@ -2,8 +2,8 @@
 
     local_offsets/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
-A commit counts in memory at once, forwards or backwards, and in the file with the next `save`. A file has one
-object at a time: the next one reloads it.
+A commit changes memory at once, forwards or backwards, and the file with the next `save`. Only one object at a time
+uses a file; the next one reloads it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LocalOffsets:
         self.reload()
 
     def reload(self) -> None:
-        """Load the file again, because another object may have written it since. Raises as the constructor."""
+        """Load the file again, because another object may have written it. Raises like the constructor."""
         with self._saving:
             try:
                 value = self._file.load() or {}
@@ -70,7 +70,7 @@ class LocalOffsets:
                 paths = shlex.join([str(self.path), f"{self.path}.bak"])
                 what = str(error).partition(". Repair it with:")[0]
                 raise CorruptStoreError(
-                    f"{what}; without them the client begins anew where `start` says",
+                    f"{what}; without these files the client starts again at `start`",
                     str(self.path),
                     repair=f"rm {paths}",
                 ) from error
@@ -80,7 +80,7 @@ class LocalOffsets:
                     if queue_id.isascii() and queue_id.isdigit() and offset >= 0:
                         stored[QueueRef(topic, int(queue_id))] = offset
                     else:
-                        self._file.report(f"{self.path}: {topic}/{queue_id}: {offset} is no offset; it is left out")
+                        self._file.report(f"{self.path}: {topic}/{queue_id}: {offset} is not an offset; it is ignored")
             with self._lock:
                 self._offsets, self._saved = stored, dict(stored)
 
@@ -89,10 +89,10 @@ class LocalOffsets:
         return self._offsets.get(queue)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
-        """Note that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
+        """Commit that everything below `offset` is consumed. Raises ConfigError for an offset below 0."""
         queue, offset = QueueRef(queue[0], index(queue[1])), index(offset)
         if offset < 0 or queue.queue_id < 0:
-            raise ConfigError(f"offset {offset} of queue {queue.queue_id} of {queue.topic!r}: neither is below 0")
+            raise ConfigError(f"offset {offset} of queue {queue.queue_id} of {queue.topic!r} must not be negative")
         with self._lock:
             self._offsets[queue] = offset
 
@@ -113,11 +113,11 @@ class LocalOffsets:
             self._saved = offsets
 
     def lower(self, end_of: Callable[[str, int], int]) -> None:
-        """Lower offsets behind `end_of(topic, queue id)` to that end, because later messages are new."""
+        """Lower offsets above `end_of(topic, queue id)` to that end, because later messages are new."""
         for queue, offset in self._saved.items():
             end = end_of(*queue)
             if offset > end:
-                _log.warning("%s: offset %d of %s/%d lies behind the end of the queue; it is lowered to %d",
+                _log.warning("%s: offset %d of %s/%d is above the end of the queue; it is lowered to %d",
                              self.path, offset, *queue, end)  # fmt: skip
                 self.commit(queue, end)
 
@@ -128,11 +128,11 @@ def clients_of(store: StoreReader, group: str) -> list[str]:
 
 
 def refuse_clients(group: str, clients: Iterable[str]) -> None:
-    """Raise ConfigError if there are `clients`, because their offsets are theirs and not the group's."""
+    """Raise ConfigError if there are `clients`, because each of them has its own offsets, and the group has none."""
     if names := ", ".join(clients):
         raise ConfigError(
-            f"group {group!r} broadcasts, its members ({names}) have the offsets. Each moves by `consumer.seek`, "
-            f"and `consumer.stats()` has its lag; a stopped member must be started for that"
+            f"group {group!r} broadcasts, so each member ({names}) has its own offsets. Start the member, and use "
+            "`consumer.seek` to move it, or `consumer.stats()` for its lag"
         )
 
 
@@ -144,7 +144,7 @@ def _files(store: StoreReader) -> list[Path]:
 
 def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
     """Lower the offsets in every file of a store. The files are on disk when this returns.
-    A damaged file is left to its client. Raises as `LocalOffsets.save`."""
+    A damaged file is skipped, since its client reports it. Raises like `LocalOffsets.save`."""
     for path in _files(store):
         try:
             offsets = LocalOffsets(store, path.parent.name, path.stem)
@@ -156,7 +156,7 @@ def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
 
 
 def check_local_offsets(value: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Return the offsets in a file. Raises ValueError for another shape, which is not a good copy."""
+    """Return the offsets in a file. Raises ValueError for another shape."""
     found: object = value.get(_MEMBER, {})
     if not isinstance(found, dict):
         raise ValueError(f"{_MEMBER} must be an object, not {found!r:.80}")

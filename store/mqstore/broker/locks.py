@@ -1,8 +1,8 @@
 """Queue locks for orderly consumption: which client of a group may consume a queue (delivery#locks).
 
 A lock is a lease in memory. It ends when its owner releases it, or when it was not renewed for `LEASE_MS`. It does not
-end while its owner is at work on the queue (`begin_work`). Leases are measured on the monotonic clock. They are gone
-after a restart, which is safe because the clients of this process are gone, too.
+end while its owner is at work on the queue (`begin_work`). Leases use the monotonic clock. They do not survive a
+restart, which is safe because the clients of this process do not either.
 
 ::
 
@@ -14,10 +14,10 @@ after a restart, which is safe because the clients of this process are gone, too
     held by c ── begin_work by c ──► at work: no client can lock or unlock ── end_work ──► held by c
 
 A process may be stopped during a handler for longer than a lease. When it continues, the handler is still at work, so
-no other client may get its queue. A handler that is about to begin asks first, and learns which locks were lost.
+no other client may get its queue. Before a handler starts, it calls `begin_work`, which fails if the lock was lost.
 
 Listeners are called with the group whose locks were released, outside the mutex, in the releasing thread. So a member
-that was refused need not poll. No listener is called when a lease expires.
+whose request was refused need not poll. No listener is called when a lease expires.
 
 All calls, renewals included, run under one mutex (delivery#x7).
 """
@@ -91,19 +91,18 @@ class QueueLocks:
         return bool(self.try_lock_batch(group, (queue,), client_id))
 
     def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """Call `try_lock` for each of `queues`, all at one moment. Return those that `client_id` holds now.
+        """Call `try_lock` for all `queues` atomically. Return the queues that `client_id` holds now.
         These may not be all. Raises StoreClosedError."""
         self._check_open()
-        wanted = [as_queue(queue) for queue in queues]  # this runs the caller's iterator, so not under the mutex
+        wanted = [as_queue(queue) for queue in queues]  # not under the mutex, because it runs the caller's iterator
         with self._mutex:
-            # Read under the mutex: an older time would date a renewal before the take-over that it follows.
+            # Read under the mutex, else a renewal could get an earlier time than the take-over before it.
             now_ms = self._clock.monotonic_ms()
             return {queue for queue in wanted if self._take(group, queue, client_id, now_ms)}
 
     def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """Renew the locks of `client_id` on `queues`. Return those that it has not lost.
-        An expired lock that nobody has taken since was not lost. A lock that another client had meanwhile was, even if
-        it is free again."""
+        """Renew the locks of `client_id` on `queues`. Return the queues whose locks were not lost.
+        An expired lock is lost only if another client has taken it, even if it is free again."""
         wanted = [as_queue(queue) for queue in queues]
         with self._mutex:
             now_ms = self._clock.monotonic_ms()
@@ -133,18 +132,18 @@ class QueueLocks:
         wanted = list(queues)
         with self._mutex:
             leases = self._leases.get(group, {})
-            given = {
+            released = {
                 queue
                 for queue in wanted
                 if (lease := leases.get(queue)) and lease.client_id == client_id and not lease.at_work
             }
-            for queue in given:
+            for queue in released:
                 del leases[queue]
             if not leases:
                 self._leases.pop(group, None)
-        if given:
-            self._tell(group)
-        return given
+        if released:
+            self._notify(group)
+        return released
 
     def forget(self, group: str) -> None:
         """Forget the locks of a deleted group, unless one is at work."""
@@ -168,17 +167,17 @@ class QueueLocks:
                 for queue, lease in leases.items()
             )
 
-    def _tell(self, group: str) -> None:
+    def _notify(self, group: str) -> None:
         for listener in list(self.on_release):
             try:
                 listener(group)
             except Exception:  # the locks are free, and the other listeners must be called
-                _log.exception("a listener failed when told that group %s has given locks back", group)
+                _log.exception("a listener failed after group %s has released locks", group)
 
     def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
         leases = self._leases.setdefault(group, {})
         lease = leases.get(queue)
         if lease is not None and (lease.at_work or (lease.client_id != client_id and not lease.expired(now_ms))):
-            return False  # a lock at work may be of a stopped consumer with the same client id
+            return False  # at work: even with the same client id, it may belong to a consumer that is stopping
         leases[queue] = _Lease(client_id, now_ms)
         return True

@@ -1,10 +1,10 @@
-"""What a broker's background services have in common, and the thread that runs them (ARCHITECTURE.md).
+"""Common interface of a broker's background services, and the thread that runs them (ARCHITECTURE.md).
 
-    mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
+    mechanism   run_once(now_ms) -> next_run_ms     does due work; a housekeeper thread or a test calls it
                 persist()                           writes its state to disk
                 close()                             releases listeners and files
                 pins()                              records of the log that it still needs
-    roller      waiting_below(offset)               those of them that it can relocate to the log end
+    roller      waiting_below(offset)               waiting records that it can relocate to the log end
                 roll(offset, count, now_ms)         relocates them
 
 Each mechanism gets a function `wake` for "something may be due before my next run". Any thread may call it.
@@ -46,7 +46,7 @@ class Pin(NamedTuple):
     rolls: bool = False
     """True if the mechanism can relocate the message to the log end (`Roller`)."""
     reach: int = 0
-    """Number of bytes in front of the record that must stay, too: there may be its body (`references.py`)."""
+    """Number of bytes before the record that must stay, too, because its body may be there (`references.py`)."""
 
     @property
     def kept_from(self) -> int:
@@ -60,14 +60,14 @@ def oldest_of(pins: Iterable[Pin]) -> Pin | None:
 
 
 class Mechanism:
-    """Background mechanism of a broker. Never runs, saves or closes in two threads at once (`Housekeeper.turn`)."""
+    """Background service of a broker. Never runs, saves or closes in two threads at once (`Housekeeper.turn`)."""
 
     def run_once(self, now_ms: int) -> int | None:
-        """Do what is due at `now_ms` (wall clock). Return the time of the next run, None: when woken."""
+        """Do the work that is due at `now_ms` (wall clock). Return the time of the next run. None: when woken."""
         raise NotImplementedError
 
     def persist(self) -> None:
-        """Write to disk everything that the next process must know. For saving, snapshots and closing."""
+        """Write to disk all state that the next process needs. For saving, snapshots and closing."""
 
     def close(self) -> None:
         """Release listeners and files. Called once, after the last `persist`, while the store is still open."""
@@ -78,8 +78,8 @@ class Mechanism:
 
 
 class Roller(Mechanism):
-    """Mechanism that keeps messages for long, and can relocate them (delivery#retention-bound).
-    Relocated messages do not hold the log that was written since. Both methods are called in the thread of
+    """Service whose messages may wait for long, and which can relocate them (delivery#retention-bound).
+    A relocated message no longer keeps the segments after its old record. Both methods are called in the thread of
     `run_once`."""
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -89,14 +89,14 @@ class Roller(Mechanism):
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
         """Relocate up to `count` waiting messages, oldest first. Return how many were handled.
         They wait for the same time. 0 means that there are none, or that none can be relocated now. The copies may not
-        be on disk when it returns: `pins` changes when they are. Raises what a put raises, after which relocated
-        messages stay so."""
+        be on disk when it returns: `pins` changes when they are. Raises the errors of a put. Messages relocated before
+        the error remain relocated."""
         raise NotImplementedError
 
 
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _LOOK_MS = 500
-"""Longest sleep in ms while something is due later. Nobody reports a jump of the wall clock."""
+"""Longest sleep in ms while work is due later, since a jump of the wall clock wakes no thread."""
 
 
 @dataclass(slots=True)
@@ -107,19 +107,19 @@ class _Job:
     failures: int = 0
 
     def is_due(self, now_ms: int) -> bool:
-        # A failed job is not woken, but waits. Otherwise frequent puts would make a full disk a busy loop.
+        # A failed job ignores wake-ups and waits. Otherwise frequent puts on a full disk would make a busy loop.
         return (self.woken and not self.failures) or (self.due_ms is not None and self.due_ms <= now_ms)
 
 
 class Housekeeper:
-    """Runner of due mechanisms. `start` gives it a thread. Without one, a test calls `run_once`.
+    """Runner of due mechanisms. `start` starts its thread. Without it, a test calls `run_once`.
 
         next    name      work                      due = min over all; a wake-up makes one due at once
         12:00   delay     run_once(now) -> 12:00:07
         12:03   pop       run_once(now) -> None     only when woken
 
-    A mechanism that fails is logged once, is shown in `errors`, and is tried again after growing pauses, because the
-    disk may be full. The others continue.
+    The error of a mechanism is logged once and kept in `errors`. The mechanism is tried again after growing pauses,
+    because the disk may be full. The others continue.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -140,7 +140,7 @@ class Housekeeper:
 
         def wake() -> None:
             if (job := self._jobs.get(name)) is not None:
-                job.woken = True  # before the bell: the woken thread looks here
+                job.woken = True  # before the bell, because the woken thread reads it
             self._bell.ring()
 
         return wake
@@ -150,15 +150,15 @@ class Housekeeper:
         self._jobs[name] = _Job(mechanism)
 
     def run(self, name: str) -> None:
-        """Run the mechanism of that name until nothing of it is due, before `start`."""
+        """Run the named mechanism until it is no longer due. Call this before `start`."""
         job, now_ms = self._jobs[name], self._clock.now_ms()
         while job.is_due(now_ms):
             job.woken = False
             self._run(name, job, now_ms)
 
     def run_once(self, now_ms: int) -> int | None:
-        """Run what is due. Return the next due time. One caller at a time."""
-        if now_ms < self._last_ms:  # the clock was set back: times of the old clock mean nothing now
+        """Run the due mechanisms. Return the next due time. One caller at a time."""
+        if now_ms < self._last_ms:  # the clock was set back, so times of the old clock are meaningless
             for job in self._jobs.values():
                 job.due_ms = now_ms
         self._last_ms = now_ms
@@ -171,7 +171,7 @@ class Housekeeper:
         return self.next_due_ms(now_ms)
 
     def next_due_ms(self, now_ms: int) -> int | None:
-        """Return the next due time, or None if only a wake-up can make something due."""
+        """Return the next due time, or None if only a wake-up can make a mechanism due."""
         if any(job.is_due(now_ms) for job in self._jobs.values()):
             return now_ms
         return min((job.due_ms for job in self._jobs.values() if job.due_ms is not None), default=None)
@@ -196,14 +196,14 @@ class Housekeeper:
         self._thread = start_thread(self, self._bell, "housekeeper")
 
     def step(self) -> float | None:
-        """Do the work of the thread (`mqstore.threads`) that is due. Return None after `stop`."""
+        """Run the due mechanisms in the thread (`mqstore.threads`). Return the time to wait, or None after `stop`."""
         if self._stopping:
             return None
         due_ms = self.run_once(self._clock.now_ms())
         return math.inf if due_ms is None else max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000
 
     def stop(self, timeout_s: float) -> bool:
-        """Wait for the running job and start no other. Return True if it has ended."""
+        """Start no other job, and wait for the running one. Return True if it has ended."""
         self._stopping = True
         self._bell.ring()
         if self._thread is None or self._thread is threading.current_thread():
@@ -212,8 +212,7 @@ class Housekeeper:
         return not self._thread.is_alive()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Call `work` under `turn`, or not if a mechanism runs for long: it may have called a put that waits for this
-        thread."""
+        """Call `work` under `turn`, unless a mechanism runs for long: its put may be waiting for this thread."""
         if self.turn.acquire(timeout=0.5):
             try:
                 work()
@@ -221,13 +220,13 @@ class Housekeeper:
                 self.turn.release()
 
     def persist(self, first: Iterable[Callable[[], object]] = ()) -> list[Exception]:
-        """Save `first`, then every mechanism, the last one added first. Return the errors, which are logged."""
+        """Call `first`, then save every mechanism, the last one added first. Log and return the errors."""
         return self._do([*first, *(job.mechanism.persist for job in reversed(self._jobs.values()))])
 
     def close(self, timeout_s: float, *, persist: bool = True) -> bool:
         """Stop, then save (`persist`) and close every mechanism. Return False if one still runs after the timeout."""
         stopped = self.stop(timeout_s)
-        with self.turn if stopped else nullcontext():  # a mechanism that hangs has the lock
+        with self.turn if stopped else nullcontext():  # a hanging mechanism never releases the lock
             if persist:
                 self.persist()
             self._do(job.mechanism.close for job in reversed(self._jobs.values()))
@@ -238,7 +237,7 @@ class Housekeeper:
         for step in steps:
             try:
                 step()
-            except Exception as error:  # the others are saved and closed, even if one fails
+            except Exception as error:  # the others must be saved and closed, too
                 _log.exception("%s: not persisted", self._name)
                 errors.append(error)
         return errors

@@ -1,6 +1,6 @@
 """Reserved names: system topics and groups, retry and dead-letter topics (delivery#system-names).
 
-A user may not send to a system topic, or create a name with `%` or `|`: those are the engine's.
+A user may not send to a system topic, or create a name with `%` or `|`, which are reserved for the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
 POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
 TRANS_GROUP = "CID_RMQ_SYS_TRANS"
 START_GROUP = "CID_RMQ_SYS_START"
-"""Group whose offset is a queue's logical start.
+"""Group whose committed offset is a queue's logical start.
 Earlier messages were purged, replayed or expired."""
 
 MAX_GROUP = 120
@@ -76,7 +76,7 @@ _USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 class QueueKey(NamedTuple):
-    """Key of the state of one group in one queue. `topic` holds the messages and may be a retry topic."""
+    """Key of the state of one group in one queue. `topic` has the messages and may be a retry topic."""
 
     group: str
     topic: str
@@ -93,15 +93,15 @@ def retry_topic(group: str) -> str:
 
 
 def dlq_topic(group: str) -> str:
-    """Return the topic of messages that a group could not consume in all its attempts."""
+    """Return the topic of a group's dead letters."""
     return DLQ_PREFIX + group
 
 
 def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
     """Return the topic for copies of popped messages that were not acknowledged.
 
-    Version 1 is ambiguous: group `a`, topic `b_c` and group `a_b`, topic `c` share one. No user's name has the `+` of
-    version 2.
+    Version 1 is ambiguous: group `a`, topic `b_c` and group `a_b`, topic `c` share one. Version 2 has a `+`, which
+    users' names cannot have.
 
     >>> pop_retry_topic("billing", "orders")
     '%RETRY%billing+orders'
@@ -119,7 +119,7 @@ def retry_topics(group: str, topic: str) -> set[str]:
 
 
 def popped_topic(group: str, topic: str) -> str:
-    """Return the topic whose popped copies are in `topic`, if that is a retry topic of pop of `group`.
+    """Return the original topic of `topic`, if that is a retry topic of a popping `group`.
 
     Otherwise returns `topic`.
 
@@ -142,35 +142,35 @@ def is_dlq_topic(topic: str) -> bool:
 
 
 def is_system_topic(topic: str) -> bool:
-    """Return True if only the engine writes to `topic`. Retry and dead-letter topics do not count."""
+    """Return True for a system topic, to which only the engine writes. Retry and dead-letter topics are none."""
     return topic in _SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
 
 
 def is_system_group(group: str) -> bool:
-    """Return True if `group` is the engine's own bookkeeping and no consumer."""
+    """Return True for a system group, which is not a group of consumers."""
     return group.startswith(_SYSTEM_GROUP_PREFIX)
 
 
 def check_user_topic(topic: object) -> str:
     """Return `topic` if a user may create it or send to it.
-    Raises InvalidMessageError for a bad name, NotPermittedError for a system topic."""
+    Raises InvalidMessageError for an invalid name, NotPermittedError for a system topic."""
     if not isinstance(topic, str):
         raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
     if not _USER_NAME.fullmatch(topic) or len(topic) > MAX_TOPIC:
         raise InvalidMessageError(
-            f"topic {topic[:150]!r}: a topic is 1 to {MAX_TOPIC} letters, digits, '_' and '-'", "topic"
+            f"topic {topic[:150]!r} must be 1 to {MAX_TOPIC} letters, digits, '_' and '-'", "topic"
         )
     if is_system_topic(topic):
-        raise NotPermittedError(f"topic {topic!r} belongs to the engine; choose another name")
+        raise NotPermittedError(f"topic {topic!r} is a system topic; choose another name")
     return topic
 
 
 def check_group(group: object) -> str:
-    """Return `group` if it is a valid name. Raises ConfigError that says which rule it breaks."""
+    """Return `group` if it is a valid name. Raises ConfigError with the rule that it breaks."""
     if not isinstance(group, str):
-        raise ConfigError(f"a group is a str, not {type(group).__name__}")
+        raise ConfigError(f"group must be a str, not {type(group).__name__}")
     if not _USER_NAME.fullmatch(group) or len(group) > MAX_GROUP:
-        raise ConfigError(f"group {group[:150]!r}: a group is 1 to {MAX_GROUP} letters, digits, '_' and '-'")
+        raise ConfigError(f"group {group[:150]!r} must be 1 to {MAX_GROUP} letters, digits, '_' and '-'")
     if group == _NO_GROUP:
-        raise ConfigError(f"group {group!r} is RocketMQ's word for having none; give it a name of its own")
+        raise ConfigError(f"group {group!r} means no group in RocketMQ; choose another name")
     return group

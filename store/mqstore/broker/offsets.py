@@ -6,31 +6,31 @@ Callers check that a group or topic is registered.
 table      key -> value                        kept   meaning
 =========  ==================================  =====  ==========================================================
 committed  group, topic, queue id -> offset    yes    everything before is consumed; absent is not 0
-pulled     group, topic, queue id -> offset    no     end of the last read; messages from committed to it are in work
+pulled     group, topic, queue id -> offset    no     end of the last read; messages before it may be in flight
 resets     group, topic, queue id -> offset    no     start of the next read, once
 =========  ==================================  =====  ==========================================================
 
 A forced restart, queue by queue::
 
     reset(o)      committed := o, a reset is pending
-    commit(x)     pending: dropped. It comes from a consumer that does not know yet, and would undo the reset.
+    commit(x)     dropped while a reset is pending: its consumer does not know about the reset, and would undo it
     take_reset()  the next read or pop gets o, once; commits count again
-    published(x)  pending: the reset ends, and committed := x. A publisher asks nobody where to start, so a reset that
-                  no read takes would keep its offsets out for good.
+    published(x)  ends a pending reset, and committed := x. A publisher never takes a reset, so its offsets would be
+                  dropped for ever.
 
 The file is `config/consumerOffset.json` (delivery#saved-offsets). Between two synced saves there are quick ones::
 
-    commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
+    commit ---> wakes the housekeeper, if it is the first one after a save ---> 100 ms ---> quick save
                                                  later, if quick saves would take more than 2 % of a processor
 
-Offsets that processes beside the owner publish (`published.py`; Spark's `commitGroup`) are added as commits at opening,
-every `commit_interval` and at closing. A process that opens the store for reading sees them earlier.
+Offsets that other processes publish (`published.py`; Spark's `commitGroup`) are added as commits at opening, every
+`commit_interval` and at closing. A process that opens the store for reading sees them earlier.
 
-The group `START_GROUP` keeps each queue's *logical start* in the same table: earlier messages were purged. A start only
-moves forward, and survives the removal of groups. It is removed with its topic: the log hides what was deleted.
+The group `START_GROUP` has each queue's *logical start* in the same table: earlier messages were purged. A start only
+moves forward, and survives the removal of groups. It is removed with its topic, since the log then hides the messages.
 
-Dead letters behind a logical start that were sent again are in the file as `"sentLetters": {TOPIC: [[start, stop],
-...]}`, ascending and apart. Without any, the file has no such member. A start that reaches a range moves to its end.
+Dead letters after a logical start that were sent again are in the file as `"sentLetters": {TOPIC: [[start, stop],
+...]}`, ascending and apart, if there are any. A start that reaches a range moves to its end.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ __all__ = ["OffsetTable", "after_sent", "check_offsets"]
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 _QUEUE_ID_MAX = 0x7FFF_FFFF
 _BROADCAST = "broadcast"
-# RocketMQ's consumerOffsetUpdateVersionStep: its data version counts hundreds of commits, not each one.
+# RocketMQ's consumerOffsetUpdateVersionStep: its data version does not count single commits.
 _VERSION_STEP = 500
 _QUICK_REST = 50
-"""Shortest pause before the next quick save, in durations of the last one. The table may be large."""
+"""Shortest pause before the next quick save, as a multiple of the last one's duration, since the table may be large."""
 
 
 class OffsetFields:
@@ -73,8 +73,8 @@ class OffsetFields:
     _committed: dict[str, dict[str, dict[int, int]]]
     """Topic -> group -> queue id -> offset."""
     _compiled_changes: int
-    """Number of changes by compiled code. It does what `OffsetTable.note` does without its lock, between any two calls
-    of Python. So an offset that was read must be written without a call in between."""
+    """Number of changes by compiled code. It works like `OffsetTable.note`, but without the lock, between any two calls
+    of Python. So Python code must not make a call between reading an offset and writing it."""
 
 
 if not TYPE_CHECKING and kernel is not None:
@@ -84,7 +84,7 @@ if not TYPE_CHECKING and kernel is not None:
 class OffsetTable(OffsetFields, Mechanism):
     """Committed offsets of all groups. Thread-safe. Look-ups take no lock.
 
-    The class is long because its tables (offsets, resets, logical starts, letters sent) are in one file and change
+    The class is long because its tables (offsets, resets, logical starts, sent dead letters) are in one file and change
     together.
     """
 
@@ -110,13 +110,13 @@ class OffsetTable(OffsetFields, Mechanism):
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
         """First offsets by (group, topic) that are being saved."""
         self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
-        """Ranges [start, stop) of letters sent again, by topic of dead letters.
-        They are ascending, do not touch, and lie behind the topic's start."""
+        """Ranges [start, stop) of dead letters sent again, by topic.
+        They are ascending, do not touch, and are after the topic's start."""
         self._pulled: dict[QueueKey, int] = {}
         self.resets: dict[QueueKey, int] = {}
         """Pending resets. Callers must not change them."""
-        # Number of changes but those by compiled code, of all that are on disk, and of all that were written at all.
-        # _saving is the lock for a whole save, taken before _lock.
+        # _changes does not count those by compiled code. _saved counts all changes on disk, _written those in the page
+        # cache, too. _saving is the lock for a whole save, taken before _lock.
         self._changes = 0
         self._saved = 0
         self._written = 0
@@ -127,9 +127,8 @@ class OffsetTable(OffsetFields, Mechanism):
         self._load()
         self._published = PublishedFiles(store.path, store.fs, self._file.report)
         self._fold()
-        # Save at once. Otherwise, when the queue has grown past a lowered offset, the file's old one would look valid.
-        # After a crash the group would then skip messages. A reader lowers it for itself, each time, until a broker
-        # saves it.
+        # Save at once. Otherwise, after the queue has grown past a lowered offset, the old one in the file would look
+        # valid again, and after a crash the group would skip messages. A reader lowers it only in memory.
         if store.mode == "rw":
             self.save()
             self._published.settle()
@@ -146,22 +145,22 @@ class OffsetTable(OffsetFields, Mechanism):
         return queues.get(queue_id)
 
     def commit(self, key: QueueKey, offset: int, *, durability: Durability | None = None) -> None:
-        """Note that the group has consumed everything of the queue before `offset`.
+        """Commit that the group has consumed all messages of the queue before `offset`.
 
         The last commit wins, also backwards. A commit while a reset is pending is dropped. With "flush" the commit is
         on disk when this returns, together with its messages, and is never lost. Raises ConfigError for a number below
-        0 or a name that the file cannot hold. With "flush" it raises what `save` raises, and then the commit stays in
-        memory and is saved later.
+        0 or an invalid name. With "flush" it raises the errors of `save`, and then the commit stays in memory and is
+        saved later.
         """
         group, topic, queue_id = key
         if type(offset) is not int or type(queue_id) is not int:
-            # A numpy integer would make every later save fail.
+            # A numpy integer, which JSON cannot encode, would make every later save fail.
             offset, queue_id = index(offset), index(queue_id)
             key = QueueKey(group, topic, queue_id)
         if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):
             raise ConfigError(
-                f"offset {offset} of queue {queue_id} of {topic!r}: an offset lies in 0..{_OFFSET_MAX}, "
-                f"a queue id in 0..{_QUEUE_ID_MAX}"
+                f"offset {offset} of queue {queue_id} of {topic!r}: an offset must be 0..{_OFFSET_MAX}, "
+                f"a queue id 0..{_QUEUE_ID_MAX}"
             )
         self.note(key, offset)
         if durability == "flush":
@@ -171,7 +170,7 @@ class OffsetTable(OffsetFields, Mechanism):
             self.wake()
 
     def note(self, key: QueueKey, offset: int) -> None:
-        """Commit offsets of the engine, or offsets that the pop log has, too, without a quick save."""
+        """Commit without a quick save: offsets of the engine, or offsets that are in the pop log, too."""
         with self._lock:
             if not self.resets or key not in self.resets:
                 group, topic, queue_id = key
@@ -183,8 +182,8 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def begin(self, key: QueueKey) -> None:
         """Commit a queue's first message for a group without a committed offset in it.
-        Messages that wait there are then part of its lag, and kept. For retry topics (delivery#pop-queues). Raises
-        ConfigError as `commit`."""
+        Its messages then count as the group's lag, and retention keeps them. For retry topics (delivery#pop-queues).
+        Raises ConfigError like `commit`."""
         if self.committed(key) is None:
             group, topic, queue_id = key
             first, _ = self.bounds(topic, queue_id)
@@ -194,7 +193,7 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def start(self, group: str, topic: str, begins: Mapping[int, int], *, durable: bool) -> None:
         """Commit first offsets by queue id for a group without committed offsets in these queues.
-        With `durable` they are on disk when this returns. Raises what `commit` and `save` raise, and then nothing
+        With `durable` they are on disk when this returns. Raises the errors of `commit` and `save`, and then nothing
         changed."""
         if durable:
             # The file is saved first, so that no caller relies on an offset that may be lost.
@@ -216,8 +215,8 @@ class OffsetTable(OffsetFields, Mechanism):
             self._changes += 1
 
     def _queues_of(self, group: str, topic: str) -> dict[int, int]:
-        """Return the group's offsets in a topic, to be changed. Missing ones are made.
-        Raises ConfigError for names that would not be the same when the file is read back."""
+        """Return the group's offsets in a topic, to be changed. A missing table is created.
+        Raises ConfigError for names that could not be read back from the file."""
         for name in (group, topic):
             if "@" in name or not is_path_safe(name):
                 raise ConfigError(
@@ -228,12 +227,12 @@ class OffsetTable(OffsetFields, Mechanism):
     # -- the last read ----------------------------------------------------------------------------------------------
 
     def note_pull(self, key: QueueKey, offset: int) -> None:
-        """Note that a read of the group ended before `offset`."""
+        """Record that a read of the group ended before `offset`."""
         with self._lock:
             self._pulled[key] = offset
 
     def query_pull(self, key: QueueKey) -> int | None:
-        """Return the end of the group's last read in this process, or without one its committed offset."""
+        """Return the end of the group's last read in this process, or else its committed offset."""
         offset = self._pulled.get(key)
         return self.committed(key) if offset is None else offset
 
@@ -241,11 +240,11 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def reset(self, key: QueueKey, offset: int) -> None:
         """Move the group's committed offset in this queue, whatever running consumers commit meanwhile.
-        The caller has checked that the queue has this offset. Raises ConfigError as `commit`. On disk with the next
+        The caller has checked that the queue has this offset. Raises ConfigError like `commit`. On disk with the next
         save."""
         with self._lock:
             queues = self._queues_of(key.group, key.topic)
-            self.resets[key] = offset  # first: from here on compiled code notes nothing
+            self.resets[key] = offset  # first, because it stops compiled code from changing the offset
             queues[key.queue_id] = offset
             self._changes += 1
             self._pulled.pop(key, None)
@@ -260,9 +259,9 @@ class OffsetTable(OffsetFields, Mechanism):
     # -- whole groups and topics ------------------------------------------------------------------------------------
 
     def remove_group(self, group: str) -> None:
-        """Forget all offsets of a group. Raises ConfigError for one of the engine's own."""
+        """Forget all offsets of a group. Raises ConfigError for a system group."""
         if is_system_group(group):
-            raise ConfigError(f"{group!r} is the engine's own bookkeeping; it cannot be removed")
+            raise ConfigError(f"{group!r} is a system group and cannot be removed")
         with self._lock:
             for topic, groups in list(self._committed.items()):
                 if groups.pop(group, None) is not None:
@@ -275,7 +274,7 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def remove_topics(self, topics: Collection[str]) -> None:
         """Forget all offsets in deleted topics, on disk when this returns.
-        If it raises what `save` raises, the next save writes it."""
+        Raises the errors of `save`, and then the next save writes it."""
         with self._lock:
             for topic in topics:
                 self._changes += len(self._committed.pop(topic, {}))
@@ -285,8 +284,8 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def move_starts(self, topics: Mapping[str, Mapping[int, int]]) -> None:
         """Move the logical starts of queues (topic -> queue id -> offset). They are on disk on return.
-        A group behind a start continues there. Offsets beyond the start stay, so a late call redelivers nothing. Raises
-        what `save` raises, and then nothing changed."""
+        A committed offset before the start moves to it. Later offsets stay, so a late call redelivers nothing. Raises
+        the errors of `save`, and then nothing changed."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
             sent = dict(self._sent)
@@ -362,7 +361,7 @@ class OffsetTable(OffsetFields, Mechanism):
         return start
 
     def bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """Return (offset of the first message that counts, offset of the next one), equal without messages."""
+        """Return (offset of the first message that counts, end of the queue), equal without messages."""
         low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
         return min(high, max(low, self.start_of(topic, queue_id))), high
 
@@ -376,7 +375,7 @@ class OffsetTable(OffsetFields, Mechanism):
         return self._sent.get(topic, ())
 
     def note_sent(self, topic: str, letters: Iterable[tuple[int, int]]) -> None:
-        """Note the dead letters [start, stop) of `topic` as sent again. They are saved as a start is."""
+        """Record dead letters [start, stop) of `topic` as sent again. They are saved together with the starts."""
         with self._lock:
             found: list[tuple[int, int]] = []
             for low, high in sorted([*self.sent(topic), *letters]):
@@ -418,15 +417,15 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def save(self) -> None:
         """Save all commits made before this call, unless they are on disk.
-        Raises FlushFailedError, FlushTimeoutError (the commitlog, which goes first), StoreFullError, StoreIOError,
-        ReadOnlyStoreError. The file is then as it was, and the next save tries again."""
+        Raises FlushFailedError, FlushTimeoutError (for the commitlog, which is flushed first), StoreFullError,
+        StoreIOError, ReadOnlyStoreError. The file is then unchanged, and the next save tries again."""
         wanted = self._count()
         with self._saving:
             if self._saved < wanted:  # otherwise another save included our change
                 self._write(quick=False)
 
     def _save_quickly(self) -> None:
-        """Save all commits made before this call without a sync. Raises what `save` raises."""
+        """Save all commits made before this call without a sync. Raises the errors of `save`."""
         self._wakes = True
         with self._saving:
             if self._written != self._count():
@@ -434,7 +433,7 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def _write(self, *, quick: bool) -> None:
         """Write the table. Call under `_saving`."""
-        self._wakes = True  # before the copy: a later commit wakes
+        self._wakes = True  # before the copy, so that a commit that the copy misses wakes the housekeeper
         with self._lock:
             changes = self._count()
             table = {
@@ -445,7 +444,7 @@ class OffsetTable(OffsetFields, Mechanism):
             for key, begins in self._beginning.items():
                 table[key] = begins | table.get(key, {})
             sent = {topic: [[*each] for each in letters] for topic, letters in self._sent.items()}
-        # After the copy: every message before an offset of the copy was put before, and is flushed now.
+        # After the copy, so that every message before an offset of the copy is flushed.
         log_end = self._store.max_offset if quick else None
         if not quick:
             self._file.flush_log()
@@ -464,10 +463,10 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def run_once(self, now_ms: int) -> int:
         """Save changes every `commit_interval`, and new commits quickly. Return the next time (wall ms).
-        Raises what `save` raises."""
+        Raises the errors of `save`."""
         if self._due_ms is None:
             self._due_ms = now_ms + self._interval_ms
-        # The second condition of each: the wall clock was set back, and would delay the save for as long.
+        # The second condition of each is for a wall clock that was set back, which would delay the save.
         if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
             self.persist()
             self._due_ms, self._quick_due_ms = now_ms + self._interval_ms, None
@@ -479,7 +478,7 @@ class OffsetTable(OffsetFields, Mechanism):
         return self._due_ms if self._quick_due_ms is None else min(self._due_ms, self._quick_due_ms)
 
     def persist(self) -> None:
-        """Save changes, and those that other processes have published. Raises what `save` raises."""
+        """Save changes, and offsets that other processes have published. Raises the errors of `save`."""
         if self._store.mode == "rw":
             self._fold()
         self.save()
@@ -500,8 +499,8 @@ class OffsetTable(OffsetFields, Mechanism):
                     self._committed.setdefault(topic, {})[group] = offsets
                 continue
             self._foreign[key] = queues
-            if not group.endswith("@" + _BROADCAST):  # a Java broker keeps broadcast offsets so
-                self._file.report(f"{self._file.path}: {key!r} is not topic@group; its offsets are not used, but kept")
+            if not group.endswith("@" + _BROADCAST):  # the key of a Java broker's broadcast offsets
+                self._file.report(f"{self._file.path}: {key!r} is not topic@group; its offsets are kept, but ignored")
 
         for topic, letters in object_member(value, "sentLetters").items():
             where = f"{self._file.path}: sentLetters of {topic}"
@@ -514,21 +513,21 @@ class OffsetTable(OffsetFields, Mechanism):
             queue_id = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else -1
             where = f"{self._file.path}: {key}, queue {text[:80]}"
             if not 0 <= queue_id <= _QUEUE_ID_MAX or str(queue_id) != text:
-                self._change(f"{where}: that is no queue id; the offset {offset} is left out")
+                self._change(f"{where}: invalid queue id; its offset {offset} is ignored")
             elif offset is None:
                 continue
             elif offset < 0:
-                self._change(f"{where}: offset {offset} is negative; it counts as never committed")
+                self._change(f"{where}: offset {offset} is negative; it is ignored")
             else:
                 topic, _, group = key.partition("@")
                 yield queue_id, self._lowered(where, topic, queue_id, offset, group=group)
 
     def _fold(self) -> None:
-        """Take over published offsets, except in queues that do not exist."""
+        """Commit published offsets, except in queues that do not exist."""
         writable = self._store.mode == "rw"
         for group, offsets in self._published.take() if writable else self._published.look():
             if is_system_group(group):
-                self._file.report(f"{self._store.path}: progress of {group}, which is the engine's own, is not counted")
+                self._file.report(f"{self._store.path}: published offsets of the system group {group} are ignored")
                 continue
             for (topic, queue_id), offset in offsets.items():
                 if self._store.offsets_or_none(topic, queue_id) is None or not is_path_safe(topic) or "@" in topic:
@@ -544,14 +543,14 @@ class OffsetTable(OffsetFields, Mechanism):
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, *, group: str = "") -> int:
         end = offset
-        if self._store.mode == "rw":  # for a reader the writer may be ahead of the queues that this process has seen
+        if self._store.mode == "rw":  # for a reader, the writer may have added messages that it has not seen yet
             end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         noted = self._noted
         if noted is not None and (noted.readable or group != START_GROUP):
             end = min(end, noted.of(topic, queue_id))
         if offset <= end:
             return offset
-        self._change(f"{where}: offset {offset} lies behind the end of the queue; it is lowered to {end}")
+        self._change(f"{where}: offset {offset} is above the end of the queue; it is lowered to {end}")
         return end
 
     def _change(self, problem: str) -> None:
@@ -560,7 +559,7 @@ class OffsetTable(OffsetFields, Mechanism):
 
 
 def _line(key: str, queues: Mapping[int, int]) -> EncodedEntry:
-    """Return `encode_entry` of these offsets, four times as fast: each save encodes all of them."""
+    """Return `encode_entry` of these offsets, four times as fast, because each save encodes the whole table."""
     numbers = ", ".join([f'"{queue_id}": {offset}' for queue_id, offset in sorted(queues.items())])
     return EncodedEntry(f"{encode_basestring(key)}: {{{numbers}}}")
 
@@ -570,7 +569,7 @@ def _is_user(group: str) -> bool:
 
 
 def after_sent(offset: int, sent: Iterable[tuple[int, int]]) -> int:
-    """Return the first offset from `offset` on that lies in none of the ascending ranges `sent`.
+    """Return the first offset from `offset` on outside the ascending ranges `sent`.
 
     >>> after_sent(3, [(3, 5), (5, 6), (8, 9)]), after_sent(7, [(3, 5), (8, 9)])
     (6, 7)
@@ -582,7 +581,7 @@ def after_sent(offset: int, sent: Iterable[tuple[int, int]]) -> int:
 
 
 def check_offsets(value: dict[str, Any]) -> None:
-    """Raise ValueError unless this is a table of tables of integers. Null means absent."""
+    """Raise ValueError if this is not a table of tables of integers. Null means absent."""
     for topic, letters in object_member(value, "sentLetters").items():
         end = -1
         for each in letters if type(letters) is list else [None]:
@@ -593,4 +592,6 @@ def check_offsets(value: dict[str, Any]) -> None:
     for key, queues in entries(value, "offsetTable"):
         for queue_id, offset in queues.items():
             if offset is not None and type(offset) is not int:
-                raise ValueError(f"offsetTable: {key[:150]!r}, queue {queue_id[:20]!r}: {offset!r:.80} is no offset")
+                raise ValueError(
+                    f"offsetTable: {key[:150]!r}, queue {queue_id[:20]!r}: {offset!r:.80} is not an offset"
+                )

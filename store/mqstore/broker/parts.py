@@ -1,4 +1,4 @@
-"""Shared state of a broker's mechanisms: the store, its tables, and the road for messages."""
+"""Context shared by a broker's services: the store, its tables, and the router of messages."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def messages_of(store: StoreReader, topic: str, offset: int, end: int, queue_id:
         yield from result.messages
         if result.next_offset <= offset:
             return
-        offset = result.next_offset  # behind damaged or just freed messages
+        offset = result.next_offset  # after messages that are damaged or were just deleted
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
     """Store with the tables of its `config` folder.
-    The tables of a store opened for reading check a change completely, and then raise ReadOnlyStoreError."""
+    Tables of a store open for reading check a change completely before they raise ReadOnlyStoreError."""
 
     store: StoreReader
     config: StoreConfig
@@ -57,7 +57,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Tables):
-    """Tables of a store open for writing, and the road for its messages."""
+    """Tables of a store open for writing, and the router of its messages."""
 
     store: MessageStore
     road: Road
@@ -70,24 +70,24 @@ class Kept(NamedTuple):
     queue_id: int
     first: int
     deliveries: int
-    """Number of deliveries to come: each group gets each of its messages."""
+    """Number of deliveries to come, summed over the groups."""
     group: str
     why: str
 
 
 def kept_for_consumers(parts: Tables) -> Iterator[Kept]:
-    """Yield the unconsumed messages of each queue of applications that has any."""
+    """Yield the unconsumed messages of each queue that has any, except in system topics."""
     store, offsets = parts.store, parts.offsets
     for topic in store.topics():
         if is_system_topic(topic):
             continue
         groups = offsets.groups_of(topic)
         if topic.startswith(LIGHT_PREFIX) and not groups:
-            continue  # readers of such queues keep their own offsets, and their messages are kept for their topic
+            continue  # readers of light queues keep their own offsets, and the user's topic keeps the messages
         for ref in store.queues(topic):
             start, end = offsets.bounds(topic, ref.queue_id)
             if is_dlq_topic(topic):
-                needed, deliveries, group, why = start, 0, START_GROUP, "dead letters, not replayed, purged or expired"
+                needed, deliveries, group, why = start, 0, START_GROUP, "dead letters"
             elif not groups:
                 needed, deliveries, group, why = start, end - start, "", "no group has consumed it"
             else:
@@ -121,7 +121,7 @@ def open_tables(store: StoreReader) -> Tables:
 
 
 def open_parts(store: MessageStore) -> Parts:
-    """Read the tables of a store that is open for writing, cut to where its queues end."""
+    """Read the tables of a store that is open for writing, and lower offsets to the ends of its queues."""
     _cut_with_queues(store)
     tables = open_tables(store)
     forget_ends(store.path, store.fs)
@@ -132,9 +132,9 @@ def open_parts(store: MessageStore) -> Parts:
 
 
 def _cut_with_queues(store: StoreReader) -> None:
-    """Shorten order info and broadcast offsets to the noted queue ends.
-    Offsets of delay levels from an earlier quick save are not loaded. This runs before group offsets are saved, which
-    voids the note."""
+    """Lower order info and broadcast offsets to the queue ends that a recovery has saved.
+    Offsets of delay levels from an earlier quick save are not loaded. This runs before group offsets are saved, after
+    which the saved ends are removed."""
     noted = load_ends(store.path, store.fs)
     if noted is None:
         return
@@ -150,13 +150,13 @@ def _cut_with_queues(store: StoreReader) -> None:
 def delete_group(parts: Parts, group: str) -> None:
     """Forget a group: settings, committed offsets and retries. It is on disk when this returns.
     Listeners of `parts.groups` drop deliveries in flight. Its dead letters stay. Raises GroupNotFoundError if it has
-    neither settings nor committed offsets, and what `OffsetTable.save` raises. Then the group is forgotten here, and on
-    disk with the next save."""
+    neither settings nor committed offsets. Raises the errors of `OffsetTable.save`, and then the group is forgotten in
+    memory, and on disk with the next save."""
     known = parts.groups.get(group) is not None
     if not known and group not in parts.offsets.groups():
-        raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
+        raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no committed offsets")
     if known:
         parts.groups.delete(group)
     parts.topics.delete_retries(group)
     parts.offsets.remove_group(group)
-    parts.offsets.save()  # otherwise a group of the same name would get these offsets after a crash, and skip messages
+    parts.offsets.save()  # else, after a crash, a new group of this name would get these offsets and skip messages

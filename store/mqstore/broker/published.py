@@ -1,23 +1,23 @@
 """Offsets that another process publishes in `config/spark/groups/` (spark#publish-group).
 
-A process that reads a store without owning it may not write `consumerOffset.json`. It leaves a file for each of its
-groups, and the owner adds them to its own offsets at its next save.
+A process that reads a store without owning it must not write `consumerOffset.json`. It writes a file for each of its
+groups, and the owner commits these offsets at its next save.
 
-    GROUP.json         {"version": 1, "group": GROUP, "offsets": {topic: {queue id: offset}}}, replaced whole
-    GROUP.json.tmp     being written; means nothing
+    GROUP.json         {"version": 1, "group": GROUP, "offsets": {topic: {queue id: offset}}}, always complete
+    GROUP.json.tmp     being written; ignored
     GROUP.json.taken   the owner is reading it
-    GROUP.json.corrupt did not decode: reported once, set aside, never fatal
+    GROUP.json.corrupt did not decode; reported once and moved aside
 
-    publish   tmp, synced            -> GROUP.json          the publisher
-    take      GROUP.json             -> GROUP.json.taken    the owner: read, and put among its offsets
-    settle    GROUP.json.taken removed                      the owner, after these were saved
+    publish   tmp, synced            -> GROUP.json          by the publisher
+    take      GROUP.json             -> GROUP.json.taken    by the owner, which reads and commits it
+    settle    GROUP.json.taken removed                      by the owner, after the offsets were saved
 
-So each file counts once, when it is taken, as a commit does: the last one wins, also backwards. An old file does not
-undo a later reset or removal. A crash between the last two steps leaves `.taken`. The next owner takes it once more,
-before its offsets can have changed. A newer file may come at any time, and replaces an older taken one, because each
-names all queues that its publisher reads. A group has one publisher.
+So each file is committed once, when it is taken: the last one wins, also backwards, and an old file does not undo a
+later reset or removal. A crash between the last two steps leaves `.taken`. The next owner takes it once more, before
+its offsets can have changed. A newer file replaces an older taken one, because each has all queues that its publisher
+reads. A group has one publisher.
 
-The folder is separate because other files in `config/spark/` have names that a group might have.
+The folder is separate because a group might have the name of another file in `config/spark/`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 
 
 class Published(NamedTuple):
-    """Content of a file: by (topic, queue id) the offset below which everything is consumed."""
+    """Content of a file: committed offsets by (topic, queue id)."""
 
     group: str
     offsets: dict[tuple[str, int], int]
@@ -50,10 +50,10 @@ class Published(NamedTuple):
 def publish(
     root: str | os.PathLike[str], group: str, offsets: Mapping[tuple[str, int], int], fs: FileSystem = REAL
 ) -> None:
-    """Leave the offsets of `group` for the owner of the store at `root`. Takes no lock.
-    The file is durable when this returns. The folder is made if necessary, with the permissions of `config` that the
+    """Write the offsets of `group` for the owner of the store at `root`. Takes no lock.
+    The file is durable when this returns. The folder is created if necessary, with the permissions of `config` that the
     umask allows. Raises ValueError for a group that cannot be the name of a file. After StoreIOError, StoreFullError or
-    PermissionError the file is as it was."""
+    PermissionError the file is unchanged."""
     if not _is_name(group):
         raise ValueError(f"group {group[:150]!r} cannot be the name of a file")
     table: dict[str, dict[str, int]] = {}
@@ -73,7 +73,7 @@ def publish(
 
 
 def _is_name(group: str) -> bool:
-    """Return True if a group's name can be a file's, endings included, and a key of the owner's offsets."""
+    """Return True if a group's name can be a file name, suffixes included, and a key of the owner's offsets."""
     return is_path_safe(group) and "@" not in group and len(group.encode()) <= 200
 
 
@@ -87,7 +87,7 @@ class PublishedFiles:
         self._first = True
         self._taken: list[str] = []
         self._reported: set[str] = set()
-        self._tell = report
+        self._on_problem = report
 
     def look(self) -> Iterator[Published]:
         """Yield the files that wait to be taken, older ones first. Changes nothing."""
@@ -109,7 +109,7 @@ class PublishedFiles:
                 try:
                     self._fs.replace(self._folder / name, self._folder / f"{name}.taken")
                 except OSError as error:
-                    self._report(f"{self._folder / name} cannot be taken, and is not counted: {error}")
+                    self._report(f"cannot rename {self._folder / name}, so its offsets are ignored: {error}")
                     continue
                 if f"{name}.taken" not in self._taken:
                     self._taken.append(f"{name}.taken")
@@ -130,7 +130,7 @@ class PublishedFiles:
             try:
                 self._fs.unlink(self._folder / name, missing_ok=True)
             except OSError as error:
-                self._report(f"{self._folder / name} cannot be removed; the next owner will count it again: {error}")
+                self._report(f"cannot remove {self._folder / name}; the next owner will commit it again: {error}")
         self._taken.clear()
         with suppress(OSError):
             self._fs.sync_directory(self._folder)
@@ -147,22 +147,22 @@ class PublishedFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            self._report(f"{self._folder} cannot be listed; progress published there is not counted: {error}")
+            self._report(f"cannot list {self._folder}, so published offsets are ignored: {error}")
             return []
 
     def _read(self, name: str) -> Published | None:
         try:
             return _decode(read_json(self._folder / name, self._fs), name.removesuffix(".taken"))
-        except FileNotFoundError:  # its owner has just settled it
+        except FileNotFoundError:  # the owner has just settled it
             return None
         except (OSError, ValueError) as error:
-            self._report(f"{self._folder / name} is damaged, and is not counted: {error}")
+            self._report(f"{self._folder / name} is damaged and ignored: {error}")
             return None
 
     def _report(self, problem: str) -> None:
         if problem not in self._reported:
             self._reported.add(problem)
-            self._tell(problem)
+            self._on_problem(problem)
 
 
 def _decode(data: bytes, name: str) -> Published:
@@ -170,9 +170,9 @@ def _decode(data: bytes, name: str) -> Published:
     value = decode_json(data)
     group, table = value.get("group"), value.get("offsets")
     if value.get("version") != 1 or not isinstance(group, str) or not isinstance(table, dict):
-        raise FormatError("no progress of a group, or of a version that this mqstore does not know", "json", 0)
+        raise FormatError("not the offsets of a group, or an unknown version", "json", 0)
     if f"{group}.json" != name or not _is_name(group):
-        raise FormatError(f"it says that it is of group {group[:150]!r}", "json", 0)
+        raise FormatError(f"it belongs to group {group[:150]!r}", "json", 0)
     offsets: dict[tuple[str, int], int] = {}
     for topic, queues in table.items():
         if not isinstance(queues, dict):
@@ -180,6 +180,6 @@ def _decode(data: bytes, name: str) -> Published:
         for text, offset in queues.items():
             good = text.isascii() and text.isdecimal() and len(text) < 10 and str(int(text)) == text
             if not good or type(offset) is not int or not 0 <= offset <= _OFFSET_MAX:
-                raise FormatError(f"{topic[:150]!r}, queue {text[:20]!r}: {offset!r:.80} is no offset", "json", 0)
+                raise FormatError(f"{topic[:150]!r}, queue {text[:20]!r}: {offset!r:.80} is not an offset", "json", 0)
             offsets[topic, int(text)] = offset
     return Published(group, offsets)

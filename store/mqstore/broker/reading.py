@@ -1,8 +1,8 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """Reads by offset, first positions and resets of groups (delivery#read, delivery#group-start).
 
-    may the group consume, may the topic be read, has it that queue?      else an error
-    is a reset pending?                                                   OFFSET_RESET, once
+    the group may not consume, the topic not be read, or no such queue    an error
+    a reset is pending                                                    OFFSET_RESET, once
     offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` set
     all other reads                                                       status of the store (delivery#read-status)
 
@@ -64,9 +64,9 @@ class Loss(NamedTuple):
 
     queue: QueueRef
     old: int
-    """First lost offset, or the group's offset if it was beyond the end."""
+    """First lost offset, or the group's offset if it was after the end."""
     new: int
-    """Next offset: behind the last lost one, or the end."""
+    """Next offset: after the last lost one, or the end."""
 
 
 class Fetched:
@@ -76,15 +76,15 @@ class Fetched:
 
     def __init__(self) -> None:
         self.times = self.messages = self.size = 0
-        """Number of reads that delivered, number of their messages, and their stored bytes."""
+        """Number of reads that delivered messages, number of these messages, and their stored bytes."""
         self.reads = self.took_ns = 0
-        """Number of all reads with messages, and their total time in ns."""
+        """Number of all reads that returned messages, and their total time in ns."""
         self.behind_bytes = self.behind_ms = 0
         """Distance of the last message from the log end in bytes, and its age in ms."""
 
 
 class Reads:
-    """Reads for clients. Thread-safe. An ordinary read takes only the lock that notes its end."""
+    """Reads for clients. Thread-safe. An ordinary read takes only locks that record its end and its counts."""
 
     def __init__(self, parts: Tables) -> None:
         self._store = parts.store
@@ -116,15 +116,15 @@ class Reads:
     ) -> ReadResult:
         """Return the messages of a queue from `offset` on that pass `filter`.
 
-        Limits are `max_messages` and `max_bytes` of records, but the first message may have any size. For a `group` its
-        permissions count, a pending reset is taken, the end of the read is noted, and delivered and lost messages are
-        counted. Messages are not counted as delivered without `delivers`, for callers that deliver them later, or
-        never. The group's retry topic passes an SQL filter unexamined (delivery#sql92).
+        Limits are `max_messages` and `max_bytes` of records, but the first message may have any size. With a `group`,
+        its permissions are checked, a pending reset is taken, the end of the read is recorded, and delivered and lost
+        messages are counted. Without `delivers` they are not counted as delivered, for callers that deliver them later,
+        or never. All messages of the group's retry topic pass an SQL filter (delivery#sql92).
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError (no such queue), StoreClosedError.
         """
         if max_messages < 1:
-            raise ConfigError(f"max_messages must be 1 or more, not {max_messages}")
+            raise ConfigError(f"max_messages must be at least 1, got {max_messages}")
         if group is not None:
             self._check_group(group, topic)
         self._check_queue(topic, queue_id)
@@ -142,7 +142,7 @@ class Reads:
                 took_ns = time.perf_counter_ns() - begin_ns
                 self._count(key, result.messages, took_ns, delivers=delivers)
             elif result.next_offset != offset:
-                moved_from = self._tell(key, offset, result)
+                moved_from = self._report_loss(key, offset, result)
                 if moved_from is not None and not delivers:
                     self.note_loss(key, moved_from, result.next_offset)
         self._offsets.note_pull(key, result.next_offset)
@@ -174,7 +174,7 @@ class Reads:
 
     def _check_group(self, group: str, topic: str) -> None:
         if not self._groups.need(group).consume_enable:
-            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
+            raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
 
@@ -203,9 +203,9 @@ class Reads:
         lost = low - max(offset, 0) if found.status == "OFFSET_TOO_SMALL" else 0
         return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
 
-    def _tell(self, key: QueueKey, offset: int, result: ReadResult) -> int | None:
+    def _report_loss(self, key: QueueKey, offset: int, result: ReadResult) -> int | None:
         """Count messages that the group lost, each once. Log an offset that the queue never had.
-        Returns the first lost offset, or that wrong one, or None."""
+        Returns the first lost offset, or the wrong offset, or None."""
         group, topic, queue_id = key
         if result.lost:
             with self._told_lock:  # several members may have the same old offset
@@ -227,7 +227,7 @@ class Reads:
             return first
         if offset > result.max_offset:
             _log.error(
-                "group %s is at %d of %s/%d, which ends at %d: it goes on from there",
+                "group %s is at %d of %s/%d, which ends at %d; it continues there",
                 group,
                 offset,
                 topic,
@@ -238,17 +238,17 @@ class Reads:
         return None
 
     def note_loss(self, key: QueueKey, old: int, new: int) -> None:
-        """Keep a loss for `take_losses`: a pop has no result for it, and calls nobody under its locks."""
+        """Keep a loss for `take_losses`, because a pop cannot return it, and must not call back under its locks."""
         queue = QueueRef(key.topic, key.queue_id)
         with self._told_lock:
             losses = self._losses.setdefault(key.group, deque(maxlen=_LOSSES_KEPT))
-            # A message in flight is noted as lost by itself.
+            # Losses of single messages in flight are reported one by one, so consecutive ones are joined.
             if losses and losses[-1].queue == queue and losses[-1].new == old < new:
                 old = losses.pop().old
             losses.append(Loss(queue, old, new))
 
     def take_losses(self, group: str) -> tuple[Loss, ...]:
-        """Return the messages that the group, by popping, lost since the last call."""
+        """Return the messages that a popping group has lost since the last call."""
         if group not in self._losses:
             return ()
         with self._told_lock:
@@ -277,17 +277,18 @@ class Reads:
         """Return the group's committed offset in a queue, or commit and return its first position.
 
         A group that is new in the topic begins at `start` (None: the group's own), in retry topics at the first
-        message. This is committed at once for every queue of the topic, so that retention knows of the group. It is
-        also on disk, unless it is the first message anyway: after a crash the start could be a later offset. In a queue
-        that was added later a group begins at the first message, because "latest" meant the end of the older queues.
+        message. This is committed at once for every queue of the topic, so that retention keeps the messages for the
+        group. It is also saved, because after a crash "latest" would be a later offset; only the first message need not
+        be saved. In a queue that was added later a group begins at the first message, because "latest" meant the end of
+        the older queues.
 
-        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError, and what `OffsetTable.save`
-        raises."""
+        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError, and the errors of
+        `OffsetTable.save`."""
         self._check_group(key.group, key.topic)
         self._check_queue(key.topic, key.queue_id)
         committed = self._offsets.committed(key)
         if committed is None:
-            with self._begin_lock:  # the second of two members that come at once takes the first one's offset
+            with self._begin_lock:  # so that two members that start at the same time get the same offset
                 committed = self._offsets.committed(key)
                 if committed is None:
                     committed = self._begin(key, self._groups.need(key.group).start if start is None else start)
@@ -301,7 +302,7 @@ class Reads:
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}
-        # A position that would differ after a crash is on disk before anyone relies on it.
+        # If the position could be another one after a crash, it must be on disk before a message is delivered.
         same = is_retry_topic(topic) or (start == "earliest" and self._groups.need(group).start == "earliest")
         self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
@@ -314,7 +315,7 @@ class Reads:
             return high
         if type(start) is int or isinstance(start, datetime):
             return self.offset_for_time(topic, queue_id, start)
-        raise ConfigError(f"start is 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
+        raise ConfigError(f"start must be 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
 
     def reset(
         self,
@@ -325,10 +326,10 @@ class Reads:
         on_reset: OnReset | None = None,
     ) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue, or all readable ones. Return the offsets set.
-        `to` is a word, a time or an offset (int). Members' commits are dropped until the next read or pop starts there
-        (delivery#reset). Nothing is reset if this raises TopicNotFoundError, GroupNotFoundError (no such group, and no
-        committed offset of one), ConfigError, also for a group that broadcasts, or OffsetOutOfRangeError for an offset
-        that some queue does not have."""
+        `to` is a word, a time or an offset (int). Commits of members are dropped until the next read or pop starts
+        there (delivery#reset). If this raises, nothing is reset: TopicNotFoundError, GroupNotFoundError (no such group,
+        and no committed offset of one), ConfigError, also for a group that broadcasts, or OffsetOutOfRangeError for an
+        offset that a queue does not have."""
         config = self._topics.need(topic)
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")
@@ -342,7 +343,7 @@ class Reads:
             target = to if type(to) is int else self._place(topic, each, to)
             if not low <= target <= high:
                 raise OffsetOutOfRangeError(
-                    f"queue {each} of {topic!r} has no offset {target} to start at; it goes from {low} to {high}",
+                    f"offset {target} of queue {each} of {topic!r} must be {low}..{high}",
                     low,
                     high,
                 )

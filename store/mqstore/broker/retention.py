@@ -1,25 +1,25 @@
 """Retention: delete only records that no group or mechanism still needs (delivery#retention-bound).
 
     topic                  oldest record needed
-    user, retry            at the smallest offset that any group committed; the first one if no group ever did
+    user, retry            at the smallest committed offset of any group, or the first one if there is none
     dead letters           at the queue's logical start, which replay, purge and expiry move
-    the engine's own       the pins of the mechanism that owns it (`pins`)
-    a body of a retry      within `Pin.reach` bytes in front of the first waiting record
+    system                 the pins of the mechanism that owns the topic (`pins`)
+    a body of a retry      within `Pin.reach` bytes before the first waiting record
     discarded half         none
 
 The bound is the smallest of these, with `unconsumed="drop"` only of the last three rows: the engine's undelivered
-messages are kept under every policy. The oldest pin and its group are shown, because they keep the disk full.
+messages are kept under every policy. Inspection shows the oldest pin and its group, because they keep the disk full.
 
 One message delayed by months must not keep all later ones:
 
     segment    0         1         2         3         4            5
-    holds      nothing   delayed   nothing   delayed   unconsumed   what the policy keeps
-               free      +---- dead but for these ---+ firm
+    needed     nothing   delayed   nothing   delayed   unconsumed   kept by the policy
+               free      +---- relocated ------------+ firm
 
-Every ten seconds, delayed messages in segments without other needed records are relocated to the log end (`Roller`),
-to wait for the same time. The copies may take at most half of the freed bytes. So each byte copied frees two, one of
-them for good. Messages are not moved in circles, and hold at most twice their size in the log, however many wait.
-Only a body that a waiting record refers to (`references.py`) is not counted. The first relocation copies it.
+Every ten seconds, delayed messages in segments without other needed records are relocated to the log end (`Roller`), to
+wait for the same time. The copies may take at most half of the freed bytes, so each copied byte frees two. So messages
+are not moved in circles, and take at most twice their size in the log, however many wait. Only a body that a waiting
+record refers to (`references.py`) is not counted. The first relocation copies it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096
 _ROLL_STEP = 500
-"""Number of messages relocated in one `run_once`: some milliseconds, then others have their turn."""
+"""Number of messages relocated in one `run_once`: some milliseconds, then other services get their turn."""
 
 
 def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> int | None:
-    """Return the physical offset of the first record at or behind `offset` of a queue, or None."""
+    """Return the physical offset of the first record at or after `offset` of a queue, or None."""
     while len(units := store.units(topic, queue_id, offset, _CHUNK_UNITS)):
         live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
         if len(live):
@@ -68,9 +68,9 @@ def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
 def worth_rolling(
     offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], before: int, segment_bytes: int
 ) -> int | None:
-    """Return the last segment boundary up to `before` that frees at least twice the copied bytes.
+    """Return the last segment boundary up to `before` that frees at least twice the copied bytes, or None.
 
-    Returns None without one. `offsets` and `sizes` are of waiting records below `before`, in any order.
+    `offsets` and `sizes` are those of waiting records below `before`, in any order.
 
     >>> one = np.array([10]), np.array([100])
     >>> worth_rolling(*one, 3000, 1000), worth_rolling(*one, 3000, 199), worth_rolling(*one, 180, 90)
@@ -88,7 +88,7 @@ def worth_rolling(
 
 class RetentionService(Mechanism):
     """Retention of a broker: the bound of deletion, and relocation.
-    A store that was given no policy gets the default one."""
+    A store without a policy gets the default one."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class RetentionService(Mechanism):
         self._roll_before: int | None = None
         """End offset of the running pass of relocation, or None."""
         self._rolled = 0
-        self._told: Pin | None = None
+        self._logged: Pin | None = None
         parts.store.room.bound = self.bound
         parts.store.default_retention = Retention()
 
     def oldest_pin(self) -> Pin | None:
-        """Return the pin that keeps the front of the log under the policy in force."""
+        """Return the pin that keeps the oldest segment under the current policy."""
         return oldest_of(self._pins(self._parts.config.retention or Retention()))
 
     def _pins(self, policy: Retention) -> Iterator[Pin]:
@@ -121,23 +121,23 @@ class RetentionService(Mechanism):
 
     def bound(self, policy: Retention) -> int:
         """Return the smallest physical offset that is still needed, by the state on disk.
-        A commit in memory may rest on a copy (a retry, a dead letter) that a power cut would remove. Then the original
-        is the only one."""
+        A commit in memory may depend on a copy (a retry, a dead letter) that a power cut would remove. Then only the
+        original would be left."""
         end = self._parts.store.max_offset
         pin = self._parts.road.references.oldest(lambda: self._pins(policy))
-        # After the pins were read: the changes that moved them are on disk before anything is deleted.
+        # After the pins were read, so that the changes that moved them are on disk before a segment is deleted.
         self._parts.store.flush()
         self._parts.offsets.save()
         if pin is None:
             return end
-        if self._told is None or pin[1:] != self._told[1:]:
+        if self._logged is None or pin[1:] != self._logged[1:]:
             _log.info("the log is kept from %d on for %s/%d %s: %s", pin.kept_from, *pin[1:5])
-        self._told = pin
+        self._logged = pin
         return pin.kept_from
 
     def run_once(self, now_ms: int) -> int | None:
-        """Look for records to relocate every ten seconds, and relocate some of them. The store cleans by itself.
-        Raises what a put raises. The next run tries again."""
+        """Search for records to relocate every ten seconds, and relocate some. The store deletes segments itself.
+        Raises the errors of a put, and the next run tries again."""
         if now_ms >= self._due_ms or now_ms < self._due_ms - _INTERVAL_MS:
             self._due_ms = now_ms + _INTERVAL_MS
             if self._roll_before is None:
@@ -161,13 +161,13 @@ class RetentionService(Mechanism):
         if movable >= before:
             return None
         found = [roller.waiting_below(before) for roller in self._rollers]
-        # A message whose record is gone still holds the log, and costs nothing. It counts as the first record left.
+        # A waiting message whose record is gone still pins the log. It counts as the first existing record.
         offsets = np.maximum(np.concatenate([offsets for offsets, _ in found]), parts.store.min_offset)
         sizes = np.concatenate([sizes for _, sizes in found])
         return worth_rolling(offsets, sizes, before, segment_bytes) if len(offsets) else None
 
     def _roll_some(self, now_ms: int) -> bool:
-        """Run one step of a pass. Return True if there may be more to do."""
+        """Relocate some messages. Return True if there may be more."""
         before = self._roll_before
         if before is None:
             return False
@@ -180,8 +180,8 @@ class RetentionService(Mechanism):
             return True
         if self._rolled:
             _log.info(
-                "%s: %d messages that wait for their time were put again at the end of the log, so that what lies "
-                "before %d can go",
+                "%s: %d waiting messages were relocated to the end of the log, so that segments before %d can be "
+                "deleted",
                 self._parts.store.path,
                 self._rolled,
                 before,
@@ -190,4 +190,4 @@ class RetentionService(Mechanism):
         return False
 
     def close(self) -> None:
-        self._parts.store.room.bound = lambda policy: 0  # the flusher still runs, and must not delete what is needed
+        self._parts.store.room.bound = lambda policy: 0  # the flusher still runs, and must not delete needed segments

@@ -15,9 +15,9 @@ The limits and delays are in delivery#groups and delivery#backoff.
     1ST_POP_TIME           a group that pops        its dead letters are replayed into its retry topic of pop
 
 The copy is in the log before the caller settles the original. So a crash between the two makes a second copy, and never
-loses the only one. Nor does a power cut, because the settlement is written behind the copy, or flushes the log first.
+loses the only one. Nor does a power cut, because the settlement is written after the copy, or flushes the log first.
 Only `send_back` waits for the disk, as a put does, because its caller has no other copy. For the same reason it is not
-idempotent. A copy that waits may refer to its body in place of having it (`references.py`).
+idempotent. A waiting copy may refer to its body instead of having it (`references.py`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _DISPENSABLE: Final = (
     RETRY_TOPIC,
     DELAY,
 )
-"""Properties that a dead letter may lose if its own fill the record, the least important first."""
+"""Properties that a dead letter may lose if the message's own fill the record, the least important first."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _MAX_TIMES: Final = 0x7FFF_FFFF
 
@@ -115,10 +115,10 @@ class Retries:
         See delivery#send-back. `delay_level` 0 means the group's policy, > 0 that level, < 0 a dead letter now.
         `delay_ms` replaces a level. `max_reconsume` replaces the group's limit, and may be 0. `attempts` is the number
         of attempts that have ended, and the copy's `reconsume_times`. None means one more than the message's. `reason`
-        is the label of a dead letter. `durability` is that of the copy, as of any put. Returns the receipt of the
-        stored copy, for a delayed copy in the topic where it waits.
+        is that of a dead letter. `durability` is that of the copy. Returns the receipt of the stored copy, for a
+        delayed copy in the topic where it waits.
         Raises, with nothing written, ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
-        LookupError (no readable message there), and what a put raises."""
+        LookupError (no readable message there), and the errors of a put."""
         self._check_arguments(delay_level, delay_ms, max_reconsume, attempts)
         parts = self._parts
         config = parts.groups.need(group)
@@ -143,7 +143,7 @@ class Retries:
                 message, topic, queue_id, properties, refers=True, reconsume_times=times, durability=durability
             )
         except InvalidMessageError as error:
-            # The message's properties leave no room for the marks of a retry. A later try would fail, too.
+            # A later try would fail, too, because the properties leave no room for those of a retry.
             reason = f"cannot be retried: {error}"
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
@@ -163,12 +163,12 @@ class Retries:
     ) -> SendReceipt:
         """Put a copy of `message` into `%DLQ%group`, which is created with 1 queue, readable and writable.
 
-        `origin_topic` is the topic that the group popped it from. None means that the group does not pop: the origin is
-        its RETRY_TOPIC, else the topic it was sent to. `reconsume_times` is that of the copy, the number of deliveries.
-        None means one more than the message's, and for a message that waited in a topic of the engine the message's.
-        `durability` None is the store's. `reason` is cut to 1024 bytes. It and other marks are left out if the
-        message's own properties leave no room, because additions must not prevent the copy. Raises NotPermittedError if
-        the topic was made unwritable, and what a put raises."""
+        `origin_topic` is the topic from which the group popped it. None means that the group does not pop: the origin
+        is its RETRY_TOPIC, or else the topic it was sent to. `reconsume_times` is that of the copy, the number of
+        deliveries. None means one more than the message's, or the message's if it waited in a system topic.
+        `durability` None is the store's. `reason` is cut to 1024 bytes. It and other additions are left out if the
+        message's own properties leave no room, because they must not prevent the copy. Raises NotPermittedError if the
+        topic is not writable, and the errors of a put."""
         topic = dlq_topic(group)
         queue_id = self._queue_of(topic, 1)
         properties = self._marked(message, group, origin_topic)
@@ -188,7 +188,7 @@ class Retries:
             reconsume_times = times if is_system_topic(message.topic) else _next(times)
         try:
             receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
-        except InvalidMessageError:  # not the properties but the record is too long
+        except InvalidMessageError:  # the whole record is too long
             _shed(properties, 0)
             receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
         self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
@@ -204,7 +204,7 @@ class Retries:
         durability: Durability | None,
     ) -> SendReceipt:
         message = message._whole()
-        return self._parts.road.append(  # not `copy`, which would add an origin again for which there is no room
+        return self._parts.road.append(  # not `copy`, which would add an origin although there may be no room
             topic,
             queue_id,
             bytes(message.body_view),
@@ -221,27 +221,27 @@ class Retries:
         self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None
     ) -> None:
         if delay_ms is not None and delay_level != 0:
-            raise ConfigError(f"delay_level={delay_level} and delay_ms={delay_ms}: give one of them")
+            raise ConfigError(f"delay_level={delay_level} and delay_ms={delay_ms}: give only one")
         if delay_ms is not None and not 0 <= delay_ms <= self._max_delay_ms:
-            raise ConfigError(f"delay_ms must lie in 0..{self._max_delay_ms} (max_delay), not {delay_ms}")
+            raise ConfigError(f"delay_ms must be 0..{self._max_delay_ms} (max_delay), got {delay_ms}")
         if max_reconsume is not None and not 0 <= max_reconsume <= _MAX_TIMES:
-            raise ConfigError(f"max_reconsume must lie in 0..{_MAX_TIMES}, not {max_reconsume}")
+            raise ConfigError(f"max_reconsume must be 0..{_MAX_TIMES}, got {max_reconsume}")
         if attempts is not None and not 1 <= attempts <= _MAX_TIMES:
-            raise ConfigError(f"attempts must lie in 1..{_MAX_TIMES}, not {attempts}")
+            raise ConfigError(f"attempts must be 1..{_MAX_TIMES}, got {attempts}")
 
     def _queue_of(self, topic: str, queues: int) -> int:
-        """Return a queue of `topic` to write to. A missing topic is created with `queues` of them."""
+        """Return a queue of `topic` to write to. A missing topic is created with this number of `queues`."""
         config = self._parts.topics.ensure(topic, queues)
         if not config.writable:
             raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
-        # An altered topic may have fewer queues, and messages beyond its read queues are never read.
+        # An altered topic may have fewer queues, and a message in a queue that is not read would be lost.
         there = min(queues, config.read_queues, config.write_queues)
         return random.randrange(there) if there > 1 else 0
 
     def _marked(self, message: Message, group: str, origin_topic: str | None) -> dict[str, str]:
         """Return the properties of a copy: the message's with its origin, without those of this delivery."""
         properties = message.stored_properties()
-        if origin_topic is None:  # a delayed message that never arrived is in a topic of the engine
+        if origin_topic is None:  # an undelivered delayed message is in a system topic
             origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
             origin_topic = origin_topic or popped_topic(group, message.topic)
         for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
@@ -252,7 +252,7 @@ class Retries:
         return properties
 
     def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
-        """Write the delay, if possible as a level, because levels need no wheel."""
+        """Set the delay, if possible as a level, because levels need no timer."""
         if delay_ms is not None and delay_ms in self._levels_ms:
             level, delay_ms = self._levels_ms.index(delay_ms) + 1, None
         if level > 0:
@@ -262,7 +262,7 @@ class Retries:
 
 
 def origin_topic(message: Message, group: str) -> str:
-    """Return the topic in which `group` was sent a message that may now be in its retry topic."""
+    """Return the topic from which `group` first received a message that may now be in its retry topic."""
     topic = message.topic
     if not is_retry_topic(topic):
         return topic
@@ -275,7 +275,7 @@ def _next(times: int) -> int:
 
 
 def _key(message: Message, group: str) -> str:
-    """Return the key of failure counts: the original topic, however often the message was redelivered."""
+    """Return the key of failure counts, which has the original topic even after several redeliveries."""
     properties = message.stored_properties()
     origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
     return f"{properties.get(RETRY_TOPIC) or origin or popped_topic(group, message.topic)}@{group}"
@@ -283,8 +283,8 @@ def _key(message: Message, group: str) -> str:
 
 def _why(delay_level: int, attempts: int, limit: int) -> str:
     if delay_level < 0:
-        return "given up by its consumer"
-    return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else " and nothing retries")
+        return "rejected by its consumer"
+    return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else ", no retry queues")
 
 
 def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:
@@ -293,7 +293,7 @@ def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str 
     if ORIGIN_MESSAGE_ID in properties:
         properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
     properties.pop(DLQ_REASON, None)
-    # A traceback has line ends, a user's text any characters: properties hold no separators or lone surrogates.
+    # A reason may have any characters, but properties must not contain separators or lone surrogates.
     plain = reason.translate(_CONTROLS).encode("utf-8", "replace")[:DLQ_REASON_BYTES].decode("utf-8", "ignore").strip()
     if plain:
         properties[DLQ_REASON] = plain

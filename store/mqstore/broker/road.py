@@ -1,4 +1,4 @@
-"""Road: the only entry to the log, for every message (delivery#put-path).
+"""Router: the only entry to the log, for every message (delivery#put-path).
 
     a user's put        -> queue by id, message group or turn -> \\
     retry, dead letter, commit, delivery of a delayed message ->  route -> log
@@ -7,8 +7,8 @@
               TIMER_DELIVER_MS ... rmq_sys_wheel_timer, queue 0        for `timer.py`
               else                 its own topic and queue
 
-REAL_TOPIC and REAL_QID of a diverted record are its own topic and queue. A service that restores it removes the delay
-first, or it would be diverted again.
+REAL_TOPIC and REAL_QID of a delayed record are its own topic and queue. A service that restores it must remove the
+delay first, or it would be delayed again.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class SendOptions(PutOptions, total=False):
     """Options of a put: those of `MessageStore.put`, delays, and `compressed`.
 
     At most one of `message_group`, `delay`, `deliver_at` and `delay_level` may be given. A message group chooses the
-    queue, so it excludes `queue_id`. With `compressed` the body is
-    already a zlib stream, and readers get it inflated.
+    queue, so it excludes `queue_id`. `compressed` says that the body is already a zlib stream. Readers get it inflated.
 
     >>> import mqstore, tempfile
     >>> options: SendOptions = {"tag": "paid", "message_group": "customer-7"}
@@ -88,7 +87,7 @@ class SendOptions(PutOptions, total=False):
 
 class DelayedReceipt(SendReceipt):
     """Receipt of the waiting copy of a delayed message, with the handle that cancels it.
-    Behind the items of a `SendReceipt` it has the topic and the time. The handle is made of these when it is read."""
+    After the items of a `SendReceipt` it has the topic and the time, from which the handle is made on request."""
 
     __slots__ = ()
 
@@ -102,7 +101,7 @@ _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
 
 class Road(Sending):
-    """Entry of all messages, with the changes that a delay requires."""
+    """Router of all messages to their topics, or to the topics of delayed messages."""
 
     def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
         self._store = store
@@ -137,7 +136,7 @@ class Road(Sending):
         """Append one message to `queue_id`, the queue of its `message_group`, or the next one in turn.
         `delay` (seconds) and `deliver_at` (aware datetime, or seconds since the epoch) delay it, and the receipt has a
         `recall_handle`. `delay_level` delays it by a level of the table. Raises InvalidMessageError,
-        TopicNotFoundError, NotPermittedError, and what `MessageStore.put` raises."""
+        TopicNotFoundError, NotPermittedError, and the errors of `MessageStore.put`."""
         config = self._topics.for_send(topic)
         group = options.get("message_group")
         if queue_id is None:
@@ -149,8 +148,8 @@ class Road(Sending):
             raise InvalidMessageError("message_group chooses the queue: leave out queue_id", "message_group")
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
-                f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
-                f"the queues of {topic!r}",
+                f"queue_id must be 0..{max(config.write_queues, config.read_queues) - 1}, the queues of {topic!r}, "
+                f"got {queue_id!r}",
                 "queue_id",
             )
         if not options:
@@ -163,7 +162,7 @@ class Road(Sending):
         check_integer(flag, 32, "flag")
         compressed = options.get("compressed")
         if compressed not in _COMPRESSED:
-            raise InvalidMessageError(f"compressed {compressed!r}: a body is compressed by 'zlib' or not", "compressed")
+            raise InvalidMessageError(f"compressed must be 'zlib' or None, got {compressed!r}", "compressed")
         body = flat_body(body)
         self._writer.check_room(len(body))
         return self.append(
@@ -185,7 +184,7 @@ class Road(Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> SendReceipts:
-        """Append many messages as `Broker.put_many` does. Raises what `MessageStore.put_many` raises."""
+        """Append many messages (see `Broker.put_many`). Raises the errors of `MessageStore.put_many`."""
         if options:
             refuse_options(options)
         config = self._topics.for_send(topic)
@@ -203,8 +202,8 @@ class Road(Sending):
         origin: Message | None = None,
         **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append a record with all fields, reserved properties included, where it belongs now (`route`).
-        If it waits there, it may refer to the body of `origin`, which has the same."""
+        """Append a record with all fields, reserved properties included, to the topic chosen by `route`.
+        If it waits there, it may refer to the body of `origin`, which has the same body."""
         where, at, stored = self.route(topic, queue_id, properties, options.get("sys_flag", 0))
         receipt = None
         if origin is not None and where != topic:
@@ -227,9 +226,9 @@ class Road(Sending):
     ) -> SendReceipt:
         """Append a copy of `message` elsewhere, with its stored body and birth, and these properties.
         `options` replace fields of the message. A message without a unique key gets its first address as
-        ORIGIN_MESSAGE_ID, so that its copies are known as one. This does not wait for the disk, because the original
-        still exists. A caller that removes the original flushes first. If it `refers`, a copy that waits may have a
-        reference in place of the body. Raises FormatError if the message has one, and its body cannot be read."""
+        ORIGIN_MESSAGE_ID, which identifies all its copies. This does not wait for the disk, because the original still
+        exists. A caller that removes the original must flush first. With `refers`, a waiting copy may have a reference
+        instead of the body. Raises FormatError if the message has a reference, and its body cannot be read."""
         origin, message = message if refers else None, message._whole()
         if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
             properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
@@ -238,7 +237,7 @@ class Road(Sending):
 
     def home(self, message: Message, topic: str, queue_id: int) -> int | None:
         """Return the queue of `topic` for a message that waited for `queue_id`.
-        If there is no such queue now, the message goes to another, as if it were put again. None: the topic was deleted
+        If this queue no longer exists, another is chosen, as if the message were put again. None: the topic was deleted
         meanwhile."""
         if message.physical_offset < self._store.deleted_at(topic):
             return None
@@ -256,7 +255,7 @@ class Road(Sending):
         return _queues_read(self._topics.entered(topic))
 
     def copy_many(self, copies: Sequence[Copy], attempts: int = 0) -> int:
-        """Append copies of many messages that may not be delayed once more. Return how many, at least 1.
+        """Append copies of many messages, which must not have a delay. Return how many, at least 1.
         It stores the first of `copies` that fit together, with `attempts` added to their `reconsume_times`. If it
         raises, for the first copy, it stores none."""
         return self._store.copy_many(_identified(copies), attempts)
@@ -264,7 +263,7 @@ class Road(Sending):
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
     ) -> tuple[str, int, Mapping[str, str]]:
-        """Return (topic, queue id, properties) of a record as it is stored now (delivery#level-put)."""
+        """Return (topic, queue id, properties) with which to store a record (delivery#level-put)."""
         if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
             return topic, queue_id, properties
         delayed = delay_route(
@@ -277,7 +276,7 @@ class Road(Sending):
 
 
 def _queues_read(config: TopicConfig | None) -> int:
-    """Return the number of queues that are read. A topic without an entry gets queues as messages come."""
+    """Return the number of queues that are read. A topic without an entry may get any queue."""
     return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
 
 
@@ -286,7 +285,7 @@ _UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + b"|".join(_IDENTITIES) + rb")[^\x02]")
 
 
 def _identified(copies: Sequence[Copy]) -> list[Copy]:
-    """Return `copies` with properties by which all copies of a message are known as one."""
+    """Return `copies` with a property that identifies all copies of a message."""
     known: list[Copy] = []
     if kernel is not None and type(copies) is list:
         known = kernel.identify(copies, _IDENTITIES, _IDENTITIES[1])
@@ -300,7 +299,7 @@ def _identified(copies: Sequence[Copy]) -> list[Copy]:
 
 
 _AsyncPut = tuple[Future[SendReceipt], Callable[[], SendReceipt], bool]
-"""A future, the put that makes its receipt, and True if it waits for the disk."""
+"""A future, the put that returns its receipt, and True if it waits for the disk."""
 
 
 def _taken(items: deque[Item]) -> Iterator[Item]:
@@ -311,10 +310,10 @@ def _taken(items: deque[Item]) -> Iterator[Item]:
 
 
 class AsyncPuts:
-    """Futures of receipts whose records are stored and not yet synced, or not yet stored.
-    An event loop must not wait for a sync, nor a signal handler for the call that it interrupted. They pass their
-    records on and get futures. One thread, started with the first of them, does the rest. Signal handlers may put at
-    any time, so no lock is taken."""
+    """Futures of receipts whose records are not yet synced, or not yet stored.
+    An event loop must not wait for a sync, nor a signal handler for the call that it interrupted. They get futures, and
+    one thread, started with the first future, does the rest. Signal handlers may put at any time, so no lock is
+    taken."""
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
@@ -336,7 +335,7 @@ class AsyncPuts:
         return future
 
     def _put(self, wanted: _AsyncPut, *, again: bool = False) -> bool:
-        """Make a put, or with `again` leave it for later if the store is busy. Return True if something remains."""
+        """Make a put, or with `again` postpone it if the store is busy. Return True if work remains for the thread."""
         future, put, synced = wanted
         try:
             receipt = put()
@@ -360,7 +359,7 @@ class AsyncPuts:
             self._threads.append(start_thread(self, self._bell, "async-put"))
 
     def step(self) -> float | None:
-        """Put what has to be put again, and sync what waits, in the thread (`mqstore.threads`) or while closing."""
+        """Repeat postponed puts, and sync waiting ones, in the thread (`mqstore.threads`) or while closing."""
         for wanted in _taken(self._later):
             self._put(wanted)
         if batch := [*_taken(self._waiting)]:
@@ -378,10 +377,10 @@ class AsyncPuts:
         return math.inf
 
     def close(self) -> None:
-        """Finish what waits. Later calls of `put` do it themselves."""
+        """Finish waiting puts. Later calls of `put` finish theirs at once."""
         self._closed = True
         self._bell.ring()
         for thread in self._threads:
-            if thread is not threading.current_thread():  # else a callback calls this
+            if thread is not threading.current_thread():  # a callback may call `close`
                 thread.join()
-        self.step()  # what the threads have not taken
+        self.step()  # for puts that the threads have not taken

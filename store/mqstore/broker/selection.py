@@ -55,17 +55,17 @@ def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np
     """
     if buckets.size and int(buckets.min()) < 1:
         raise ValueError("there must be at least one bucket for each")
-    state = states.astype(np.int64).view(np.uint64)  # of a copy: the 64 bits of a signed hash
+    state = states.astype(np.int64).view(np.uint64)  # `astype` copies, so `states` is not changed
     result = np.zeros(len(state), np.int64)
     active = np.arange(len(state))
     while len(active):
-        now = state[active] * np.uint64(2862933555777941757) + np.uint64(1)  # wraps, as it should
+        now = state[active] * np.uint64(2862933555777941757) + np.uint64(1)  # modulo 2**64
         state[active] = now
         high = (now >> np.uint64(33)).astype(np.int64)
         following = ((result[active] + 1) / ((high + 1) / 2**31)).astype(np.int64)
-        going_on = (high != _I31_MAX) & (following < buckets[active])
-        active = active[going_on]
-        result[active] = following[going_on]
+        continues = (high != _I31_MAX) & (following < buckets[active])
+        active = active[continues]
+        result[active] = following[continues]
     return result
 
 
@@ -132,18 +132,18 @@ def group_queue(message_group: str, queues: int, how: GroupHash = "jump") -> int
 
 def java_selector_queue(argument: str, queues: int) -> int:
     """Return the queue of the selector `SelectMessageQueueByHash` of 4.x clients.
-    For producers that replace one. Raises ValueError without queues.
+    For producers that replace such a client. Raises ValueError without queues.
 
     >>> java_selector_queue("order-1", 8)
     6
     """
     if queues < 1:
         raise ValueError(f"there must be at least one queue, not {queues}")
-    return abs(java_hash(argument)) % queues  # Java's remainder keeps the sign and abs comes last: the same number
+    return abs(java_hash(argument)) % queues  # Java takes abs of the remainder, which is the same number
 
 
 class RoundRobin:
-    """Queue choice for messages without a group: a counter a topic, shared by all threads.
+    """Queue choice for messages without a group: a counter for each topic, shared by all threads.
     It starts at a random number, so that many short processes that put one message each do not all fill queue 0."""
 
     __slots__ = ("_lock", "counters")
@@ -153,7 +153,7 @@ class RoundRobin:
         self._lock = Lock()
 
     def forget(self, topic: str) -> None:
-        """Begin with a new number at the next message of a topic that was changed or deleted."""
+        """Start with a new random number at the next message of a topic that was changed or deleted."""
         self.counters.pop(topic, None)
 
     def next(self, topic: str, queues: int) -> int:
@@ -162,5 +162,5 @@ class RoundRobin:
         if counter is None:
             with self._lock:
                 counter = self.counters.setdefault(topic, itertools.count(random.getrandbits(31)))
-        # No lock: a step of a count is atomic, and every put needs one.
+        # No lock, because a step of `itertools.count` is atomic, and every put takes one.
         return next(counter) % queues

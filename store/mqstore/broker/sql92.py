@@ -62,8 +62,8 @@ class Expression:
 
     def matches(self, properties: Mapping[str, str]) -> bool:
         """Return True if the expression is True for these properties, not for False, NULL or an error.
-        Errors are logged as they double in number (the 1st, 2nd, 4th, 8th, ...): a filter that fails on every message
-        would fill the log."""
+        Only the 1st, 2nd, 4th, 8th, ... error is logged, because a filter that fails on every message would fill the
+        log."""
         try:
             return self._run(properties) is True
         except EvaluationError as error:
@@ -95,7 +95,7 @@ def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
 
 
 class Kind(Enum):
-    """Type of an operand's values besides NULL. `NULL`: it never has another value."""
+    """Type of an operand's values other than NULL. `NULL` means that it is always NULL."""
 
     NULL = auto()
     BOOL = auto()
@@ -198,7 +198,7 @@ def _property(at: int, name: str) -> Node:
 
 
 def _property_as_truth(name: str) -> Run:
-    """Return a function: False if the property is there, whatever its value, else NULL."""
+    """Return a function that returns False if the property exists, or else NULL."""
     return lambda properties: None if properties.get(name) is None else False
 
 
@@ -386,7 +386,7 @@ class _Parser:
         if text.startswith("--", token.at):
             hint = "a comment after -- ends with a line end"
         found = "the filter ends" if token.kind == "end" else f"found {token.text[:80]!r}"
-        return self._error(token.at, f"{found} where {wanted} is expected", hint)
+        return self._error(token.at, f"expected {wanted}, but {found}", hint)
 
     # -- rules ------------------------------------------------------------------------------------------------------
 
@@ -549,7 +549,7 @@ class _Parser:
             low_key, high_key = _KEYS[low.kind, high.kind]
             if low_key(low.value) > high_key(high.value):
                 raise self._error(
-                    low.at, f"nothing lies between {low.value} and {high.value}", "put the lower one first"
+                    low.at, f"no value is between {low.value} and {high.value}", "put the lower one first"
                 )
         return self._over(value.at, _between(value, low, high, negated=negated), value, low, high)
 

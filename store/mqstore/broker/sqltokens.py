@@ -1,4 +1,4 @@
-"""Tokens of SQL92 filters, errors that point at a place of the text, numbers as Java reads them (delivery#sql92).
+"""Tokens of SQL92 filters, errors with a position in the text, and numbers parsed like in Java (delivery#sql92).
 
 RocketMQ's SQL92 filters parse properties by `Integer.parseInt`, `Long.parseLong` and `Double.parseDouble`, and compare
 doubles by `Double.compareTo`, which puts -0.0 below 0.0 and NaN above all. All of it was checked against a JVM.
@@ -28,7 +28,7 @@ __all__ = [
 
 class Token(NamedTuple):
     """Token of an SQL92 filter.
-    `kind` is a keyword in capitals, an operator as written, or one of name, float, integer, string, end."""
+    `kind` is an upper-case keyword, an operator, or one of name, float, integer, string, end."""
 
     kind: str
     text: str
@@ -40,7 +40,7 @@ _KEYWORDS = frozenset(
 )
 _BLANKS = re.compile(r"[ \t\n\r\f]*")
 _LINE_COMMENT = re.compile(r"--[^\n\r]*(?:\r\n|\n|\r)")
-# The longest match wins, so floats stand before the integers that they start with.
+# Floats come before integers, because the first alternative that matches wins.
 _TOKEN = re.compile(
     r"""(?P<name>    [A-Za-z_$][A-Za-z0-9_$]* )
       | (?P<float>   [0-9]+\.[0-9]*(?:[eE][+-]?[0-9]+)? | \.[0-9]+(?:[eE][+-]?[0-9]+)? | [0-9]+[eE][+-]?[0-9]+ )
@@ -49,14 +49,14 @@ _TOKEN = re.compile(
       | (?P<sign>    <> | >= | <= | [=<>+\-(),] )""",
     re.VERBOSE,
 )
-_NO_ARITHMETIC = "there is no arithmetic, and a property name has letters, digits, _ and $ only"
+_NO_ARITHMETIC = "arithmetic is not supported, and a property name has letters, digits, _ and $ only"
 HINTS = {
     "=": "equal is written =",
-    "(": "there are no functions",
+    "(": "functions are not supported",
     "!": "not equal is written <>",
-    '"': "strings stand in single quotes",
+    '"': "strings need single quotes",
     ".": "a property name has letters, digits, _ and $ only",
-    "LIKE": "there is no LIKE; use CONTAINS, STARTSWITH or ENDSWITH",
+    "LIKE": "LIKE is not supported; use CONTAINS, STARTSWITH or ENDSWITH",
     "&": "use AND",
     "|": "use OR",
     ";": "leave it out",
@@ -70,7 +70,7 @@ def _columns(text: str) -> int:
 
 
 def error_at(text: str, at: int, problem: str, hint: str | None = None) -> FilterError:
-    """Return an error with `problem`, the line of `text` at `at`, and a caret below the place."""
+    """Return an error with `problem`, the line of `text` at `at`, and a caret below that position."""
     before = re.split(r"\r\n|\n|\r", text[:at])
     first, line = at - len(before[-1]), len(before)
     last = re.compile(r"[\r\n]|\Z").search(text, at).start()  # type: ignore[union-attr]  # \Z is found at least
@@ -88,7 +88,7 @@ class Lexer:
     def __init__(self, text: str) -> None:
         self.text = text
         self._at = 0
-        # A `--` without a line end behind it is two minus signs. The last line end is found once, for all of them.
+        # A `--` without a later line end is two minus signs, so the position of the last line end is needed.
         self._last_line_end = max(text.rfind("\n"), text.rfind("\r"))
 
     def _skip(self) -> None:
@@ -126,7 +126,7 @@ class Lexer:
         return Token(kind, word, at)
 
 
-# Integer.parseInt accepts what Character.digit knows: decimal digits of the BMP, no space, no fraction.
+# Integer.parseInt accepts all decimal digits of the BMP, but no space and no fraction.
 _INTEGER = re.compile(r"[+-]?(?:(?![^\0-\uffff])\d)+")
 # Written so that no run of digits can be split in two ways: a failure costs one pass, not one pass per digit.
 _DOUBLE = re.compile(
@@ -151,21 +151,21 @@ def _parse_integer(text: str, bits: int) -> int:
 
 
 def parse_int(text: str) -> int:
-    """Return what `Integer.parseInt` returns. Raises ValueError where it fails."""
+    """Parse like `Integer.parseInt`. Raises ValueError."""
     if len(text) < 10 and text.isascii() and text.isdigit():
         return int(text)
     return _parse_integer(text, 32)
 
 
 def parse_long(text: str) -> int:
-    """Return what `Long.parseLong` returns. Raises ValueError where it fails."""
+    """Parse like `Long.parseLong`. Raises ValueError."""
     if len(text) < 19 and text.isascii() and text.isdigit():
         return int(text)
     return _parse_integer(text, 64)
 
 
 def parse_double(text: str) -> float:
-    """Return what `Double.parseDouble` returns. Raises ValueError where it fails.
+    """Parse like `Double.parseDouble`. Raises ValueError.
     Blanks around the number, `NaN`, `Infinity`, hex floats and a type suffix are allowed."""
     text = text.strip(JAVA_BLANKS)
     match = _DOUBLE.fullmatch(text)
@@ -175,7 +175,7 @@ def parse_double(text: str) -> float:
         return float(text.rstrip("fFdD"))
     try:
         return float.fromhex(text.rstrip("fFdD"))
-    except OverflowError:  # for which Java, and Python for decimals, return Infinity
+    except OverflowError:  # Java returns Infinity, as Python does for decimals
         return -math.inf if text[0] == "-" else math.inf
 
 

@@ -10,14 +10,14 @@ found      nowhere; it has consume queues     read = write = highest queue id + 
                                               only, until `alter` or `ensure` enters it or it is deleted
 =========  =================================  ==========================================================================
 
-    unknown --create, ensure, for_send--> entered --delete--> unknown, its messages out of reach
+    unknown --create, ensure, for_send--> entered --delete--> unknown, its messages are hidden
     found --alter, ensure--> entered;  found --delete--> unknown
 
 Deletion first removes the messages (`MessageStore.delete_topics`), then offsets, then the entry. A crash in between
-leaves an empty topic, or offsets in an unknown one. It can be deleted again.
+leaves an empty topic, or offsets in an unknown one, which can be deleted again.
 
-A put costs one dict look-up here: `_sendable` holds only the topics that any user may send to. The store is never asked
-under the table's lock, because it may dispatch meanwhile, and call waiters.
+A put costs one dict look-up here: `_sendable` has only topics that users may send to. The store is never called under
+the table's lock, because it may dispatch, and call waiters.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class TopicConfig:
 
     name: str
     read_queues: int = 4
-    """Readers see queues 0..read_queues-1."""
+    """Consumers read queues 0..read_queues-1."""
     write_queues: int = 4
-    """Senders choose among queues 0..write_queues-1."""
+    """Producers write to queues 0..write_queues-1."""
     perm: int = PERM_READ | PERM_WRITE
     """Sum of 4 (readable), 2 (writable) and 1 (RocketMQ's template for others)."""
     order: bool = False
-    """Advice to clients."""
+    """Hint for clients that the order of queues matters. No effect here."""
     attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
     unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
     """Members of the file's entry that have no effect here. They are written back."""
@@ -114,15 +114,15 @@ class TopicConfig:
         """Read an entry of `topics.json`. Raises ValueError for a value of the wrong type."""
         known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
         if not all(type(value) is str for value in known["attributes"].values()):
-            raise ValueError(f"attributes must be texts, not {known['attributes']!r:.80}")
+            raise ValueError(f"attributes must be strings, not {known['attributes']!r:.80}")
         unknown = {key: value for key, value in entry.items() if key not in _MEMBERS and key != "topicName"}
         return cls(name, **known, unknown=unknown)
 
 
 class TopicTable:
-    """All topics of a store. Thread-safe. A look-up of a known topic takes no lock.
-    A change is saved before it counts: if a method raises, nothing changed. The functions in `on_change` are called
-    with the name of a created, changed or deleted topic. They run in the thread that changed it, without a lock."""
+    """Table of all topics of a store. Thread-safe. A look-up of a known topic takes no lock.
+    A change is saved before it takes effect: if a method raises, nothing changed. The functions in `on_change` are
+    called with the name of a created, changed or deleted topic, in the thread that changed it, without a lock."""
 
     def __init__(self, store: StoreReader, offsets: OffsetTable) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
@@ -130,9 +130,8 @@ class TopicTable:
         self.group_names: Callable[[], Collection[str]] = tuple
         """Function that returns every known group. Set by the owner of the groups."""
         self.in_order: list[Callable[[str, str], bool]] = []
-        """Functions that return True if a group relies on the order of a topic: `alter` calls them.
-        They get (group, topic) of a group with committed offsets. One True is enough. Every group of a FIFO topic
-        relies on it."""
+        """Functions called by `alter` that return True if a group relies on the order of a topic.
+        They get (group, topic) of a group with committed offsets. Every group of a FIFO topic relies on it anyway."""
         self._store = store
         self._clock = store.clock
         self._offsets = offsets
@@ -170,7 +169,7 @@ class TopicTable:
         """Return the topic that a user sends to, and create it if necessary (delivery#auto-create).
         Raises NotPermittedError for a system or retry topic and for a topic that is not writable. Raises
         TopicNotFoundError for an unknown one if `auto_create_topics` is off, InvalidMessageError for an invalid name,
-        and what `create` raises."""
+        and the errors of `create`."""
         return self._sendable.get(name) or self._admit(name)
 
     def names(self, system: bool = False) -> list[str]:
@@ -189,7 +188,7 @@ class TopicTable:
         return list(self._file.problems)
 
     def _find(self, name: str) -> TopicConfig | None:
-        known = self._known  # first: if the table changes meanwhile, the result goes into the old one
+        known = self._known  # first, so that the result of an outdated look-up is added to the old dict
         config = known.get(name) or self._found(name)
         if config is not None:
             known[name] = config
@@ -207,17 +206,15 @@ class TopicTable:
         if not isinstance(name, str):
             raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
         if is_system_topic(name):
-            raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
+            raise NotPermittedError(f"topic {name!r} is a system topic; choose another name")
         if is_retry_topic(name):
-            raise NotPermittedError(
-                f"topic {name!r} holds what a group has again; Broker.send_back puts a message of another topic there"
-            )
+            raise NotPermittedError(f"topic {name!r} is a retry topic; only Broker.send_back puts messages there")
         sendable = self._sendable  # first, as in _find
         config = self.get(name) or self._create_to_send(name)
         if not config.writable:
             raise NotPermittedError(f"topic {name!r} may not be written to (perm {config.perm}); alter it to 6")
         if config.write_queues < 1:  # only a file can have this
-            raise NotPermittedError(f"topic {name!r} has {config.write_queues} queues to write to; alter write_queues")
+            raise NotPermittedError(f"topic {name!r} has {config.write_queues} queues to write; increase write_queues")
         sendable[name] = config
         return config
 
@@ -232,14 +229,14 @@ class TopicTable:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def ensure(self, name: str, queues: int = 1) -> TopicConfig:
-        """Return the topic `name` of the engine itself. A missing one is created with `queues` queues.
-        Raises InvalidMessageError for a name that cannot be a path, and what `create` raises."""
+        """Return a topic for the engine's own use. A missing one is created with `queues` queues.
+        Raises InvalidMessageError for a name that cannot be a path, and the errors of `create`."""
         config = self._entered.get(name)
         if config is not None:
             return config
         if not is_path_safe(name) or "@" in name:
             raise InvalidMessageError(
-                f"topic {name[:300]!r}: a topic is 1 to 255 bytes without '@', '/', controls", "topic"
+                f"topic {name[:300]!r} must be 1 to 255 bytes without '@', '/' and control characters", "topic"
             )
         return self._enter_if_absent(TopicConfig(name, queues, queues), grow=True)
 
@@ -254,12 +251,12 @@ class TopicTable:
         message_type: str | None = None,
         exist_ok: bool = True,
     ) -> TopicConfig:
-        """Create a topic. An existing one is returned unchanged with `exist_ok`, else it is an error.
+        """Create a topic. With `exist_ok` an existing one is returned unchanged, otherwise it is an error.
 
         `queues` (default: `default_queues`) replaces a missing `read_queues` or `write_queues`. `message_type` is one
         of `MESSAGE_TYPES`. Raises ConfigError for an existing topic, a count outside 1..16,384, and an invalid `perm`
-        or message type. Raises InvalidMessageError for a bad name, NotPermittedError for a system topic, StoreFullError
-        and StoreIOError if it cannot be saved."""
+        or message type. Raises InvalidMessageError for an invalid name, NotPermittedError for a system topic,
+        StoreFullError and StoreIOError if it cannot be saved."""
         check_user_topic(name)
         count = self._default_queues if queues is None else queues
         config = TopicConfig(
@@ -284,13 +281,13 @@ class TopicTable:
         message_type: str | None = None,
         force: bool = False,
     ) -> TopicConfig:
-        """Change the given settings. `queues` counts for reading and writing as in `create`.
+        """Change the given settings. `queues` sets both numbers of queues, as in `create`.
 
-        Take queues from writers first, let them drain, and only then take them from readers. Without `force` a change
-        that would hide messages in such queues is a ConfigError. So is another number of write queues while a group
-        that relies on order has committed offsets in the topic, because message groups would move to other queues.
-        Raises TopicNotFoundError without such a topic, NotPermittedError for a system topic, and what `create` raises.
-        """
+        To remove queues, first lower `write_queues`, wait until the queues are drained, and then lower `read_queues`.
+        Without `force` a change that would hide messages in such queues is a ConfigError. So is another number of write
+        queues while a group that relies on order has committed offsets in the topic, because message groups would move
+        to other queues. Raises TopicNotFoundError without such a topic, NotPermittedError for a system topic, and the
+        errors of `create`."""
         self._refuse_system(name, "altered")
         given: dict[str, Any] = {
             "read_queues": queues if read_queues is None else read_queues,
@@ -307,27 +304,28 @@ class TopicTable:
                 self._refuse_hiding(old, new)
                 self._refuse_moving(old, new)
             with self._lock:
-                if self._known.get(name) is old:  # otherwise it changed while we asked the store
+                if self._known.get(name) is old:  # else another thread has changed it: check again
                     self._write({**self._entered, name: new})
                     break
-        self._tell(name)
+        self._notify(name)
         return new
 
     def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a topic, its messages, all groups' offsets in it, and its pop retry topics.
 
-        Disk space is freed as segments are dropped. A message that is put meanwhile may create the topic again, with
+        Disk space is freed as segments are deleted. A message that is put meanwhile may create the topic again, with
         only itself. Raises TopicNotFoundError, NotPermittedError for a system topic, and without `force` ConfigError
-        while a group has committed offsets in it. If it cannot be saved, raises what `MessageStore.delete_topics`,
-        `OffsetTable.save` and `create` raise. The topic may then be empty, and can be deleted again."""
+        while a group has committed offsets in it. If it cannot be saved, raises the errors of
+        `MessageStore.delete_topics`, `OffsetTable.save` and `create`. The topic may then be empty, and can be deleted
+        again."""
         self._refuse_system(name, "deleted")
         groups = self._offsets.groups_of(name)
         if not groups:
             self.need(name)
         elif not force:
             raise ConfigError(
-                f"topic {name!r} is consumed by {', '.join(sorted(groups))}; deleting it takes `force`, "
-                f"and what they have not consumed is lost"
+                f"topic {name!r} is consumed by {', '.join(sorted(groups))}; `force` deletes it, and messages that "
+                f"they have not consumed are lost"
             )
         known = self.group_names()
 
@@ -340,8 +338,8 @@ class TopicTable:
         self._remove([name, *retries])
 
     def delete_retries(self, group: str) -> None:
-        """Delete the retry topics of a deleted group. Raises what `delete` raises.
-        Its dead letters stay, and topics that may be another group's."""
+        """Delete the retry topics of a deleted group. Raises the errors of `delete`.
+        Its dead letters stay, and topics that may belong to another group."""
         known = {*self.group_names(), group}
 
         def of_this(rest: str) -> bool:
@@ -353,9 +351,8 @@ class TopicTable:
         self._remove([each for each in self.names() if each.startswith(own) and of_this(each[len(RETRY_PREFIX) :])])
 
     def _owners(self, name: str, groups: Collection[str]) -> set[tuple[str, str | None]]:
-        """Return (group, topic) of the owners whose retries `%RETRY%name` may hold (delivery#pop-queues).
-        The group `name` has topic None. In version 1 of pop, owners are also a group and a topic whose names meet at a
-        `_`."""
+        """Return (group, topic) of the owners whose retries may be in `%RETRY%name` (delivery#pop-queues).
+        The group `name` has topic None. In version 1 of pop, `name` may also be a group and a topic joined by `_`."""
         owners: set[tuple[str, str | None]] = {(name, None)} if name in groups else set()
         at = name.find("_")
         while at > 0:
@@ -371,23 +368,23 @@ class TopicTable:
         self._offsets.remove_topics(names)
         with self._lock:
             self._write({key: value for key, value in self._entered.items() if key not in names})
-        for gone in names:
-            self._tell(gone)
+        for deleted in names:
+            self._notify(deleted)
 
     def _refuse_system(self, name: str, what: str) -> None:
         if is_system_topic(name):
-            raise NotPermittedError(f"topic {name!r} belongs to the engine; it cannot be {what}")
+            raise NotPermittedError(f"topic {name!r} is a system topic and cannot be {what}")
 
     def _refuse_hiding(self, old: TopicConfig, new: TopicConfig) -> None:
         reason = None
         if new.write_queues > new.read_queues:
             reason = f"messages in queues {new.read_queues}..{new.write_queues - 1} would be written and never read"
         elif new.read_queues < old.write_queues and new.read_queues < old.read_queues:
-            reason = f"senders still use queues up to {old.write_queues - 1}; lower write_queues first, then drain"
+            reason = f"producers still write to queues up to {old.write_queues - 1}; lower write_queues first"
         elif hidden := [q for q in range(new.read_queues, old.read_queues) if self._undrained(new.name, q)]:
-            reason = f"queues {', '.join(map(str, hidden[:8]))} hold messages that not every group has consumed"
+            reason = f"queues {', '.join(map(str, hidden[:8]))} have messages that not every group has consumed"
         if reason is not None:
-            raise ConfigError(f"topic {new.name!r}: {reason}; `force` does it all the same")
+            raise ConfigError(f"topic {new.name!r}: {reason}; `force` does it anyway")
 
     def _refuse_moving(self, old: TopicConfig, new: TopicConfig) -> None:
         if new.write_queues == old.write_queues:
@@ -397,8 +394,8 @@ class TopicTable:
         ordered = sorted(group for group in groups if fifo or any(asks(group, new.name) for asks in self.in_order))
         if ordered:
             raise ConfigError(
-                f"topic {new.name!r} is consumed in order by {', '.join(ordered[:8])}: with another number of write "
-                f"queues message groups go on in other queues; `force` does it all the same"
+                f"topic {new.name!r} is consumed in order by {', '.join(ordered[:8])}, but with another number of "
+                f"queues message groups move to other queues; `force` does it anyway"
             )
 
     def _undrained(self, name: str, queue_id: int) -> bool:
@@ -413,8 +410,8 @@ class TopicTable:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def _enter_if_absent(self, config: TopicConfig, *, exist_ok: bool = True, grow: bool = False) -> TopicConfig:
-        """Enter `config` unless its topic exists. Return the topic's configuration.
-        With `grow` a topic that was only found is entered, too, with no fewer queues than it has."""
+        """Add `config` unless its topic exists. Return the topic's configuration.
+        With `grow` a topic without an entry is added, too, with no fewer queues than it has."""
         name = config.name
         present = self.get(name)
         if grow and present is not None:
@@ -425,24 +422,24 @@ class TopicTable:
             if present is None:
                 self._write({**self._entered, name: config})
         if present is None:
-            self._tell(name)
+            self._notify(name)
             return config
         if not exist_ok:
             raise ConfigError(f"topic {name!r} exists already; alter it")
         return present
 
     def _write(self, entered: dict[str, TopicConfig]) -> None:
-        """Replace the table by `entered`, first on disk, then here."""
+        """Replace the table by `entered`, first on disk, then in memory."""
         version = self._version.next(self._clock.now_ms())
         table = self._foreign | self._encoded.of(entered)
         self._file.save({"dataVersion": version.as_json(), "topicConfigTable": table})
-        # New dicts replace the old ones: a look-up sees the table before or after, and found topics are found again. In
-        # this order, because a look-up first takes the dict that it fills, and then reads the ones before it.
+        # New dicts replace the old ones, so that a look-up sees the table either before or after the change. In this
+        # order, because a look-up first takes the dict that it fills, and then reads the ones set before it.
         self._version, self._entered = version, entered
         self._known = dict(entered)
         self._sendable = {}
 
-    def _tell(self, name: str) -> None:
+    def _notify(self, name: str) -> None:
         for function in list(self.on_change):
             function(name)
 
@@ -455,21 +452,21 @@ class TopicTable:
             else:
                 self._foreign[name] = entry
                 self._file.report(
-                    f"{self._file.path}: {name[:300]!r} cannot be a topic; its entry is not used, but kept"
+                    f"{self._file.path}: {name[:300]!r} cannot be a topic; its entry is kept, but ignored"
                 )
         self._known = dict(self._entered)
 
 
 def _check_wish(new: TopicConfig, old: TopicConfig | None = None) -> None:
-    """Raise ConfigError unless `new` may be requested. Values that `old` has may stay."""
+    """Raise ConfigError if `new` has an invalid value that `old` does not have."""
     for name in ("read_queues", "write_queues"):
         value = getattr(new, name)
         if type(value) is not int or (not 1 <= value <= QUEUES_MAX and value != getattr(old, name, None)):
-            raise ConfigError(f"topic {new.name!r}: {name} must lie in 1..{QUEUES_MAX}, not {value!r}")
+            raise ConfigError(f"topic {new.name!r}: {name} must be 1..{QUEUES_MAX}, got {value!r}")
     if type(new.order) is not bool:
         raise ConfigError(f"topic {new.name!r}: order must be True or False, not {new.order!r}")
     if type(new.perm) is not int or (not 0 <= new.perm <= _PERM_MAX and new.perm != getattr(old, "perm", None)):
-        raise ConfigError(f"topic {new.name!r}: perm is 4 (read) + 2 (write) + 1 (inherit), not {new.perm!r}")
+        raise ConfigError(f"topic {new.name!r}: perm must be 4 (read) + 2 (write) + 1 (inherit), got {new.perm!r}")
 
 
 def _attributes(old: Mapping[str, str], message_type: str | None) -> Mapping[str, str]:
@@ -481,7 +478,7 @@ def _attributes(old: Mapping[str, str], message_type: str | None) -> Mapping[str
 
 
 def check_topics(value: dict[str, Any]) -> None:
-    """Raise ValueError unless every entry is an object with members of the right types."""
+    """Raise ValueError if an entry is not an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for name, entry in entries(value, "topicConfigTable"):
         TopicConfig.from_json(name, entry)

@@ -5,23 +5,23 @@ The clients' side is in clients#transaction.
                                                                           __transactionId__ = UNIQ_KEY
     commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
     rollback   an op, written before `end` returns
-    op         notes that a half is done (`OpLog`). Those of commits are collected
+    op         record of ended halves (`OpLog`). Those of commits are collected
 
-    open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
+    open --commit, rollback--> ended          the same end again has the same result; another: TransactionStateError
       |  ^
-      |  +- unknown, an exception, nobody to ask
+      |  +- unknown, an exception, or no callback
       +--- after 6 s (or the message's immunity), then every 30 s: its producer's group is asked
       +--- asked 15 times, or older than retention keeps: copied to TRANS_CHECK_MAX_TIME_TOPIC, done
 
-The two topics are the state. At open the table is built from them: the halves from one committed offset on
-(`CID_RMQ_SYS_TRANS`) that no op names from the other on. Both offsets only pass what is done. After a crash:
+The two topics are the state. At open the table is built from them: the halves after one committed offset
+(`CID_RMQ_SYS_TRANS`) that are in no op after the other. Both offsets pass only ended halves. After a crash:
 
     lost with the process           then
     an op of a commit               the commit's copy is found by its key and its half's address: not committed twice
-    the count of checks             begins at 0, because another producer gave no answer; age still ends it
+    the count of checks             starts at 0, because another producer gave no answer; age still ends it
 
-Half messages do not pass the road. A timer takes effect at the commit, and a delay level is refused. Times are the
-store's own, because producers' clocks differ. Callbacks run in the thread of `run_once`, outside all locks. A slow
+Half messages are not routed. A timer takes effect at the commit, and a delay level is refused. Times are those of the
+store's clock, because producers' clocks differ. Callbacks run in the thread of `run_once`, outside all locks. A slow
 producer answers None and calls `end` later. Lock order: one half's lock, then the table's or those of the ops.
 """
 
@@ -71,17 +71,17 @@ _log = logging.getLogger("mqstore")
 
 _IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000
-"""Number of ms after an opening in which producers may return for a check."""
+"""Number of ms after opening in which producers may return for a check."""
 CHECKS_MAX: Final = 15
 _CHECKS_A_RUN: Final = 32
-"""Number of callbacks before other mechanisms get their turn."""
+"""Number of callbacks before other services get their turn."""
 _QUEUE: Final = 0
 
 Outcome = Literal["commit", "rollback", "unknown"]
 
 
 class NotAsked(Enum):
-    """Answer of a check callback that found nobody to ask. The check then does not count."""
+    """Answer of a check callback without a producer to ask. The check then does not count."""
 
     NOT_ASKED = "not asked"
 
@@ -91,10 +91,9 @@ CheckCallback = Callable[[Message], bool | NotAsked | None]
 
 
 class Transactions(Mechanism):
-    """Half messages of a store: begin, end, check.
+    """Transactions of a store: begin, end, check.
 
-    The class is long because all three change one table of open halves. `halves` has the table, and the notes
-    in the log.
+    The class is long because all three change one table of open halves, which is in `halves`.
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
@@ -139,19 +138,19 @@ class Transactions(Mechanism):
         ]
         if nowhere:
             _log.error(
-                "%s: %d half messages do not say where they go and are passed over, the first at %d",
+                "%s: %d half messages have no valid target and are skipped, the first at %d",
                 self._store.path,
                 len(nowhere),
                 nowhere[0],
             )
 
     def _span(self, topic: str) -> tuple[int, int]:
-        """Return (committed offset, end) of one of the two queues. The offset is within the queue."""
+        """Return (committed offset, end) of one of the two queues. The offset is between the queue's bounds."""
         low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
         return max(low, min(high, self._parts.offsets.committed(QueueKey(TRANS_GROUP, topic, _QUEUE)) or 0)), high
 
     def _recover(self, message: Message, done: set[int]) -> bool:
-        """Add a half from the log. Return False if its target is not known."""
+        """Add a half from the log. Return False if its target is unknown."""
         properties = message.stored_properties()
         before = number_of(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
         if before is not None and before in done:
@@ -187,14 +186,14 @@ class Transactions(Mechanism):
         durability: Durability | None = None,
     ) -> TransactionHandle:
         """Store a message that is invisible until `end(handle, "commit")`.
-        `unique_key` is the transaction's id. Without one it gets a new one. `immunity` is the number of seconds, at
-        least 6, before its producer's group is first asked about it. After that time only an answer to such a check may
-        end it. Raises what `Road.put` and `prepare` raise."""
+        `unique_key` is the transaction's id, by default a new one. `immunity` is the number of seconds, at least 6,
+        before its producer's group is first asked about it. After that time only an answer to such a check may end it.
+        Raises the errors of `Road.put` and `prepare`."""
         stored = user_properties(tag, keys, properties, unique_key)
         if immunity is not None:
             wait_s = seconds(immunity, "immunity")
             if wait_s > _IMMUNITY_MAX_S:
-                raise ConfigError(f"immunity is {wait_s:g} s; a year is the most")
+                raise ConfigError(f"immunity must be at most a year, got {wait_s:g} s")
             stored[CHECK_IMMUNITY_TIME_IN_SECONDS] = str(max(1, round(wait_s)))
         return self.prepare(
             topic, body, stored, producer_group=producer_group, queue_id=queue_id, flag=flag, durability=durability
@@ -214,18 +213,18 @@ class Transactions(Mechanism):
     ) -> TransactionHandle:
         """Store a half message with stored properties, reserved ones included. See `begin`.
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
-        the topic does not have, and a producer group without a name. If it raises FlushTimeoutError, the half is stored
-        and rolled back, or its producer group is asked. The caller must not run the transaction's work."""
+        the topic does not have, and an empty producer group. If it raises FlushTimeoutError, the half is stored and
+        rolled back, or its producer group will be asked. The caller must not run the transaction's work."""
         if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:
-            raise InvalidMessageError("a transaction needs a producer group, which is asked about it", "producer_group")
+            raise InvalidMessageError("a transaction needs a producer group for checks", "producer_group")
         config = self._parts.topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
-                f"queue_id {queue_id!r} does not lie in 0..{config.write_queues - 1}, the queues of {topic!r}",
+                f"queue_id must be 0..{config.write_queues - 1}, the queues of {topic!r}, got {queue_id!r}",
                 "queue_id",
             )
         identity = properties.get(UNIQ_KEY) or new_unique_key()
@@ -236,7 +235,7 @@ class Transactions(Mechanism):
             PGROUP: producer_group,
             TRANSACTION_ID: identity,
         }
-        # This refuses now what it would refuse at commit, when a timer adds its own properties.
+        # Checked now, because a commit, at which a timer adds its own properties, must not fail.
         _, _, visible = self._parts.road.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
         _check_room(visible)
         stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
@@ -267,7 +266,7 @@ class Transactions(Mechanism):
             self._halves.enter(identity, half)
         self._due_at(half.next_ms)
         if late is not None:
-            with suppress(MQStoreError):  # nothing can be written now: its producer group is asked
+            with suppress(MQStoreError):  # if even this cannot be written, a check will end the transaction
                 self.end(handle, "rollback", from_check=True, durability="append")
             raise late
         return handle
@@ -286,12 +285,12 @@ class Transactions(Mechanism):
 
         Returns the receipt of the visible message. It is None for a rollback, and for a commit of an earlier process.
         On return either outcome is as durable as a put. The same end again returns the same, and writes nothing. Raises
-        ConfigError for another outcome. Raises InvalidMessageError (field "transaction_id") for a transaction never
-        seen, or one that ended before the last 20,000. Raises TransactionStateError for one that ended the other way or
-        whose immunity is over, and LookupError if its record was damaged. Raises what a put raises. Then it is still
-        open, but after FlushTimeoutError it has ended, of unknown durability."""
+        ConfigError for another outcome. Raises InvalidMessageError (field "transaction_id") for an unknown transaction,
+        or one that ended before the last 20,000. Raises TransactionStateError for one with another outcome or whose
+        immunity is over, and LookupError if its record was damaged. Raises the errors of a put. Then it is still open,
+        but after FlushTimeoutError it has ended, of unknown durability."""
         if outcome not in ("commit", "rollback", "unknown"):
-            raise ConfigError(f"a transaction ends with 'commit' or 'rollback' ('unknown': not yet), not {outcome!r}")
+            raise ConfigError(f"outcome must be 'commit', 'rollback' or 'unknown', got {outcome!r}")
         if outcome == "unknown":
             return None
         half = self._halves.find(transaction)
@@ -309,11 +308,11 @@ class Transactions(Mechanism):
                 self._end(half, outcome)
             elif half.ended != outcome:
                 raise TransactionStateError(
-                    f"transaction {half.handle.transaction_id!r} ended already: {half.ended}", half.ended
+                    f"transaction {half.handle.transaction_id!r} has already ended with {half.ended}", half.ended
                 )
         if late is not None:
             raise late
-        if outcome == "rollback":  # a commit has waited for its copy
+        if outcome == "rollback":  # only then, because a commit has waited for its copy
             durability = durability or self._store.durability
         if durability == "flush":
             self._store.flush()
@@ -323,21 +322,21 @@ class Transactions(Mechanism):
         age_ms = self._clock.now_ms() - half.stored_ms
         if half.immunity_ms is not None and age_ms > half.immunity_ms:
             raise TransactionStateError(
-                f"transaction {half.handle.transaction_id!r} is {age_ms} ms old, its immunity of {half.immunity_ms} ms "
-                "is over: it ends by the answer to a check",
+                f"transaction {half.handle.transaction_id!r} is {age_ms} ms old, so its immunity of {half.immunity_ms} "
+                "ms is over, and only the answer to a check can end it",
                 None,
             )
 
     def _commit(self, half: Half, durability: Durability | None) -> FlushTimeoutError | None:
-        """Put the visible message. Return the error of a put whose durability is unknown, else None."""
+        """Put the visible message. Return the error of a put whose durability is unknown, or None."""
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
         queue_id = self._parts.road.home(message, half.handle.topic, int(properties.pop(REAL_QID)))
         if queue_id is None:
             self._end(half, "discard")
             raise TransactionStateError(
-                f"transaction {half.handle.transaction_id!r} has nowhere to go: topic {half.handle.topic!r} was "
-                "deleted since it began",
+                f"transaction {half.handle.transaction_id!r} is discarded, because topic {half.handle.topic!r} was "
+                "deleted",
                 "discard",
             )
         for name in (REAL_TOPIC, TRAN_PREPARED_QUEUE_OFFSET, TRANSACTION_CHECK_TIMES):
@@ -359,7 +358,7 @@ class Transactions(Mechanism):
         return None
 
     def _committed_before(self, half: Half) -> bool:
-        """Return True if the log has this half's commit without an op: the process ended between the two."""
+        """Return True if the log has this half's commit, but no op, because the process ended between the two."""
         for topic in (half.handle.topic, TIMER_TOPIC):
             for message in self._store.find(topic, unique_key=half.handle.transaction_id, limit=sys.maxsize):
                 if (
@@ -371,15 +370,15 @@ class Transactions(Mechanism):
         return False
 
     def _end(self, half: Half, outcome: Ended) -> None:
-        """Note that a half has ended, and collect its op. Never fails, because the decision is final.
-        The op of a rollback is written already: nothing else in the log shows it."""
+        """Record that a half has ended, and collect its op. Never fails, because the decision is final.
+        The op of a rollback is written before this, because nothing else in the log shows the rollback."""
         self._halves.end(half, outcome)
         self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
         if outcome != "rollback" and self._ops.add(half.handle.offset):
             try:
                 self._ops.write()
-            except MQStoreError as error:  # it has ended anyway; `run_once` writes them when it can
-                _log.warning("%s: ops of transactions are not written yet: %s", self._store.path, error)
+            except MQStoreError as error:  # not raised, because the half has ended; `run_once` writes the ops later
+                _log.warning("%s: cannot write ops of transactions yet (%s)", self._store.path, error)
         due_ms = self._ops.due_ms
         if due_ms is not None:
             self._due_at(due_ms)
@@ -387,12 +386,12 @@ class Transactions(Mechanism):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def on_check(self, producer_group: str | None, callback: CheckCallback | None) -> None:
-        """Set the callback that is asked about a producer group's open transactions.
+        """Set the callback for checks of a producer group's open transactions.
 
-        Group None: every group without its own callback. `callback` None removes the present one. A callback gets the
-        half message (its topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown.
+        Group None means every group without its own callback. `callback` None removes the current one. A callback gets
+        the half message (its topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown.
         NOT_ASKED means unknown, and does not count as one of the 15 checks. An error is logged and counts as None.
-        Halves that waited for a callback are due at once. Raises StoreClosedError if no check will follow."""
+        Halves that waited for a callback are due at once. Raises StoreClosedError if the store is closed."""
         if callback is not None:
             self._store.check_open()
         with self._lock:
@@ -421,9 +420,9 @@ class Transactions(Mechanism):
         group = half.handle.producer_group
         callback = self._callbacks.get(group) or self._callbacks.get(None)
         if half.checks >= CHECKS_MAX:
-            self._give_up(half, message, f"its producers were asked {half.checks} times and never knew")
+            self._give_up(half, message, f"its outcome was unknown in all {half.checks} checks")
             return
-        # A half of any age is checked once, and after a stop its producers have some time to return for that.
+        # A half of any age is checked once. After a restart its producers get some time to return for that.
         age_ms = now_ms - half.stored_ms
         too_old = self._age_ms is not None and age_ms > self._age_ms
         asked = half.checks > 0
@@ -443,14 +442,14 @@ class Transactions(Mechanism):
             try:
                 self.end(half.handle, "commit" if answer else "rollback", from_check=True)
             except TransactionStateError as error:
-                _log.warning("%s: an answer came late: %s", self._store.path, error)
+                _log.warning("%s: the answer to a check came too late (%s)", self._store.path, error)
         elif answer is not NOT_ASKED:
             half.checks += 1
         elif too_old and now_ms - self._opened_ms >= _RETURN_MS:
-            self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old, and nobody can be asked")
+            self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old, and there is no producer to ask")
 
     def _give_up(self, half: Half, message: Message | None, why: str) -> None:
-        """Move a half to a topic in which it is never checked, but an operator can find it."""
+        """Move a half to a topic where an operator can find it and it is never checked."""
         with half.lock:
             if half.ended is not None:
                 return
@@ -471,7 +470,7 @@ class Transactions(Mechanism):
                 )
             self._end(half, "discard")
         _log.error(
-            "%s: transaction %r of group %r for topic %r is given up: %s%s",
+            "%s: transaction %r of group %r for topic %r is discarded, %s%s",
             self._store.path,
             half.handle.transaction_id,
             half.handle.producer_group,
@@ -491,7 +490,7 @@ class Transactions(Mechanism):
         if due_ms is not None and not due_ms - OP_EVERY_MS <= now_ms < due_ms:
             self._ops.write()
         for half in self._halves.due(now_ms, _CHECKS_A_RUN):
-            if half.ended is None:  # otherwise the check of another one has ended it
+            if half.ended is None:  # the callback of another half may have ended it
                 half.next_ms = now_ms + CHECK_EVERY_MS
                 self._check(half, now_ms)
         self._note_progress()
@@ -500,8 +499,8 @@ class Transactions(Mechanism):
         return self._promised_ms
 
     def _note_progress(self) -> None:
-        """Move the two committed offsets over halves and ops that are done.
-        A half is done when its op is only collected, because nobody reads it again, so its op is not needed."""
+        """Move the two committed offsets past halves and ops that are done.
+        A half is done even if its op is only collected, because an offset past the half makes the op unnecessary."""
         bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
         if bounds is None:
             return
@@ -557,4 +556,4 @@ def _check_room(properties: Mapping[str, str]) -> None:
     """Raise InvalidMessageError if a timer's properties would fit a half message, but not its commit."""
     room = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
     if TIMER_OUT_MS in properties and (size := len(encode_properties(properties))) > room:
-        raise InvalidMessageError(f"with those of its timer the properties take {size} bytes, of {room}", "properties")
+        raise InvalidMessageError(f"properties with the timer's take {size} bytes, at most {room}", "properties")

@@ -2,11 +2,11 @@
 
     digits  bytes  what
          2      1  version, 01
-        12      6  node: RocketMQ takes the network card's address. Ours is random, drawn once a process, because
+        12      6  node: RocketMQ takes the network card's address. mqstore draws a random one for each process, because
                    containers share addresses and process ids. Its multicast bit is set, as RFC 9562 requires
          4      2  process id, low bytes
-         8      4  seconds since 2021-01-01 UTC, low bytes: the wall clock when the process began, and then the
-                   monotonic one, so that a clock set back does not repeat old keys
+         8      4  seconds since 2021-01-01 UTC, low bytes: wall clock at the start of the process, plus monotonic
+                   time, so that a clock set back does not repeat old keys
          8      4  sequence number, from a random start, one more each time
         34     17  upper-case hexadecimal digits
 
@@ -41,7 +41,7 @@ class UniqueKeys:
         self.reseed()
 
     def reseed(self) -> None:
-        """Draw a new node and a new sequence, as a new process would."""
+        """Draw a new node and a new sequence, as for a new process."""
         node = int.from_bytes(secrets.token_bytes(6), "big") | _MULTICAST
         self._prefix = f"01{node:012X}{os.getpid() & 0xFFFF:04X}"
         self._origin_ms = self._clock.now_ms() - _EPOCH_MS - self._clock.monotonic_ms()
@@ -54,7 +54,7 @@ class UniqueKeys:
 
 
 PROCESS_KEYS = UniqueKeys()
-"""Unique keys that this process makes."""
+"""Generator of this process's unique keys."""
 os.register_at_fork(after_in_child=PROCESS_KEYS.reseed)
 
 new_unique_key = PROCESS_KEYS.new

@@ -3,24 +3,24 @@
 
     (topic, queue id | -1) -> bucket(group, filter) -> waiters, oldest first        -1: any queue of the topic
 
-    register --> look again --> parked --+-- a unit >= its offset may pass its filter ----> fired, True
-                     |                   +-- units were passed over, 5 s have gone by ----> fired, True (read on)
+    register --> check again -> parked --+-- a unit >= its offset may pass its filter ----> fired, True
+                     |                   +-- 5 s after units that the filter refused -----> fired, True (read on)
                      |                   +-- deadline, or the engine closes --------------> fired, False
-                     +-- there already: fired, True
-                                         +-- `remove_waiter` -----------------------------> gone, never fired
+                     +-- a message is there: fired, True
+                                         +-- `remove_waiter` -----------------------------> removed, never fired
 
-In this order nothing is missed. The second look sees units that became visible before it, and later units find the
+In this order nothing is missed: the second check sees units that became visible before it, and later units find the
 waiter in its bucket. A waiter is fired exactly once. Buckets have two kinds of waiters:
 
-    group None      readers with their own offset, or none: each one is woken that a unit concerns
+    group None      readers with their own offset, or none: each reader is woken for which a unit may be of interest
     group "G"       receivers that compete (pop): as many are woken as there are units, the longest parked first
 
 A thread parks on a bare lock that the dispatching thread releases. The dispatching thread also runs callbacks, which
-saves a thread switch at each wake-up. It may be any reader, but never holds our lock. So a callback may only wake
-another thread. In the main thread a signal handler may raise, so the housekeeper runs its callbacks (`run_once`).
+saves a thread switch at each wake-up. It may be any reader, but never holds this module's lock. So a callback may only
+wake another thread. In the main thread a signal handler may raise, so the housekeeper runs its callbacks (`run_once`).
 
-A parked waiter costs a few hundred bytes, but no thread and no polling. Deadlines are in a heap, whose entries count
-only while their waiter is still due at that time.
+A parked waiter costs a few hundred bytes, but no thread and no polling. Deadlines are in a heap. An entry whose waiter
+is no longer due at that time is ignored.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ Callback = Callable[[bool], object]
 """Function to call when the wait is over. True means that a read is worth it."""
 
 _PASSED_OVER_MS = 5_000
-"""Number of ms that refused units may wait. Then the reader must step over them (delivery#waiting)."""
+"""Number of ms after which a reader is woken to skip units that its filter refused (delivery#waiting)."""
 _LOOK_UNITS = 8_192
 """Maximum number of units matched for one wake-up: as many as the dispatcher makes visible at once.
-A reader with more units before it need not wait, because it can read."""
+A reader with more unread units is woken without a match."""
 _MAX_PARKED = 100_000
 _SWEEP = 1_024
 """Number of stale heap entries that are worth a sweep."""
@@ -78,7 +78,7 @@ class Waiter:
         self.places: tuple[_Bucket, ...] = ()
         """Buckets that contain it, none if it is not parked."""
         self.due_ms: int | None = None
-        """Time at which its entry in the heap counts."""
+        """Time of its valid entry in the heap."""
         self.outcome: bool | None = None
         """Result of the wait, None until fired."""
 
@@ -86,7 +86,7 @@ class Waiter:
 class _Bucket:
     """Waiters of one group with one filter on one queue, oldest first."""
 
-    # OrderedDict: takes from one end and removes anywhere, at constant cost.
+    # An OrderedDict, which takes from one end and removes anywhere at constant cost.
     __slots__ = ("due_ms", "filter", "group", "key", "name", "waiters")
 
     def __init__(
@@ -98,18 +98,17 @@ class _Bucket:
         self.filter = filter
         self.waiters: OrderedDict[Waiter, None] = OrderedDict()
         self.due_ms: int | None = None
-        """Time at which a group's first waiter is sent to step over refused units."""
+        """Time at which a group's first waiter is woken to skip refused units."""
 
 
 class Waiters(Mechanism):
     """All waiters on the queues of one store. Listens to `store.on_growth` from construction to `close`.
-    The class is long because one lock guards all of it: where each waiter is parked, when it is due, and who is woken.
-    """
+    The class is long because one lock guards all its tables: buckets, deadlines and fired waiters."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._store = parts.store
         self._clock = parts.clock
-        # A thread that waits by the machine's clock times itself. With a clock that a test moves it must be woken.
+        # A thread that waits by the system clock needs no wake-up at its deadline, but by a test's clock it does.
         self._threads_time_themselves = parts.config.clock is None
         self._wake = wake
         self._lock = Lock()
@@ -117,9 +116,9 @@ class Waiters(Mechanism):
         self.parked: set[Waiter] = set()
         """All waiters. Callers must not change it."""
         self._news: dict[str, int] = {}
-        """Counter of news by topic, for `seen`. Growth and wake-ups without a waiter increase it."""
+        """Number of changes by topic, for `seen`. Growth and wake-ups without a waiter increase it."""
         self._group_news = 0
-        """Counter of news for all groups, for every topic, because a group about to wait is not known yet."""
+        """Number of changes of groups. It counts for every topic, because a group about to wait is not known yet."""
         self._heap: list[tuple[int, int, Waiter | _Bucket]] = []
         self._stale = 0
         self._serial = count()
@@ -135,8 +134,8 @@ class Waiters(Mechanism):
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def seen(self, topic: str, also: Sequence[str] = ()) -> int:
-        """Return a mark of the news of these topics, for `wait` or `add_waiter` with the same topics.
-        Take it before a search for messages. The waiter is then woken by news since the mark."""
+        """Return the number of changes of these topics, for `wait` or `add_waiter` with the same topics.
+        Call it before a search for messages. Then the waiter is also woken by changes during the search."""
         with self._lock:
             return self._news_of((topic, *also))
 
@@ -153,7 +152,7 @@ class Waiters(Mechanism):
         seen: int | None = None,
     ) -> bool:
         """Block until a read at `offset` is worth it. Return False after `timeout` seconds.
-        Returns True when a unit at or behind `offset` may pass `filter`, or at most 5 s after units that may not. The
+        Returns True when a unit at or after `offset` may pass `filter`, or at most 5 s after units that may not. The
         other arguments and errors are those of `add_waiter`. Closing the engine ends every wait with False."""
         timeout_s = seconds(timeout, "timeout")
         self._check(group, queue_id, offset)
@@ -172,7 +171,7 @@ class Waiters(Mechanism):
             if waiter.outcome is None and self.remove_waiter(waiter):
                 return False
             return bool(waiter.outcome)  # fired, perhaps at the very end of its time
-        except BaseException:  # for example, by Ctrl-C: the message that this waiter was chosen for is still there
+        except BaseException:  # for example Ctrl-C: another receiver must get the message of this waiter
             if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
                 self.wake_one(group, topic, queue_id)
             raise
@@ -197,10 +196,10 @@ class Waiters(Mechanism):
 
         queue_id     a queue, which need not exist yet, or `ANY_QUEUE`
         offset       first offset wanted in one queue, or None for any new message. With None, messages before this call
-                     are missed, unless `seen` was taken before the caller looked, or the caller looks once more
+                     are missed, unless `seen` was taken before a search for messages, or the caller searches again
         deadline_ms  `clock.monotonic_ms()` at which to call it with False, or None
-        group        receivers of a group compete: a new unit wakes one of them. A woken receiver that does not receive
-                     must pass it on with `wake_one`. Receivers have no offset
+        group        receivers of a group compete: a new unit wakes one receiver. A woken receiver that does not receive
+                     must pass the wake-up on with `wake_one`. Receivers have no offset
         also         further topics of which any queue counts, such as those of the group's retries
 
         An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, and ConfigError
@@ -220,9 +219,9 @@ class Waiters(Mechanism):
             return True
 
     def wake_one(self, group: str, topic: str, queue_id: int) -> bool:
-        """Wake the longest parked receiver of `group` on the queue, else on any queue of the topic.
-        There may be a message for it without growth, such as one that another receiver left, or the next one in order.
-        Returns True if there was a receiver. If not, a caller that has taken `seen` and is about to park is told."""
+        """Wake the longest parked receiver of `group` on the queue, or else on any queue of the topic.
+        There may be a message for it without growth, such as a released one, or the next one in order. Returns True if
+        there was a receiver. If not, a caller that has taken `seen` and is about to park is woken."""
         with self._lock:
             buckets = self._buckets_of(topic, dict.fromkeys((queue_id, ANY_QUEUE)))
             bucket = next((bucket for bucket in buckets if bucket.group == group), None)
@@ -230,7 +229,7 @@ class Waiters(Mechanism):
                 self._news[topic] = self._news.get(topic, 0) + 1
                 return False
             self._release(bucket, 1)
-        self._tell()
+        self._after_change()
         return True
 
     def wake_all(self, topic: str) -> None:
@@ -239,7 +238,7 @@ class Waiters(Mechanism):
             self._news[topic] = self._news.get(topic, 0) + 1
             for bucket in self._buckets_of(topic):
                 self._release(bucket, len(bucket.waiters))
-        self._tell()
+        self._after_change()
 
     def wake_group(self, group: str) -> None:
         """Wake all waiting receivers of `group`, after it was altered or while it is deleted."""
@@ -249,13 +248,13 @@ class Waiters(Mechanism):
                 for bucket in self._buckets_of(topic):
                     if bucket.group == group:
                         self._release(bucket, len(bucket.waiters))
-        self._tell()
+        self._after_change()
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
         """Fire due waiters and run the callbacks of fired ones. Return the time of the next run."""
-        if self._store.closed:  # its directory is gone: those that wait are to see it
+        if self._store.closed:  # for example because its directory was deleted: end all waits
             self.close()
             return None
         now = self._clock.monotonic_ms()
@@ -292,7 +291,7 @@ class Waiters(Mechanism):
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Run the callbacks of fired waiters. Call without our lock."""
+        """Run the callbacks of fired waiters. Call without the lock."""
         while self._ready:
             try:
                 waiter = self._ready.popleft()
@@ -300,14 +299,14 @@ class Waiters(Mechanism):
                 return
             _call(waiter)
 
-    def _tell(self) -> None:
-        """Run callbacks, or wake the housekeeper if it has something to do. Call without our lock."""
+    def _after_change(self) -> None:
+        """Run callbacks, or wake the housekeeper if it must do something. Call without the lock."""
         if self._ready:
             if self._threads_time_themselves and threading.current_thread() is threading.main_thread():
                 self._ring = True  # a signal handler may raise here, but not in the housekeeper
             else:
                 self._hand_over()
-        if self._ring:  # any thread may take it: its reason came before it was set
+        if self._ring:  # any thread may reset it, since its reason was recorded before it was set
             self._ring = False
             self._wake()
 
@@ -315,7 +314,7 @@ class Waiters(Mechanism):
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         """Serve waiters when units from `begin` to `end` have become visible (`store.on_growth`).
-        The dispatching thread calls this under the dispatcher's lock, so it must not make the store look for news."""
+        The dispatching thread calls this under the dispatcher's lock, so it must not make the store dispatch."""
         key = (topic, queue_id)
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1
@@ -325,7 +324,7 @@ class Waiters(Mechanism):
                         self._serve_each(bucket, key, begin, end)
                     else:
                         self._serve_group(bucket, key, begin, end)
-        self._tell()
+        self._after_change()
 
     def _serve_group(self, bucket: _Bucket, key: tuple[str, int], begin: int, end: int) -> None:
         found, _ = self._hits(bucket.filter, key, begin, end)
@@ -335,7 +334,7 @@ class Waiters(Mechanism):
             self._schedule(bucket, self._clock.monotonic_ms() + _PASSED_OVER_MS)
 
     def _serve_each(self, bucket: _Bucket, key: tuple[str, int], begin: int, end: int) -> None:
-        # Most waiters have looked up to the old queue end. One that is just parking may begin farther back.
+        # Most waiters have read up to the old queue end. A waiter that is just parking may have an earlier offset.
         concerned = [
             (first, waiter)
             for waiter in bucket.waiters
@@ -351,7 +350,7 @@ class Waiters(Mechanism):
                 self._pass_over(waiter, end)
 
     def _hits(self, filter: UnitFilter | None, key: tuple[str, int], begin: int, end: int) -> tuple[int, int]:
-        """Return (number, last offset) of the units [begin, end) that may pass. If unsure, all may pass."""
+        """Return (number, last offset) of the units [begin, end) that may pass. After an error all may pass."""
         everything = (end - begin, end - 1)
         if filter is None or end - begin > _LOOK_UNITS:
             return everything
@@ -370,9 +369,9 @@ class Waiters(Mechanism):
     @staticmethod
     def _check(group: str | None, queue_id: int, offset: int | None) -> None:
         if queue_id < ANY_QUEUE:
-            raise ConfigError(f"queue id {queue_id}: a queue's number, or {ANY_QUEUE} for any queue of the topic")
+            raise ConfigError(f"queue_id must be a queue, or {ANY_QUEUE} for any queue of the topic, got {queue_id}")
         if offset is not None and (queue_id == ANY_QUEUE or group is not None):
-            raise ConfigError("an offset belongs to one queue, and to a reader who does not share it with a group")
+            raise ConfigError("an offset needs one queue, and cannot be combined with a group")
 
     def _park(
         self,
@@ -389,7 +388,7 @@ class Waiters(Mechanism):
                 self._store.check_closed()
                 raise StoreClosedError(f"{self._store.path} is closing; open it again")
             if len(self.parked) >= _MAX_PARKED:
-                raise StoreBusyError(f"{len(self.parked)} waiters are parked already; receive with fewer at a time")
+                raise StoreBusyError(f"too many waiting receivers ({len(self.parked)})")
             keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]
             waiter.places = tuple(self._bucket(group, key, filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
@@ -399,7 +398,7 @@ class Waiters(Mechanism):
                 self._store._attend(True)
             if due_ms is not None:
                 self._schedule(waiter, due_ms)
-        self._tell()
+        self._after_change()
 
     def _look(self, topic: str, queue_id: int, offset: int, filter: UnitFilter | None) -> tuple[bool, int]:
         """Return (True if a read at `offset` is worth it, the offset up to which units were matched)."""
@@ -418,7 +417,7 @@ class Waiters(Mechanism):
         also: Sequence[str],
         seen: int | None,
     ) -> None:
-        """Look once more: units that became visible before the waiter was in its bucket have woken nobody."""
+        """Check again, because units that became visible before the waiter was in its bucket have woken nobody."""
         if offset is not None:
             there, end = self._look(topic, queue_id, offset, filter)
             if not there and end == offset:
@@ -435,7 +434,7 @@ class Waiters(Mechanism):
                 self._fire(waiter, True)
             else:
                 self._pass_over(waiter, end)
-        self._tell()
+        self._after_change()
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
@@ -443,7 +442,7 @@ class Waiters(Mechanism):
         return self._group_news + sum(self._news.get(topic, 0) for topic in topics)
 
     def _buckets_of(self, topic: str, queue_ids: Iterable[int] | None = None) -> list[_Bucket]:
-        """Return the buckets of these queues, in that order. None: of all.
+        """Return the buckets of these queues, in that order. None means all queues.
         The result is a list, because a wake-up changes the table."""
         queues = self._topics.get(topic, {})
         return [
@@ -454,24 +453,24 @@ class Waiters(Mechanism):
 
     def _bucket(self, group: str | None, key: tuple[str, int], filter: UnitFilter | None) -> _Bucket:
         buckets = self._topics.setdefault(key[0], {}).setdefault(key[1], {})
-        name = (group, id(filter))  # no other filter gets that id while the bucket holds this one
+        name = (group, id(filter))  # unique, because the bucket keeps the filter alive
         bucket = buckets.get(name)
         if bucket is None:
             bucket = buckets[name] = _Bucket(key, name, group, filter)
         return bucket
 
     def _release(self, bucket: _Bucket, number: int) -> None:
-        """Wake the first `number` waiters of a bucket, which then step over refused units."""
+        """Wake the first `number` waiters of a bucket. They also skip refused units."""
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
         while number > 0 and bucket.waiters:
             waiter = next(iter(bucket.waiters))
-            number -= waiter.outcome is None  # otherwise a signal handler has interrupted the end of its wait
+            number -= waiter.outcome is None  # else it was fired before, and a signal handler interrupted its removal
             self._fire(waiter, True)
 
     def _fire(self, waiter: Waiter, outcome: bool) -> None:
-        # Fired first, then removed: if a signal handler raises in between, it is in its bucket and is fired again.
+        # Fired first, then removed, so that after an exception of a signal handler in between it is fired again.
         waiter.outcome = outcome
         if waiter.bell is not None:
             waiter.bell.ring()
@@ -510,7 +509,7 @@ class Waiters(Mechanism):
             self._stale += 1
 
     def _pass_over(self, waiter: Waiter, end: int) -> None:
-        """Note that the waiter's filter has refused everything below `end`."""
+        """Record that the waiter's filter has refused all units below `end`."""
         sent_ms = self._clock.monotonic_ms() + _PASSED_OVER_MS
         if waiter.next is not None:
             waiter.next = max(waiter.next, end)
@@ -534,5 +533,5 @@ def _call(waiter: Waiter) -> None:
         return  # it was fired twice
     try:
         callback(bool(waiter.outcome))
-    except Exception:  # only its owner is concerned, not the others
+    except Exception:  # the other callbacks must still be called
         _log.exception("a waiter's callback failed")

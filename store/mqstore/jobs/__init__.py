@@ -1,28 +1,28 @@
 """Jobs over one store or many: checks, reports and exports, each a function and a command.
 
     verify           check every record, unit, index entry and JSON file
-    recover          bring stores in order
+    recover          repair stores
     export_parquet   write messages to Parquet
-    lag_report       how far groups are behind
-    traffic_report   how many messages, how large, when
-    trace            a key or unique key on its way through topics, retries, delays and dead letters
-    dlq_report       what groups gave up, and why
+    lag_report       report the lag of groups
+    traffic_report   count messages and their bytes by time
+    trace            follow a key or unique key through topics, retries, delays and dead letters
+    dlq_report       count dead letters by group and reason
     dlq_resend       send dead letters again
     clean_target     delete what jobs of Spark staged and never committed
 
-All have one signature: `job(stores, *, spark=None, progress=None, ...)`. `stores` is a path, a glob, several, paths by
-the names that reports call them, or a `select`ion of messages. Work is cut into tasks, which run in this process, or on
-the executors of the session `spark` (`mqstore.jobs.runner`). A task opens the stores it needs, and returns little; the
-results are the same wherever it runs.
+All have one signature: `job(stores, *, spark=None, progress=None, ...)`. `stores` is a path, a glob, a list of them, a
+dict of paths by the names shown in reports, or a `select`ion of messages. Work is cut into tasks, which run in this
+process, or on the executors of the session `spark` (`mqstore.jobs.runner`). A task opens the stores it needs and
+returns a small result, which is the same wherever it runs.
 
-The data source of Spark (`mqstore.spark`) stands on the same modules:
+The data source of Spark (`mqstore.spark`) uses the same modules:
 
     reading   options, selection (which stores, which messages) -> plan (which ranges) -> tasks; keyindex, views
     streams   progress
     writing   options, staging -> publish; sets
     workers   telling, runner
 
-Nothing is imported here: of the jobs only `export_parquet` needs pyarrow, and none pyspark.
+Jobs are imported when used, because only `export_parquet` needs pyarrow. None needs pyspark.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Dead letters of one store or many: how many each group has and why, and sending them again.
+"""Dead letters of one store or many: a report of counts and reasons, and sending them again.
 
-A task works on one store. A report does not count letters that were purged or sent again. A resend looks at all stores
-before it writes in one of them (`DeadLetters.replay`). A second resend sends nothing again. A crash in the middle of
-one can send up to a page of letters twice.
+A task works on one store. A report does not count dead letters that were purged or sent again. A resend checks all
+stores before it writes to the first (`DeadLetters.replay`). A second resend sends nothing again. A crash during a
+resend can cause up to a page of messages to be sent twice.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ __all__ = ["DeadLetterReport", "DeadLetterRow", "ResendReport", "Resent", "dlq_r
 
 _SHOWN: Final = 10
 _DISTINCT: Final = 1000
-"""Reasons of a group and origin in a store that are told apart, since each text may be different."""
+"""Limit of distinct reasons that are counted for a group and origin in a store, since each text may be different."""
 _OTHER: Final = "other reasons"
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterRow(Shaped):
-    """The dead letters of a group that came from one topic."""
+    """Dead letters of a group from one original topic."""
 
     group: str
     origin_topic: str | None
-    """None if the letters do not say."""
+    """None if unknown."""
     count: int
     oldest_ms: int
     newest_ms: int
     max_attempts: int
-    """Largest number of deliveries of one of them."""
+    """Largest number of deliveries of a message."""
     reasons: Mapping[str, int]
-    """Number of letters by reason, the ten most frequent first. `""` stands for letters that do not say."""
+    """Number of dead letters by reason, the ten most frequent. `""` means that no reason is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ class DeadLetterReport(Shaped):
 
     total: int
     rows: tuple[DeadLetterRow, ...]
-    """Most letters first."""
+    """Rows, largest count first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resent(Shaped):
-    """Letters of a group that were sent again, or would be."""
+    """Dead letters of a group that were sent again, or would be."""
 
     store: str
     group: str
     count: int
     topics: Mapping[str, int]
-    """Number of letters by the topic they came from, or by `to_topic`."""
+    """Number of dead letters by original topic, or by `to_topic`."""
     min_offset: int
-    """Offset where the dead letters of the group begin afterwards."""
+    """First offset of the remaining dead letters of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class ResendReport(Shaped):
     dry_run: bool
     count: int
     letters: tuple[Resent, ...]
-    """Each group of each store that has letters to send."""
+    """A row for each store and group with dead letters to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Letters to look at, and where to send them."""
+    """Choice of dead letters, and where to send them."""
 
     selection: Selection
     groups: frozenset[str] | None
@@ -103,7 +103,7 @@ class _Job:
         return cls(chosen, None if groups is None else frozenset(groups), **how)
 
     def letters(self, tables: Tables) -> Iterator[DeadLetters]:
-        """Return the dead letters of each group that was asked for and has some."""
+        """Return the dead letters of each chosen group that has some."""
         groups = (topic.removeprefix(DLQ_PREFIX) for topic in sorted(filter(is_dlq_topic, tables.store.topics())))
         return (DeadLetters(tables, group) for group in groups if self.groups is None or group in self.groups)
 
@@ -116,11 +116,11 @@ class _Job:
 def dlq_report(
     stores: Stores | Selection, *, groups: Iterable[str] | None = None, **where: Unpack[Where]
 ) -> DeadLetterReport:
-    """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
+    """Count the dead letters of `groups` (default: all) by original topic, with the most frequent reasons.
 
-    A selection says which, as for `dlq_resend`. Its bounds are of when letters were filed, its topics name where they
-    came from, and its filter tests their properties. `spark` and `progress`: see `mqstore.jobs`. Raises
-    ConfigError, also for a group that no store knows, and what opening a store raises.
+    A selection chooses dead letters, as for `dlq_resend`: by original topic, by the time when they were stored as dead
+    letters, and by a filter of their properties. `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError, also
+    for a group that no store has, and the errors of opening a store.
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
@@ -147,22 +147,22 @@ def dlq_resend(
     dry_run: bool = False,
     **where: Unpack[Where],
 ) -> ResendReport:
-    """Send the dead letters of `groups` (all) again as new messages, each to the group that gave it up.
+    """Send the dead letters of `groups` (default: all) again as new messages, each to its own group.
 
-    With `all_groups` each goes to the topic it came from, with `to_topic` all go to that topic, for every group that
-    reads it. A selection chooses letters: topics name where they came from, bounds are of when they were filed, and a
-    filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run` changes nothing.
-    `spark` and `progress`: see `mqstore.jobs`.
+    With `all_groups` each is sent to its original topic, with `to_topic` all are sent to that topic, where every group
+    receives them. A selection chooses dead letters by original topic, by the time when they were stored as dead
+    letters, and by a filter of their properties. `offsets` chooses dead letters of one store and one group. `dry_run`
+    changes nothing. `spark` and `progress`: see `mqstore.jobs`.
 
-    Raises ConfigError for a group that no store knows and for an offset without a letter. Raises StoreLockedError for a
-    store that is open for writing. Raises NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter
+    Raises ConfigError for a group that no store has and for an offset without a dead letter, StoreLockedError for a
+    store that is open for writing, and NotPermittedError, TopicNotFoundError or InvalidMessageError for a dead letter
     that cannot be sent. Then nothing was sent in any store.
     """
     picked = None if offsets is None else tuple(sorted(set(offsets)))
     job = _Job.of(stores, groups, offsets=picked, all_groups=all_groups, to_topic=to_topic)
     names = job.selection.stores()
     if picked is not None and (len(names) > 1 or job.groups is None or len(job.groups) > 1):
-        raise ConfigError("offsets are those of one group in one store: name one store and one group")
+        raise ConfigError("offsets need exactly one store and one group")
     runner = Runner(**where)
     planned = runner.run(names, partial(_plan, job), "mqstore dlq replay: plan")
     check_known("group", job.groups or (), (group for known, _ in planned for group in known))
@@ -179,7 +179,7 @@ def dlq_resend(
 
 @dataclass(slots=True)
 class _Heap:
-    """Letters of a group that came from one topic."""
+    """Counts for a group's dead letters from one topic."""
 
     count: int = 0
     oldest_ms: int = (1 << 63) - 1
@@ -225,7 +225,7 @@ def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
             there = {letter.offset for letter in DeadLetters(tables, group).select(offsets=job.offsets)}
             if missing := sorted({*job.offsets} - there):
                 numbers = ", ".join(map(str, missing))
-                raise ConfigError(f"no dead letter of {group!r} at offset {numbers}; nothing is sent")
+                raise ConfigError(f"no dead letter of {group!r} at offset {numbers}; nothing was sent")
         return known, _replay(job, name, tables, dry_run=True)
 
 
@@ -246,7 +246,7 @@ def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> lis
 
 
 def _groups_of(tables: Tables) -> set[str]:
-    """Return the groups of a store: those with progress or settings, and those with only dead letters."""
+    """Return the groups of a store, those that have only dead letters included."""
     letters = (topic.removeprefix(DLQ_PREFIX) for topic in tables.store.topics() if is_dlq_topic(topic))
     return {*group_names(tables), *letters}
 
@@ -257,7 +257,7 @@ def _origin_of(letter: Message) -> str | None:
 
 
 def _passes(options: SourceOptions) -> Callable[[Message], bool]:
-    """Return the test of a letter's origin and properties."""
+    """Return a function that tests a dead letter's original topic and properties."""
     topics = options.topics
     matches = None if options.filter is None else sql92.compile(options.filter).matches
 

@@ -1,12 +1,12 @@
-"""Messages to a folder of Parquet files, written inside the tasks.
+"""Export of messages to a folder of Parquet files, written by the tasks.
 
     DEST/topic=orders/date=2026-01-31/part-00003-9f2c.parquet
 
-    1  tasks     write their files below a hidden neighbour of DEST, .NAME.xxxx, in a folder for each attempt, and sync
-    2  driver    moves the files of the attempts that count into one folder
-    3  driver    renames this folder to DEST, which must be new or empty: the one step that counts
+    1  tasks     write and sync their files in a hidden folder next to DEST, .NAME.xxxx, with a folder for each attempt
+    2  driver    moves the files of the successful attempts into one folder
+    3  driver    renames this folder to DEST, which must be new or empty: the step that publishes the export
 
-A run that fails removes its hidden folder. A run that is killed leaves it, and no DEST.
+A run that fails deletes its hidden folder. A run that is killed leaves it, and no DEST.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _DIFFERENT: Final = frozenset(
     {"body", "message_id", "unique_key", "queue_offset", "physical_offset", "born_timestamp", "store_timestamp"}
 )
-"""Columns whose values rarely repeat: looking for repeated values costs a quarter of the writing."""
+"""Columns without dictionary encoding: their values rarely repeat, and it costs a quarter of the writing."""
 _GROUP_ROWS: Final = 1 << 17
-"""Most rows of a row group."""
+"""Largest number of rows of a row group."""
 _ROUND_BYTES: Final = 64 << 20
-"""Bytes of rows that a task holds in memory before it writes them, to a new file in each folder."""
+"""Bytes of rows that a task collects in memory before it writes a new file in each folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class ExportResult(Shaped):
     """Result of an export."""
 
     path: str
-    """Folder of the files. It is not made if there are no messages."""
+    """Folder of the files. It is not created if there are no messages."""
     messages: int
     record_bytes: int
     """Bytes of the records of these messages in their stores."""
     files: int
     file_bytes: int
     damaged: int
-    """Messages left out, with `onCorrupt=skip`."""
+    """Messages skipped, with `onCorrupt=skip`."""
     seconds: float
 
 
@@ -77,19 +77,19 @@ def export_parquet(
 ) -> ExportResult:
     """Write the messages of `stores` to Parquet files in the folder `dest`, which must be new or empty.
 
-    Each task writes one or more files for each value of `partition_by`: some of `store`, `topic`, `queue_id` and
-    `date`, the UTC day of storing. They become folders. `columns` are those of the Spark source, all by default.
-    `spark` and `progress`: see `mqstore.jobs`.
+    Columns in `partition_by`, some of `store`, `topic`, `queue_id` and `date` (UTC day of storing), become folders.
+    Each task writes one or more files for each of their values. `columns` are those of the Spark source, all by
+    default. `spark` and `progress`: see `mqstore.jobs`.
 
-    All of it becomes visible in one step, or none. Raises ConfigError for arguments that do not fit, and for a `dest`
-    that is not empty. Raises what reading raises.
+    All files become visible in one step, or none. Raises ConfigError for invalid arguments and for a `dest` that is not
+    empty, and the errors of reading.
     """
     started = time.monotonic()
     selection, path = select(stores, topics=topics), local_path(dest)
     if selection.options.on_corrupt == "keep":
         raise ConfigError("option onCorrupt=keep: use onCorrupt=skip, which counts the damaged messages")
     target = _target(selection, path)
-    # A random name: two runs must not share a folder.
+    # A random name, so that two runs never share a folder.
     staging = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(8)}")
     chosen = _columns(selection.options, columns, partition_by)
     work = partial(_write, selection.options, staging, chosen, tuple(partition_by))
@@ -116,7 +116,7 @@ def export_parquet(
 
 
 def _target(selection: Selection, path: str) -> str:
-    """Return the path of the folder, links resolved. ConfigError if it is in a store, or not empty."""
+    """Return the resolved path of the folder. ConfigError if it is in a store, or not empty."""
     target = os.path.realpath(path)
     for store in selection.stores():
         if Path(target).is_relative_to(os.path.realpath(store.path)):
@@ -127,18 +127,18 @@ def _target(selection: Selection, path: str) -> str:
 
 
 def _taken(target: str) -> ConfigError:
-    return ConfigError(f"{target} exists and is not an empty folder: give an export a new or empty folder")
+    return ConfigError(f"{target} exists and is not an empty folder: give a new or empty folder")
 
 
 def _columns(options: SourceOptions, columns: Sequence[str] | None, partition_by: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of the files, at least one."""
     if set(partition_by) - {*_PARTS} or len(set(partition_by)) < len(partition_by):
-        raise ConfigError(f"partition_by={tuple(partition_by)!r}: each of {', '.join(_PARTS)} may be there once")
+        raise ConfigError(f"partition_by={tuple(partition_by)!r}: give some of {', '.join(_PARTS)}, each once")
     named = columns if columns is not None else options.columns
     chosen = check_columns(named, properties=options.include_properties)
     chosen = tuple(name for name in chosen if name not in partition_by)
     if not chosen:
-        raise ConfigError("no column is left for the files: name one that is not in partition_by")
+        raise ConfigError("the files would have no column: name one that is not in partition_by")
     return chosen
 
 
@@ -150,9 +150,9 @@ class _Written:
     """Files that a task has written."""
 
     folder: str
-    """Folder below the hidden one of the export."""
+    """Folder of the attempt in the hidden folder."""
     files: dict[str, int]
-    """Size of each file, by its path below `folder`, and later below the folder of the export."""
+    """Size of each file, by its path in `folder`, which is also its path in DEST."""
     messages: int
     record_bytes: int
     damaged: int
@@ -207,7 +207,7 @@ def _by_day(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
-    """Return `name=value` as Hive writes folders, with %XX for characters that a path cannot have."""
+    """Return a folder `name=value` in Hive's style, with %XX for characters not allowed in a path."""
     values = {"store": piece.store.id, "topic": piece.topic, "queue_id": str(piece.queue_id), "date": day}
     return "/".join(f"{name}={quote(values[name], safe=' ', errors='surrogateescape')}" for name in partition_by)
 
@@ -226,7 +226,7 @@ def _write_file(path: str, table: Any) -> None:
 
 
 def _publish(staging: str, target: str, written: list[_Written]) -> None:
-    """Do steps 2 and 3."""
+    """Move the files and rename the folder (steps 2 and 3)."""
     ready = os.path.join(staging, "ready")
     for folder, name in ((each.folder, name) for each in written for name in each.files):
         path = os.path.join(ready, name)
@@ -244,7 +244,7 @@ def _publish(staging: str, target: str, written: list[_Written]) -> None:
 
 
 def _sync(path: str) -> None:
-    """Sync a file, or the names in a folder."""
+    """Sync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

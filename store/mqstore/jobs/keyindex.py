@@ -1,14 +1,14 @@
-"""Places of messages with wanted keys, by the index files: option `keys` without whole queues.
+"""Lookup of messages by key in the index files, so that the option `keys` need not read whole queues.
 
-    index      hash of topic#key -> physical offset        a suggestion: other keys have the same hash
+    index      hash of topic#key -> physical offset        only a candidate: other keys may have the same hash
     record     its queue and its queue offset
-    plan       these few slots, and whatever the index does not vouch for
+    plan       these few slots, and all ranges that the index does not cover
 
-Tasks read the slots and compare the keys themselves, so a plan may be too wide, never too narrow. Each file vouches for
-the records from its first entry to its last. It does so as far as entries are known to be on disk (a clean end, or the
-checkpoint's `dispatched`). All else is read, since a file may be lost (`answered`). The queue is scanned if index files
-are missing or damaged, for more hits than a scan is worth, and for a hit whose record cannot be read. An entry that is
-damaged in a file that looks whole is noticed only by `verify`.
+Tasks read the slots and compare the keys, so a plan may be too wide, but never too narrow. Each file covers the records
+from its first entry to its last, as far as entries are known to be on disk (a clean end, or the checkpoint's
+`dispatched`). All other records are read, since a file may be lost (`answered`). The queue is scanned if index files
+are missing or damaged, if there are more hits than a scan is worth, and if the record of a hit cannot be read. A
+damaged entry in a file that looks whole is found only by `verify`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mqstore.log.reader import StoreReader
 __all__ = ["KeyIndex"]
 
 HITS_MAX = 10_000
-"""Limit of hits in one topic. Beyond it the queues are scanned."""
+"""Limit of hits in one topic. With more hits the queues are scanned."""
 SLICE_COST = 1_000
-"""Number of messages that a task can scan in the time that one slice costs."""
+"""Cost of one slice: the number of messages that a task can scan in the same time."""
 _ALWAYS = 1 << 62
 
 
@@ -37,35 +37,35 @@ class KeyIndex:
 
     @cached_property
     def answered(self) -> Sequence[tuple[int, int]]:
-        """The ranges [low, high) of physical offsets, ascending, that the index answers for.
+        """Ascending ranges [low, high) of physical offsets that the index covers.
 
-        All keys of the records that begin there are in it. The records where one file ends and the next begins are in
-        no range, since some of their keys may be in a file that is lost, as may those of all records in between.
+        All keys of the records that begin in a range are in the index. Records at the border of two files are in no
+        range, since a file between these two may be lost, and with it some of their keys.
         """
         store, index = self._store, self._store.index
         try:
             files = [*index.files]
             while files and files[-1].header.next_entry <= 1:
-                files.pop()  # just made; or lost, as if it were not there
+                files.pop()  # just created, or its entries are lost: treat it as missing
             spans = [file.span() for file in files]
             full = all(file.header.next_entry >= index.entries_per_file for file in files[:-1])
-        except FileNotFoundError:  # another process's retention took one
+        except FileNotFoundError:  # another process's retention has deleted one
             return ()
         whole = [span for span in spans if span is not None]
         if store.parts.index_findings or len(whole) < len(spans) or not full:
             return ()
-        if any(before[1] > behind[0] for before, behind in pairwise(whole)):
+        if any(before[1] > after[0] for before, after in pairwise(whole)):
             return ()
         limit = _ALWAYS if store.clean_shutdown else store.parts.checkpoint.dispatched or 0
         return [(low + 1, min(high, limit)) for low, high in whole if low + 1 < min(high, limit)]
 
     def narrowed(
-        self, ref: QueueRef, start: int, stop: int, vouched: Sequence[tuple[int, int]]
+        self, ref: QueueRef, start: int, stop: int, covered: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[int, int]]:
-        """Yield the parts of [start, stop) of a queue that have to be read, ascending.
+        """Yield the parts of [start, stop) of a queue that must be read, ascending.
 
-        `vouched` has the queue offsets [low, high) of the ranges that the index answers for (`answered`)."""
-        inside = [(max(start, low), min(stop, high)) for low, high in vouched]
+        `covered` are the queue offsets [low, high) of the ranges that the index covers (`answered`)."""
+        inside = [(max(start, low), min(stop, high)) for low, high in covered]
         inside = [(low, high) for low, high in inside if low < high]
         hits = self._hits(ref.topic) if inside else None
         if hits is None:
@@ -84,7 +84,7 @@ class KeyIndex:
             yield from parts
 
     def _look_up(self, topic: str) -> dict[QueueRef, list[int]] | None:
-        """Return the ascending queue offsets of the hits by queue, or None if the index cannot say."""
+        """Return the ascending queue offsets of the hits by queue, or None if the queues must be scanned."""
         store = self._store
         places: set[int] = set()
         for key in self._keys:
@@ -95,16 +95,16 @@ class KeyIndex:
         try:
             for physical in sorted(places):
                 if physical < store.min_offset:
-                    continue  # retention took it
+                    continue  # deleted by retention
                 message = store.at(physical)
                 found.setdefault(QueueRef(message.topic, message.queue_id), []).append(message.offset)
         except LookupError:
-            return None  # what a scan makes of it, `onCorrupt` says
+            return None  # damaged: the scan handles it as `onCorrupt` says
         return {ref: sorted(slots) for ref, slots in found.items()}
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Drop empty parts, and join parts that lie close together. The parts are ascending."""
+    """Drop empty parts, and join parts that are close together. The parts are ascending."""
     begin = end = -1
     for start, stop in parts:
         if start >= stop:

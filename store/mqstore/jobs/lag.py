@@ -1,7 +1,7 @@
 """Lag of consumer groups, in one store or many.
 
-A task compares the groups' offsets in one store with the ends of queues (`broker/admin/inspect.py`). It reads no
-message but the oldest that each group has not consumed.
+A task compares the groups' offsets in one store with the ends of queues (`broker/admin/inspect.py`). The only message
+that it reads is the oldest one that each group has not consumed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ __all__ = ["GroupLag", "LagReport", "QueueRow", "Unlisted", "lag_report"]
 
 @dataclass(frozen=True, slots=True)
 class QueueRow(Shaped):
-    """A group in one queue."""
+    """Lag of a group in one queue."""
 
     store: str
     topic: str
     queue_id: int
     committed: int | None
-    """First offset not consumed. A group that pops may have consumed later ones. None: no progress here."""
+    """First offset not consumed, or None. A group that pops may have consumed later offsets."""
     end: int
-    """Offset of the next message to come."""
+    """End of the queue, the offset of its next message."""
     messages: int | None
-    """Messages not consumed, those in flight included. None without progress."""
+    """Messages not consumed, those in flight included. None without a committed offset."""
     in_flight: int
     """Messages popped and not acknowledged."""
     lost: int
-    """Messages that were gone before the group read them."""
+    """Messages deleted before the group read them."""
     oldest_store_timestamp_ms: int | None
     """Store time of the oldest message that is not consumed."""
     oldest_age_ms: int | None
     suspended: Mapping[str, Any] | None
-    """Failed message that holds up an ordered queue: `offset`, `attempt`, `since_ms`, `error`."""
+    """Failed message that blocks an ordered queue: `offset`, `attempt`, `since_ms`, `error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class GroupLag(Shaped):
 
     group: str
     messages: int | None
-    """None if the group has no progress in any queue."""
+    """None if the group has no committed offset in any queue."""
     in_flight: int
     lost: int
     oldest_store_timestamp_ms: int | None
@@ -63,7 +63,7 @@ class GroupLag(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class Unlisted(Shaped):
-    """A queue that does not list all its messages of the log, after a crash. Its lag is larger than reported."""
+    """A queue that lacks messages of the log after a crash. Its lag is larger than reported."""
 
     store: str
     topic: str
@@ -75,11 +75,11 @@ class LagReport(Shaped):
     """Result of `lag_report`."""
 
     taken_ms: int
-    """Earliest clock of a task. Counts are from then on."""
+    """Earliest time of a task."""
     groups: tuple[GroupLag, ...]
-    """By name."""
+    """Groups, sorted by name."""
     incomplete: tuple[Unlisted, ...]
-    """At most one queue of each store. Others may be incomplete too. `mqstore recover` lists their messages."""
+    """At most one queue of each store. Others may be incomplete, too. `mqstore recover` repairs them."""
 
 
 def lag_report(
@@ -89,9 +89,9 @@ def lag_report(
     groups: Iterable[str] | None = None,
     **where: Unpack[Where],
 ) -> LagReport:
-    """Return the lag of `groups` (all) on `topics` (all, retry topics included), by what is on disk.
-    A running broker writes its groups' progress within a few seconds. `spark` and `progress`: see
-    `mqstore.jobs`. Raises ConfigError for a group or topic that no store knows, and what opening a store raises."""
+    """Return the lag of `groups` (default: all) on `topics` (default: all, retry topics included).
+    The figures are those on disk. A running broker saves committed offsets within a few seconds. `spark` and
+    `progress`: see `mqstore.jobs`. Raises ConfigError for an unknown group or topic, and the errors of opening."""
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
@@ -116,7 +116,7 @@ def lag_report(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Lag in one store."""
+    """Lag of groups in one store."""
 
     taken_ms: int
     groups: list[str]
@@ -155,7 +155,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
                     suspended=None if suspended is None else asdict(suspended),
                 )
                 rows.append((group, row))
-        # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
+        # Known topics have messages, an entry in the table of topics, or a committed offset of a group.
         topics = {*store.topics(), *tables.topics.names(), *(row.topic for _, row in rows)}
         unlisted = store.unlisted_queue({row.topic for _, row in rows}) if rows else None
     incomplete = None if unlisted is None else Unlisted(name.path, unlisted.topic, unlisted.queue_id)

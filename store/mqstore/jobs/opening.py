@@ -1,4 +1,4 @@
-"""Stores as queries and tasks open them: for reading, without a lock or a trace."""
+"""Opening of stores by queries and tasks: for reading, without a lock or a change to any file."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ __all__ = ["SlicedStore", "StoreName", "check_queues", "open_sliced", "open_stor
 
 _Store = TypeVar("_Store", bound=ReadOnlyMessageStore)
 _FEW_MAPPINGS: Final = StoreConfig(max_mappings=4)
-"""Mapped pages count as a worker's memory, and a mapping keeps the disk space of a deleted segment."""
+"""Few mappings: mapped pages count as a worker's memory, and a mapping keeps the disk space of a deleted segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store's absolute path, and its id in rows: a given name, else the path."""
+    """A store's absolute path, and its id in rows: a given name, or else the path."""
 
     id: str
     path: str
 
 
 def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
-    """Open the store for reading, without a lock or a trace. Errors such as NotAStoreError name the path."""
+    """Open the store for reading, without a lock. Errors such as NotAStoreError name the path."""
     with of_store(store.path):
         return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
 
 
 class SlicedStore(ReadOnlyMessageStore):
-    """A store of which slices are planned or read. It knows only queues asked for by `load`.
+    """Store for planning or reading slices. It opens only the queues requested by `load`.
     To find the ends of all queues can take longer than to read a few messages of one."""
 
     def _load_queues(self) -> None:
         pass
 
     def named(self, options: SourceOptions) -> list[ConsumeQueue]:
-        """Return the queues of the topics that the options name, as `queues_of`."""
+        """Return the non-empty queues of the topics that the options name, sorted."""
         if options.assign is not None:
             refs = {(topic, queue_id) for topic, ids in options.assign.items() for queue_id in ids}
         else:
@@ -56,9 +56,9 @@ class SlicedStore(ReadOnlyMessageStore):
         return [queue for queue in found if queue.next_offset]
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """Return a queue with its bounds as opening finds them, None if it does not exist."""
+        """Return a queue with its bounds, or None if it does not exist."""
         queue = self.queue_table.get(topic, queue_id)
-        # A checkpoint may have any name.
+        # The name may come from a stream's checkpoint, which may contain any text.
         place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
         if queue is None and os.path.isdir(place):
             queue = self.queue_table.create(topic, queue_id)
@@ -68,35 +68,35 @@ class SlicedStore(ReadOnlyMessageStore):
 
 
 def open_sliced(store: StoreName) -> SlicedStore:
-    """Open the store as `open_store` does, to read slices."""
+    """Open the store for reading slices. Raises like `open_store`."""
     with of_store(store.path):
         return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
 
 
 def opened(store: StoreName, options: SourceOptions, opening: Callable[[StoreName], _Store]) -> _Store | None:
-    """Open the store for a query. Return None, with a warning, if it does not open and the options pass over it."""
+    """Open the store for a query. If it cannot be opened and the options allow it, warn and return None."""
     try:
         return opening(store)
     except (MQStoreError, OSError) as error:
         if options.fail_on_data_loss and not options.ignore_corrupt_files:
             raise
         text = f"{store.path}: {error}" if store.path not in str(error) else str(error)
-        warn_once(f"mqstore: {text}; passed over, as failOnDataLoss=false or ignoreCorruptFiles=true has it")
+        warn_once(f"mqstore: {text}; skipped because of failOnDataLoss=false or ignoreCorruptFiles=true")
         return None
 
 
 def queues_of(store: StoreReader) -> list[ConsumeQueue]:
-    """Return the queues of a store opened a moment ago, by topic and queue id, with their bounds.
-    `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
+    """Return the non-empty queues of a store that was just opened, sorted by topic and queue id.
+    `topics`, `queues` and `offsets` of the store would look for changes at every call: half the planning time."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
 def check_queues(
     name: StoreName, store: ReadOnlyMessageStore, queues: Sequence[object], options: SourceOptions, *, job: bool = False
 ) -> None:
-    """Raise ConfigError for a store that lost queues: messages would be missing. `queues` have had a message.
-    For a query that allows data loss it is a warning, never for a job. What a writer that is at work has not listed yet
-    is not lost."""
+    """Raise ConfigError for a store that lost queues: messages would be missing. `queues` are those with messages.
+    A query that allows data loss only gets a warning, a job never. Messages that a running writer has not dispatched
+    yet are not lost."""
     parts = store.parts
     if store.clean_shutdown and parts.checkpoint.queues is not None:
         lost = parts.has_lost_queues()
@@ -105,5 +105,5 @@ def check_queues(
     if lost:
         text = f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
         if job or options.fail_on_data_loss:
-            raise ConfigError(f"{text}. spark.read with readBy=log needs none")
-        warn_once(f"{text}; failOnDataLoss=false reads what is left")
+            raise ConfigError(f"{text}. spark.read with readBy=log reads without queues")
+        warn_once(f"{text}; failOnDataLoss=false reads the remaining ones")

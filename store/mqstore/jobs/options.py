@@ -1,7 +1,7 @@
-"""The options of `spark.read`, `readStream`, `write` and `writeStream` with format mqstore.
+"""Options of `spark.read`, `readStream`, `write` and `writeStream` with format mqstore.
 
-Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
-strings under case-insensitive names.
+Two tables, one for the source and one for the sink, check the options and document them. Spark passes options as
+strings with case-insensitive names.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Target = Literal["store", "set", "inbox"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""A `txnAppId`. Folders are named by it, and a name that begins otherwise may mean something else."""
+"""Pattern of `txnAppId`. Folders are named by it, so it must not begin with a dot, for example."""
 _BATCH_MAX: Final = 1 << 30
-"""Half of what Arrow counts in the 32 bits of a column of a batch (`arrow.laid`).
+"""Half of Arrow's limit for a column of a batch, which has 32-bit offsets (`arrow.laid`).
 
 A batch may have as much again in bodies that were stored compressed.
 """
@@ -62,7 +62,7 @@ _FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
 
 EARLIEST: Final = -2
 LATEST: Final = -1
-"""Stand for an offset in the options, as in those of Kafka's source."""
+"""Special offsets in the options, the same as in those of Kafka's source."""
 
 
 class Key(NamedTuple):
@@ -77,27 +77,27 @@ class Key(NamedTuple):
 
 
 ANY: Final = Key("")
-"""Every queue and log that is not named."""
+"""All queues and logs that are not named."""
 Offsets = dict[Key, int]
 """Offset of each queue (queue offset) or log (physical offset)."""
 
 
 def queue_id_of(text: str) -> int:
-    """Return the queue id of a name in JSON. ValueError for another spelling, by which no queue is looked up."""
+    """Return the queue id of a name in JSON. ValueError for another spelling, such as leading zeros."""
     if not _QUEUE_ID.fullmatch(text):
-        raise ValueError(f"{text!r} is no queue id")
+        raise ValueError(f"{text!r} is not a queue id")
     return int(text)
 
 
 NO_TABLES: Final = (
-    "Spark keeps the options of a table (CREATE TABLE, saveAsTable, writeTo), but passes none of them to a query of "
-    "it: use CREATE TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
+    "Spark does not pass the options of a table (CREATE TABLE, saveAsTable, writeTo) to its queries: use CREATE "
+    "TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
 )
 
 
 def refuse_table(given: Iterable[str]) -> None:
-    """Raise ConfigError for the options of a table that Spark keeps: it passes none to a query."""
-    if any(name.lower() == "provider" for name in given):  # added by CREATE TABLE without columns, and by nothing else
+    """Raise ConfigError for a table of Spark's catalog, since Spark does not pass its options to a query."""
+    if any(name.lower() == "provider" for name in given):  # added only by CREATE TABLE without columns
         raise ConfigError(NO_TABLES)
 
 
@@ -108,7 +108,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"no regular expression: {error}") from error
+        raise ValueError(f"not a regular expression ({error})") from error
 
 
 def _sql(text: str) -> str:
@@ -122,12 +122,12 @@ def _tags(value: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON. ValueError for a name that stands twice: the last one would win."""
+    """Parse JSON. ValueError for a repeated name, because the last one would silently win."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+            raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
         return found
 
     try:
@@ -147,7 +147,7 @@ def _assign(text: str) -> dict[str, list[int]]:
 
 def _offsets(others: int) -> Callable[[str], Offsets]:
     """Return a parser of offsets by queue.
-    `ANY` is the offset of unnamed queues: `others`, unless the text is earliest or latest. The store is "" if not
+    `ANY` has the offset of unnamed queues: `others`, unless the text is earliest or latest. The store is "" if not
     named."""
 
     def parse(text: str) -> Offsets:
@@ -185,19 +185,19 @@ def _instant(text: str) -> int:
         return int(text)
     when = datetime.fromisoformat(text)
     when = when if when.tzinfo is not None else when.replace(tzinfo=UTC)
-    # The first millisecond that is not before it: store times are whole milliseconds.
+    # Rounded up, because store times are whole milliseconds.
     return -((_EPOCH - when) // timedelta(milliseconds=1))
 
 
 def _group(text: str) -> str:
     group = check_group(text)
     if is_system_group(group):
-        raise ValueError("that is the engine's own bookkeeping")
+        raise ValueError("this is a system group")
     return group
 
 
 def interval_ms(value: str) -> int:
-    """Return the milliseconds by which traffic is added up. ValueError for less than a second.
+    """Parse the interval of a traffic count. Return milliseconds. ValueError for less than a second.
 
     >>> interval_ms("5m")
     300000
@@ -222,7 +222,7 @@ def _paths_file(text: str) -> dict[str, str] | list[str]:
         with open(checked_path(text), encoding="utf-8") as file:
             return _paths(file.read())
     except OSError as error:
-        raise ValueError(f"it cannot be read: {error}") from error
+        raise ValueError(f"cannot be read ({error})") from error
 
 
 def _path(value: str) -> str:
@@ -231,7 +231,7 @@ def _path(value: str) -> str:
 
 def _app(value: str) -> str:
     if not APP_NAME.fullmatch(value):
-        raise ValueError("no such name")
+        raise ValueError("invalid name")
     return value
 
 
@@ -239,21 +239,22 @@ def _app(value: str) -> str:
 
 
 _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earliest and -1 for latest"
-_BEGIN = "earliest; of a stream: latest"
-_WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
+_BEGIN = "earliest; for a stream, latest"
+_WHEN = "milliseconds since 1970, or ISO 8601 (UTC by default)"
 _DURATION: Final = "seconds, or a number with ms, s, m, h or d"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
 
 _PLACES: Final = (
     Option(
-        *("path", "paths", "", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)"),
+        *("path", "paths", "", "a path", "store, store set, or glob of stores (same as `.load(path)`)"),
         lambda path: [checked_path(path)],
     ),
     Option(
-        *("paths", "paths", "", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)"), _paths
+        *("paths", "paths", "", _PATHS, "several of these; ids become the column `store` (same as `.load([a, b])`)"),
+        _paths,
     ),
     Option(
-        *("pathsFile", "paths", "", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue"),
+        *("pathsFile", "paths", "", f"a file with {_PATHS}", "the same from a file, such as a fleet's catalogue"),
         _paths_file,
     ),
 )
@@ -261,97 +262,102 @@ _PLACES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """Checked options of a query. Each field is the option of the same name, unless it says another."""
+    """Checked options of a query. A field has the name of its option, unless noted."""
 
     paths: dict[str, str] | list[str] = field(default_factory=list)
     """Value of option `path`, `paths` or `pathsFile`."""
     topics: tuple[str, ...] | None = option(
-        None, "names, separated by commas", "which topics", names, name="subscribe", shown="all topics of users"
+        None, "names, separated by commas", "topics to read", names, name="subscribe", shown="all users' topics"
     )
     topic_pattern: re.Pattern[str] | None = option(
-        None, "a regular expression", "which topics; the whole name fits", _pattern, name="subscribePattern"
+        None, "a regular expression", "topics whose whole name matches", _pattern, name="subscribePattern"
     )
-    assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "which queues", _assign)
-    include_system_topics: bool = flag(False, "the engine's own topics, retries and dead letters as well")
+    assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "queues to read", _assign)
+    include_system_topics: bool = flag(False, "include system, retry and dead-letter topics")
     tags: str | None = option(
         None, "`A || B`, or `*`", "only messages with these tags: by hash, then by the record", _tags, shown="*"
     )
-    filter: str | None = option(None, "an SQL92 expression", "over properties, evaluated in the task", _sql)
+    filter: str | None = option(
+        None, "an SQL92 expression", "only messages whose properties match; evaluated in the task", _sql
+    )
     keys: tuple[str, ...] | None = option(
-        None, "keys, separated by commas", "only messages that have one of these keys", names
+        None, "keys, separated by commas", "only messages with one of these keys", names
     )
     starting_offsets: Offsets | None = option(
-        None, _WHERE, "where to begin; several stores: their id on top", _offsets(EARLIEST), shown=_BEGIN
+        None, _WHERE, "first offset; with several stores {store: {...}}", _offsets(EARLIEST), shown=_BEGIN
     )
     ending_offsets: Offsets | None = option(
-        None, _WHERE, "where to end, exclusive; likewise", _offsets(LATEST), shown="latest"
+        None, _WHERE, "end offset, exclusive; with several stores {store: {...}}", _offsets(LATEST), shown="latest"
     )
     starting_timestamp_ms: int | None = option(
-        None, _WHEN, "from the first message stored at or after it; wins over startingOffsets", _instant
+        None, _WHEN, "begin at the first message stored at or after this time; overrides startingOffsets", _instant
     )
     ending_timestamp_ms: int | None = option(
-        None, _WHEN, "up to the first message stored at or after it; wins over endingOffsets", _instant
+        None, _WHEN, "end before the first message stored at or after this time; overrides endingOffsets", _instant
     )
     starting_offsets_by_timestamp: Offsets | None = option(
         None,
         "JSON {topic: {queue id: milliseconds since 1970}}",
-        "as startingTimestamp, for each queue; others begin by startingOffsets",
+        "startingTimestamp of single queues; startingOffsets applies to the others",
         _instants,
     )
     starting_group: str | None = option(
-        None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
+        None, "a consumer group", "begin at its committed offsets, or at the oldest message of other queues", text
     )
     read_by: Literal["auto", "queue", "log"] = choice(
-        *("auto", "queue", "log"), meaning="by consume queues, or by the log; auto: by queues if any, and for a stream"
+        *("auto", "queue", "log"), meaning="read consume queues or the log; auto: queues for a stream or if any exist"
     )
     columns: tuple[str, ...] | None = option(
         None,
         "names, separated by commas, or kafka",
-        "which columns; kafka: those of Kafka's source",
+        "columns of the rows; kafka: those of Kafka's source",
         names,
         shown="all",
     )
-    include_properties: bool = flag(True, "column `properties`")
-    include_headers: bool = flag(True, "column `headers` of columns=kafka")
+    include_properties: bool = flag(True, "include column `properties`")
+    include_headers: bool = flag(True, "include column `headers` of columns=kafka")
     body_as: Literal["binary", "string"] = choice(
-        "binary", "string", meaning="type of `body`; string puts U+FFFD for what is not UTF-8"
+        "binary", "string", meaning="type of `body`; string has U+FFFD for bytes that are not UTF-8"
     )
-    decompress: bool = flag(True, "inflate bodies that are stored compressed")
-    verify: bool = flag(True, "compare each record's checksum; magic, offsets and lengths are compared always")
+    decompress: bool = flag(True, "decompress bodies that are stored compressed")
+    verify: bool = flag(True, "compare each record's checksum; magic, offsets and lengths are always compared")
     isolation: Literal["dispatched", "flushed"] = choice(
-        "dispatched", "flushed", meaning="flushed: only what no power cut can take back, by the store's checkpoint"
+        "dispatched",
+        "flushed",
+        meaning="flushed: only messages on disk, by the store's checkpoint; safe in a power cut",
     )
     on_corrupt: OnCorrupt = choice(
-        *("fail", "skip", "keep"), meaning="for damaged messages; keep: a row with nulls, and why in column `error`"
+        *("fail", "skip", "keep"),
+        meaning="handling of damaged messages; keep: nulls, with the reason in column `error`",
     )
-    fail_on_data_loss: bool = flag(True, "fail if wanted messages, a queue or a store are gone; else read what is left")
-    ignore_corrupt_files: bool = flag(False, "pass over a store that does not open, with a warning that names it")
+    fail_on_data_loss: bool = flag(True, "fail if messages, a queue or a store are gone; else read the remaining ones")
+    ignore_corrupt_files: bool = flag(False, "skip a store that cannot be opened, with a warning that names it")
     min_partitions: int = number(
-        1, "least number of tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
+        1, "smallest number of tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
     )
     max_rows_per_batch: int = number(20_000, "rows of an Arrow batch", _BATCH_MAX)
-    max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)
-    view: View = choice(*get_args(View), meaning="which table")
+    max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch, or one message that is larger", _BATCH_MAX)
+    view: View = choice(*get_args(View), meaning="table to read")
     interval_ms: int = option(
-        60_000, "a length of time from 1s (30s, 5m, 1h)", "of a row of the view `traffic`", interval_ms, shown="1m"
+        60_000, "a duration from 1s (30s, 5m, 1h)", "interval of a row of the view `traffic`", interval_ms, shown="1m"
     )
     max_offsets_per_trigger: int | None = number(
-        None, "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)"
+        None, "stream: limit of messages of a batch, shared among queues by their backlogs (pyspark 4.2)"
     )
     max_bytes_per_trigger: int | None = number(
-        None, "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)"
+        None, "stream: limit of bytes of records of a batch, or one message that is larger (pyspark 4.2)"
     )
-    min_offsets_per_trigger: int | None = number(None, "stream: wait for so many messages, or for maxTriggerDelay")
+    min_offsets_per_trigger: int | None = number(None, "stream: wait for this many messages, or for maxTriggerDelay")
     max_trigger_delay_s: float = option(
-        900.0, _DURATION, "stream: longest time from batch to batch, if messages wait", duration_s, shown="15m"
+        900.0, _DURATION, "stream: longest time between batches, if messages wait", duration_s, shown="15m"
     )
     commit_group: str | None = option(
-        None, "a consumer group", "stream: show its progress as that group's, in the lag of each store", _group
+        None, "a consumer group", "stream: publish its offsets as this group's, for the lag of each store", _group
     )
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
-        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
+        """Parse options given by Spark. ConfigError names the option, its value and the accepted values."""
         options = cls(**SOURCE_OPTIONS.parse(given))
         if not options.paths:
             raise ConfigError(
@@ -360,15 +366,15 @@ class SourceOptions:
             )
         for several in _EXCLUSIVE:
             if len(both := options.set_among(several)) > 1:
-                raise ConfigError(f"options {' and '.join(both)} exclude each other; give one of them")
+                raise ConfigError(f"options {' and '.join(both)} exclude each other; give only one")
         if not options.include_properties and "properties" in (options.columns or ()):
             raise ConfigError("options columns, with properties, and includeProperties=false exclude each other")
         if any(name.lower() == "includeheaders" for name in given) and options.columns != ("kafka",):
-            raise ConfigError("option includeHeaders goes with columns=kafka; other columns: name `headers` or not")
+            raise ConfigError("option includeHeaders needs columns=kafka; with other columns, name `headers` or not")
         return options
 
     def set_among(self, options: Iterable[str]) -> list[str]:
-        """Return those of these options that differ from their default."""
+        """Return the options that differ from their default."""
         plain = SourceOptions()
         of = {name: SOURCE_OPTIONS.options[name].field for name in options}
         return [name for name in of if getattr(self, of[name]) != getattr(plain, of[name])]
@@ -380,21 +386,21 @@ class SourceOptions:
 
     def for_batch(self) -> SourceOptions:
         """Return these options for `spark.read`.
-        Raises ConfigError for options that need a stream, or that no view can follow."""
+        Raises ConfigError for options that need a stream, or that views do not support."""
         if self.view != "messages":
             self.refuse(
                 not_for(self.view),
-                f" is for messages, and the view {self.view} has a row for all of a queue or a store: leave it out, "
-                "and choose rows by where()",
+                f" is for messages, but the view {self.view} has a row for a whole queue or store: leave it out, and "
+                "choose rows by where()",
             )
         self.refuse(_ONLY_STREAM, " is for spark.readStream, not for spark.read: leave it out")
         return self
 
     def for_stream(self) -> SourceOptions:
-        """Return these options for `spark.readStream`. ConfigError for what only a batch can do.
+        """Return these options for `spark.readStream`. ConfigError for options that only a batch supports.
         Limits and `commitGroup` need a stream of queues."""
         if self.read_by == "log":
-            self.refuse(_ONLY_STREAM, " goes by queues, and readBy=log has one position for a store: use readBy=queue")
+            self.refuse(_ONLY_STREAM, " needs queues, but readBy=log has one position for a store: use readBy=queue")
         self.refuse(_ONLY_BATCH, " is for spark.read, not for spark.readStream: leave it out")
         return self
 
@@ -405,7 +411,7 @@ _CHOOSING: Final = (
     *("startingTimestamp", "startingOffsetsByTimestamp", "endingTimestamp", "readBy", "includeProperties"),
     *("includeHeaders", "bodyAs", "decompress", "minPartitions"),
 )
-"""Options that choose messages of queues, or say how to read them. The small tables refuse them.
+"""Options about messages of queues, which the small tables refuse.
 
 All tables accept `interval` and `onCorrupt`, so that a session can give the same options to all.
 """
@@ -434,36 +440,36 @@ def not_for(view: View) -> tuple[str, ...]:
 class SinkOptions:
     """Checked options of a write."""
 
-    path: str = option("", "a path", "the store, or the store set (as does `.save(path)`)", _path)
-    topic: str | None = option(None, "a topic", "where all rows go; wins over the column", text, shown="column `topic`")
+    path: str = option("", "a path", "the store, or the store set (same as `.save(path)`)", _path)
+    topic: str | None = option(None, "a topic", "topic of all rows; overrides the column", text, shown="column `topic`")
     target: Target = choice(
         *("store", "set", "inbox"),
-        meaning="append to a store that is not open; add stores to a set; hand over to the process that has it open",
+        meaning="append to a store that is not open; add stores to a set; pass rows to the process that has it open",
     )
-    queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
+    queues: int = number(8, "number of queues of a new topic", QUEUES_MAX)
     txn_app_id: str | None = option(
         None,
         "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
-        "batch: who writes. With txnVersion: a version that was written, or a smaller one, is not written again",
+        "batch: name of the writer. With txnVersion, a version that was written, or a smaller one, is skipped",
         _app,
     )
     txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0))
     max_rows_per_shard: int | None = number(
-        None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
+        None, "rows of a shard, which with target=set is a store; one task may write several", shown="no limit"
     )
     lock_timeout_s: float = option(
-        30.0, _DURATION, "how long to wait for a process that has the target open", duration_s, shown="30s"
+        30.0, _DURATION, "longest wait for a process that has the target open", duration_s, shown="30s"
     )
     staging_ttl_s: float = option(
-        *(7 * 86400.0, _DURATION, "age at which the next job deletes what a crashed one left", duration_s), shown="7d"
+        *(7 * 86400.0, _DURATION, "age at which the next job deletes files of a crashed job", duration_s), shown="7d"
     )
     confirm_overwrite: bool = flag(
-        False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
+        False, "allow overwrite to hide the old messages of the written topics from all consumers (target=store)"
     )
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
-        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
+        """Parse options given by Spark. ConfigError names the option, its value and the accepted values."""
         options = cls(**SINK_OPTIONS.parse(given))
         if not options.path:
             raise ConfigError(f"no target: give .save(PATH), or .option('path', PATH). {NO_TABLES}")
@@ -473,26 +479,24 @@ class SinkOptions:
         return options
 
     def check_stream(self) -> None:
-        """Raise ConfigError for options that only a batch job can have."""
+        """Raise ConfigError for options that only a batch job supports."""
         if self.txn_app_id is not None:
             raise ConfigError(
-                "options txnAppId and txnVersion belong to batch writes: a stream is known by its checkpoint, and each "
-                "batch by its number; leave them out"
+                "options txnAppId and txnVersion are for batch writes: a stream is identified by its checkpoint, and "
+                "each batch by its number; leave them out"
             )
 
     def check_overwrite(self) -> None:
-        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy messages."""
+        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would hide messages."""
         if self.target == "store" and not self.confirm_overwrite:
             raise ConfigError(
-                "overwrite, which output mode complete is too, would take the messages of the topics it writes from "
-                "every consumer: a queue is not a table. Write with mode('append'), or to target=set, or say "
-                "confirmOverwrite=true"
+                "overwrite, like output mode complete, would hide the old messages of the written topics from every "
+                "consumer. Use mode('append'), target=set or confirmOverwrite=true"
             )
         if self.target == "inbox":
-            raise ConfigError("overwrite does not go with target=inbox: the store belongs to another; append to it")
+            raise ConfigError("overwrite does not work with target=inbox, since another process has the store open")
 
 
 SINK_OPTIONS: Final = OptionTable("to write", [*options_of(SinkOptions)], _FOR_THE_STREAM)
-"""Every option of the sink."""
 ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | _FOR_THE_STREAM
-"""Names in small letters. Spark makes one object for a format, and only these tell that it is to write."""
+"""Lower-case names of options by which the source recognises a write, since Spark creates the same object for both."""

@@ -1,15 +1,15 @@
 """Choice of the messages that a query reads, and their partitions.
 
     stores      a path, a glob, a store set, many of these with ids
-    snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
-    regions     a query that reads whole queues reads those that share a log side by side, a region of it at a time
+    snapshot    the bounds of every queue, once for a query: messages added later are not read
+    regions     queues that share a log are read in alternation, region by region of the log, if they are read whole
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
-                four times that where a tag is asked for
+                four times that for a query with tags
 
-A slice names a store by its path, so every task opens what it needs. Nothing but plain values travels.
+A slice names a store by its path, so that every task opens the stores it needs. Only plain values are pickled.
 
-`readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
-record has to be found by walking. Measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
+`readBy=auto` reads queues if there are any. Reading the log in its order touches each page once, but every record must
+be found by walking. Measured from the page cache, this reaches 0.5 to 1.0 of the rate of the queues.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ __all__ = [
 ]
 
 _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
-"""Beginnings of the engine's names. Messages of a light queue are in their own topic as well."""
+"""Prefixes of the engine's topics. Light queues are among them: their messages are in a user's topic, too."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Smallest share of the usual partition that is worth a task."""
 _REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 128 << 20
-"""Limit, since a segment that was left may be unmapped when the next queue comes to it."""
+"""Limit of a region, since a segment may be unmapped before the next queue is read from it."""
 _REGION_MESSAGES = 4096
-"""Average number of messages of a queue in a region. A slice costs as much as reading some hundred."""
+"""Average number of messages of a queue in a region. The cost of a slice is that of some hundred messages."""
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
-"""Cost of a message if a tag is asked for. Its unit is read, its record only sometimes."""
-_GO_ON = " (failOnDataLoss=false goes on with what is left)"
+"""Relative cost of a message in a query with tags, which reads each unit, but only some records."""
+_GO_ON = " (failOnDataLoss=false reads the remaining ones)"
 _FOR_QUEUES = (
     *("endingOffsets", "startingTimestamp", "startingOffsetsByTimestamp", "endingTimestamp", "startingGroup", "assign"),
 )
@@ -100,8 +100,8 @@ Slice = QueueSlice | LogSlice
 
 
 class Bounds(NamedTuple):
-    """Bounds of a queue or log: [low, top) is there, and [low, high) may be read.
-    Offsets are queue offsets or physical offsets."""
+    """Bounds of a queue or log: [low, top) exists, and [low, high) may be read.
+    They are queue offsets or physical offsets."""
 
     low: int
     high: int
@@ -125,7 +125,7 @@ def _named(name: str, path: str) -> StoreName:
     """Return a store under its given id. ConfigError if there may be several stores at the path."""
     if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
         raise ConfigError(
-            f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
+            f"option paths: {path} with the id {name!r} is a glob or a store set, which cannot have an id: use an array"
         )
     return StoreName(name, path)
 
@@ -137,20 +137,20 @@ def _stores_at(path: str) -> Iterator[StoreName]:
         folders = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
     if not folders:
         raise ConfigError(
-            f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
+            f"no folder matches the glob {path!r} on the machine that plans the query: give another one, or paths"
         )
     for folder in folders:
         place = os.path.normpath(folder)
         if (manifest := read_set(Path(folder))) is not None:
             yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
         else:
-            # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
-            # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
+            # A checkpoint has positions by id, so the id must be the same however the path is spelled next time. It is
+            # text in columns and checkpoints, so bytes of the path that are not UTF-8 become \xff.
             yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
-    """Return a function that is true for the topics that the options name."""
+    """Return a function that is true for the topics that the options choose."""
     named = options.topics if options.topics is not None else options.assign
     if named is not None:
         return frozenset(named).__contains__
@@ -165,26 +165,26 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
-    """Return a function of topic and queue id, true for queues that the options name and for any log."""
+    """Return a function of topic and queue id, true for the queues that the options choose and for any log."""
     wanted, assign = is_wanted(options), options.assign
     return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 
 
 def bounds_of(store: StoreReader, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
-    """Return the bounds of a queue that was found a moment ago."""
+    """Return the bounds of a queue that was just loaded."""
     low, top = queue.min_offset, queue.max_offset
     return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
 
 def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
-    """Return the bounds of the records that queues list. ConfigError for options that need queues."""
+    """Return the bounds of the dispatched part of the log. ConfigError for options that need queues."""
     by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
     options.refuse(
         [*_FOR_QUEUES, *by_queue],
-        ": readBy='log' reads whole logs and knows no bounds of queues: leave the option out, or give readBy=queue",
+        " needs queues, but readBy=log reads whole logs: leave the option out, or give readBy=queue",
     )
     low, listed = store.min_offset, store.parts.listed_end()
-    # Queues may have listed more once: a topic that is deleted leaves its records in the log.
+    # Queues may have listed more before: records of a deleted topic stay in the log.
     top = max(listed, store.parts.readable_end(max(low, listed)))
     if store.clean_shutdown and store.parts.has_lost_queues():
         listed = top
@@ -194,16 +194,16 @@ def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
 
 
 class Weighed(NamedTuple):
-    """A slice, and what reading it costs."""
+    """A slice and the cost of reading it."""
 
     slice: Slice
     each: float
-    """Share of a partition that a unit of the slice (a message, or a byte) takes."""
+    """Cost of a message (or byte) of the slice, as a share of a partition."""
 
 
 def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
     """Return messages [start, stop) of a queue, or records of the log without a queue, with their cost.
-    There must be at least one. `scale` is the cost of a message, compared with reading it whole."""
+    There must be at least one. `scale` is the cost of a message relative to reading it whole."""
     if queue is None:
         return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
     each = max(mean_size(queue, start, stop) / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
@@ -217,13 +217,13 @@ def plan(
     by_region: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
-    """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
+    """Return the partitions of a query for `slots` parallel tasks, [] if there is nothing to read.
 
-    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: read
-    queues that share a log in alternation, for a query that reads every record. Each queue stays in order.
+    `only_queues`: refuse a store that lacks queues, whose log a query would read instead. `by_region`: read queues that
+    share a log in alternation, for a query that reads every record. Each queue stays in order.
 
-    With `fail_on_data_loss` raises TopicNotFoundError for a topic or queue that is named and that no store has, and
-    OffsetOutOfRangeError for messages that are gone. Raises ConfigError, and what opening a store raises.
+    With `fail_on_data_loss` raises TopicNotFoundError for a named topic or queue that no store has, and
+    OffsetOutOfRangeError for deleted messages. Raises ConfigError, and the errors of opening a store.
     """
     stores = stores_of(options)
     wanted = Wanted(options, stores)
@@ -239,16 +239,16 @@ def plan(
                 check_queues(name, store, queues, options, job=only_queues)
             if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(
-                    f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
-                    "for writing once, or `mqstore recover` it; a query does not see them"
+                    f"mqstore: after a crash, queues of {name.path} lack messages of the log, which a query does not "
+                    "see: open the store for writing once, or run `mqstore recover`"
                 )
             if by_log:
-                wanted.missing = {}  # nobody knows the topics of a log before it is read
+                wanted.missing = {}  # the topics of a log are unknown until it is read
                 start, stop = wanted.part(Key(name.id), bounds_of_log(store, options))
                 found += [weigh(name, None, start, stop)] if start < stop else []
                 continue
             wanted.open(store, queues)
-            # With `keep` a damaged message has a row, whatever its keys were.
+            # onCorrupt=keep needs a row for each damaged message, whose keys are unknown, so all must be read.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
             for queue in (queue for queue in queues if names(*queue.ref)):
@@ -258,12 +258,12 @@ def plan(
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                     mine += [weigh(name, queue, *part, _TAGGED if options.tags else 1.0) for part in parts]
             found += _by_region(store, mine) if by_region and not options.tags and not options.keys else mine
-    wanted.check("reads what there is")
+    wanted.check("reads the others")
     return [*partitions(found, options.min_partitions, slots)]
 
 
 class Losses:
-    """Wanted messages that are gone. They fail a query or stream, unless data loss is allowed."""
+    """Missing messages, which make a query or stream fail unless data loss is allowed."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._fails = options.fail_on_data_loss
@@ -271,39 +271,39 @@ class Losses:
         """Error, its text and a remedy, by queue or log."""
 
     def add(self, key: Key, error: Callable[[str], MQStoreError], text: str, remedy: str = _GO_ON) -> None:
-        """Note that messages of a queue or log are gone."""
+        """Record that messages of a queue or log are missing."""
         self._found.setdefault(key, (error, text, remedy))
 
     def clamp(self, key: Key, at: int, bounds: Bounds) -> int:
-        """Return a wanted offset (`EARLIEST` and `LATEST` included), or the nearest one that is there."""
+        """Return a wanted offset (`EARLIEST` and `LATEST` included), or the nearest existing one."""
         low, high, top = bounds
         at = {EARLIEST: low, LATEST: high}.get(at, at)
         lost, what = (low - at if at < low else at - top), "messages" if key.topic else "bytes"
         if lost > 0:
-            text = f"{key}: offset {at} is wanted, but there are {low} to {top}: {lost} {what} are "
-            beyond = "not there (any more). Was the store restored, or its tail lost in a power cut? "
-            text += "lost" if at < low else f"{beyond}isolation=flushed reads no such tail"
+            text = f"{key}: offset {at} is not in {low}..{top}: {lost} {what} are "
+            beyond = "missing. Was the store restored, or its tail lost in a power cut? "
+            text += "lost" if at < low else f"{beyond}isolation=flushed does not read an unsynced tail"
             self.add(key, partial(OffsetOutOfRangeError, min_offset=low, max_offset=top), text)
         return min(max(at, low), top)
 
     def settle(self) -> None:
-        """Raise the error of the first loss, or warn of it."""
+        """Raise the error of the first loss, or log it as a warning."""
         if self._found:
             error, text, remedy = next(iter(self._found.values()))
             more = len(self._found) - 1
             text += f". {more} more queues have lost messages" if more else ""
             if self._fails:
                 raise error(f"{text}{remedy}")
-            warn_once(f"{text}; passed over, as failOnDataLoss=false has it")
+            warn_once(f"{text}; skipped because of failOnDataLoss=false")
 
 
 class Wanted:
     """Queues and offsets that the options of a query choose, in stores opened one after the other.
-    It also knows which named topics and queues no store has: to read nothing of a misspelt topic would look as if all
-    were well. A queue exists once it has had a message, or if its topic is entered with that many queues."""
+    It also finds named topics and queues that no store has, because an empty result for a misspelt topic would look
+    right. A queue exists if it has had a message, or if the topic's entry has that many queues."""
 
     def __init__(self, options: SourceOptions, stores: Sequence[StoreName], default: int = EARLIEST) -> None:
-        """`default` is where reading starts if no option says. ConfigError for offsets of other stores."""
+        """`default` is the start if no option sets one. ConfigError for offsets of other stores."""
         self._options = options
         self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
         self._instants = _of_stores("startingOffsetsByTimestamp", options.starting_offsets_by_timestamp or {}, stores)
@@ -324,7 +324,7 @@ class Wanted:
             self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
     def open(self, store: StoreReader, queues: Iterable[ConsumeQueue]) -> None:
-        """Continue with this store. `queues` are those of its queues that have had a message."""
+        """Continue with this store. `queues` are its queues that have had a message."""
         self._store = store
         if self._options.starting_group is not None:
             self._committed = open_tables(store).offsets.of_group(self._options.starting_group)
@@ -340,7 +340,7 @@ class Wanted:
         self.missing = {key: option for key, option in self.missing.items() if key not in there}
 
     def start(self, key: Key, bounds: Bounds) -> int:
-        """Return where reading a queue of the store, or its log, starts."""
+        """Return the offset at which reading a queue of the store, or its log, starts."""
         options, ref = self._options, (key.topic, key.queue_id)
         at = self._starting.get(key, self._starting[ANY])
         if (instant := self._instants.get(key, options.starting_timestamp_ms)) is not None:
@@ -350,7 +350,7 @@ class Wanted:
         return self.losses.clamp(key, at, bounds)
 
     def part(self, key: Key, bounds: Bounds) -> tuple[int, int]:
-        """Return where reading a queue of the store, or its log, starts and stops."""
+        """Return the offsets [start, stop) to read of a queue of the store, or of its log."""
         at = self._ending.get(key, self._ending[ANY])
         if self._options.ending_timestamp_ms is not None:
             at = self._store.offset_at(key.topic, key.queue_id, self._options.ending_timestamp_ms)
@@ -358,12 +358,12 @@ class Wanted:
 
     def check(self, goes_on: str) -> None:
         """Raise an error for names that no store has. Called after the last store.
-        ConfigError for a group that no store knows, TopicNotFoundError for `missing` topics and queues, and the error
-        of `Losses`. If data loss is allowed, warn that the query `goes_on`."""
+        ConfigError for an unknown group, TopicNotFoundError for `missing` topics and queues, and the error of `Losses`.
+        If data loss is allowed, warn that the query `goes_on`."""
         if not self._knows_group:
             raise ConfigError(
-                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
-                "`mqstore lag` lists those that there are, and without the option reading begins at the oldest"
+                f"option startingGroup={self._options.starting_group!r}: no store has committed offsets of this group; "
+                "`mqstore lag` lists all groups, and without the option reading begins at the oldest message"
             )
         if self.missing:
             option = next(iter(self.missing.values()))
@@ -386,27 +386,26 @@ def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Of
     found = {key._replace(store=key.store or alone) if key.topic else key: at for key, at in offsets.items()}
     if unknown := sorted({key.store for key in found if key.topic} - {*ids}):
         raise ConfigError(
-            f"option {option} names queues of the stores {', '.join(map(repr, unknown))}; there are "
-            f"{', '.join(map(repr, ids))}. With several stores their ids are on top: "
-            "{store: {topic: {queue id: offset}}}"
+            f"option {option} names queues of unknown stores {', '.join(map(repr, unknown))}; existing: "
+            f"{', '.join(map(repr, ids))}. With several stores give {{store: {{topic: {{queue id: offset}}}}}}"
         )
     return found
 
 
 def _by_key(index: KeyIndex, store: StoreReader, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the parts of [start, stop) where messages with the wanted keys can be."""
-    vouched = []
+    """Return the parts of [start, stop) that may have messages with the wanted keys."""
+    covered = []
     at = start
     for low, high in index.answered:
         first = _slot_at(store, queue.ref, at, stop, low)
         at = _slot_at(store, queue.ref, first, stop, high)
-        vouched.append((first, at))
-    return [*index.narrowed(queue.ref, start, stop, vouched)]
+        covered.append((first, at))
+    return [*index.narrowed(queue.ref, start, stop, covered)]
 
 
 def _by_region(store: StoreReader, found: list[Weighed]) -> list[Weighed]:
-    """Return the same messages cut at regions of the log, region by region.
-    So each page is mapped and fetched once, not once for each queue with a record in it. The cuts are approximate."""
+    """Cut the slices at regions of the log, and return them region by region.
+    So each page is mapped and read once, not once for each queue with a record in it. The cuts are approximate."""
     if len(found) < 2:
         return found
     pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
@@ -438,16 +437,15 @@ def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
     """Return the mean size of the records in [start, stop), from a few samples of units."""
     places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
     units = b"".join([queue.read(at, min(32, stop - at)) for at in places])
-    sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # few: no work for arrays
+    sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # too few for an array to pay
     return sum(sizes) / len(sizes) if sizes else 1.0
 
 
 def _slot_at(
     store: StoreReader, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
 ) -> int:
-    """Return the first slot of [low, high) whose record begins at or behind `physical`.
-    With `ends` the record must end there. The result may be up to `near` slots earlier. Void units count as before
-    it."""
+    """Return the first slot of [low, high) whose record begins at or after `physical`.
+    With `ends` its end counts instead. The result may be up to `near` slots earlier. Void units count as earlier."""
     while high - low > near:
         middle = (low + high) // 2
         at, value = middle, -1
@@ -465,7 +463,7 @@ def _slot_at(
 
 
 def _flushed(store: StoreReader, ref: QueueRef, low: int, high: int) -> int:
-    """Return the offset behind the last message that is known to be on disk."""
+    """Return the offset after the last message that is known to be on disk."""
     if store.clean_shutdown:
         return high
     checkpoint = store.parts.checkpoint
@@ -476,7 +474,7 @@ def _flushed(store: StoreReader, ref: QueueRef, low: int, high: int) -> int:
 
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
     """Yield the slices, in order, in at least `least` partitions of about equal weight.
-    With more than one of `slots` they fill whole rounds, with half to one and a half of the usual weight."""
+    With several `slots` they fill whole rounds, with half to one and a half of the usual weight."""
     total = sum((piece.stop - piece.start) * each for piece, each in found)
     if not total:
         return
@@ -490,7 +488,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
         start, stop = piece.start, piece.stop
         while start < stop:
             fits = max(1, round(room / each))
-            # What would be left over is not worth a cut.
+            # A small rest is not worth a cut.
             end = stop if (stop - start - fits) * each < full / 64 else start + fits
             group.append(replace(piece, start=start, stop=end))
             room -= (end - start) * each
@@ -498,7 +496,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
             start = end
             if room < full / 64 <= left and number > 1:
                 yield group
-                # Computed again: a message may weigh more than a partition, and the others share what is left.
+                # Computed again, because a message may weigh more than a partition. The others share the rest.
                 number -= 1
                 group, room = [], (full := left / number)
     if group:

@@ -1,26 +1,26 @@
 """Progress of a stream, and its next batch (spark#stream-calls, spark#stream).
 
-    offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back
-    snapshot    the bounds of every queue at a moment
+    offset      next offset of each queue of each store, which Spark saves in its checkpoint and gives back
+    snapshot    the bounds of every queue at one time
     latest      offset + snapshot + limit -> the next offset
-    partitions  what lies between two offsets, by the same road as a batch's (`plan`)
+    partitions  slices of the messages between two offsets, cut as for a batch (`plan`)
 
 ===========================  =========================================================================================
-a queue                      goes on
+position of a queue          the stream continues
 ===========================  =========================================================================================
-first seen later             at its oldest message
-below its oldest message     there; the messages between are lost
-beyond its end               at its end: the store was restored, or lost its tail in a power cut; that much is lost
-not there, or not its store  nowhere, its position is kept: it goes on if it comes back; what it had is lost
-no longer wanted             likewise, and nothing is lost
+none yet, the queue is new   at its oldest message
+below its oldest message     at its oldest message; the messages before it are lost
+beyond its end               at its end: the store was restored, or lost its tail in a power cut; the rest is lost
+queue or store is missing    nowhere; the position is kept in case it comes back, and its messages are lost
+no longer wanted             nowhere; the position is kept, and nothing is lost
 ===========================  =========================================================================================
 
-Between two offsets there is always the same sequence of messages, so that a sink which takes a batch once sees each
-message once. For that the first offset must be in the checkpoint before a message is read, but Spark asks for it again
-until the first batch is done. So where it depends on the moment (latest, times, groups), the first batch is empty and
-pins the position.
+Two offsets always enclose the same sequence of messages, so a sink that writes each batch once writes each message
+once. Therefore the first offset must be in the checkpoint before a message is read. But Spark asks for it again until
+the first batch is done. So if it depends on the time of the call (latest, times, groups), the first batch is empty and
+only pins the position.
 
-In an offset a store without a name goes by its absolute path, however the query spelled it.
+In an offset, a store without an id is named by its absolute path, not by the path in the query.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ _CHUNK_UNITS = 8192
 
 
 class Limit(NamedTuple):
-    """Limit of a batch of a stream. A stream that reads whole logs (readBy=log) has none: the options refuse one.
-    The size of a backlog is estimated from samples. What is taken is counted by the sizes in units."""
+    """Limit of a batch of a stream. A stream that reads whole logs (readBy=log) cannot have one.
+    The size of a backlog is estimated from samples. Messages of a batch are counted by the sizes in their units."""
 
     most: int
     unit: Literal["messages", "bytes"]
 
 
 class Costs(Closing):
-    """Costs of messages against a limit, here 1 each."""
+    """Costs of messages against a limit. Here each message costs 1."""
 
     def close(self) -> None:
-        """Close the store that was looked at last."""
+        """Close the store that was used last."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
-        """Return the approximate cost of all in [start, stop)."""
+        """Return the approximate cost of the messages in [start, stop)."""
         return stop - start
 
     def cost(self, key: Key, at: int) -> int:
@@ -99,25 +99,25 @@ class Costs(Closing):
         return 1
 
     def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
-        """Return how far a budget goes from `start`, at most to `stop`, and what that costs."""
+        """Return (offset up to which the budget pays from `start`, at most `stop`; its cost)."""
         to = min(stop, start + budget)
         return to, to - start
 
 
 def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Costs) -> Offsets:
-    """Return how far each queue goes towards `end` in a batch that costs at most `most` (spark#pacing).
-    A batch may also be one larger message. Something moves if something can.
+    """Return the end of each queue, at most `end`, in a batch that costs at most `most` (spark#pacing).
+    A batch may also be one larger message, so that a stream always makes progress.
 
-    Each queue has a share of the limit. What rounding the shares leaves over goes to any queue that can use it. The
-    first queue changes from batch to batch, so none starves behind the large ones.
+    Each queue has a share of the limit. The rest from rounding goes to any queue that can use it. The first queue
+    changes from batch to batch, so that large queues cannot starve small ones.
     """
     at = dict(begin)
     waiting = sorted(key for key in end if at[key] < end[key])
     if not waiting:
         return at
     text = repr([(key, at[key]) for key in waiting])
-    turn = zlib.crc32(text.encode()) % len(waiting)  # another with every batch, the same for the same batch
-    waiting = waiting[turn:] + waiting[:turn]
+    first = zlib.crc32(text.encode()) % len(waiting)  # not random: the same batch may be planned again
+    waiting = waiting[first:] + waiting[:first]
     weights = {key: max(1.0, costs.weight(key, at[key], end[key])) for key in waiting}
     total = sum(weights.values())
     left = most
@@ -139,16 +139,16 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     for key in waiting:
         if left > 0 and key not in small:
             take(key, min(left, share(key, rest)))
-    for key in waiting:  # what rounding left over
+    for key in waiting:  # the rest from rounding
         if left > 0:
             take(key, left)
     return at
 
 
 class _QueueBytes(Costs):
-    """Costs of messages by the sizes of their records, as units say.
-    The store asked for last stays open. A store has one descriptor for each queue, a fleet has many stores, and `admit`
-    goes through the queues store by store."""
+    """Costs of messages by the sizes of their records, from the units.
+    Only the store that was used last stays open: a store has a descriptor for each queue, a fleet has many stores, and
+    `admit` goes through the queues store by store."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._names = {name.id: name for name in stores_of(options)}
@@ -163,7 +163,7 @@ class _QueueBytes(Costs):
         if self._store is None or self._open != key.store:
             self.close()
             self._store, self._open = open_sliced(self._names[key.store]), key.store
-        return ConsumeQueue(self._store.queue_table, key.topic, key.queue_id)  # its units are there: no bounds needed
+        return ConsumeQueue(self._store.queue_table, key.topic, key.queue_id)  # only units are read: no bounds needed
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         return mean_size(self._queue(key), start, stop) * (stop - start)
@@ -189,7 +189,7 @@ class _QueueBytes(Costs):
 
 
 def costs_of(options: SourceOptions, limit: Limit) -> Costs:
-    """Return the costs that count against `limit`. The last store stays open until the exit."""
+    """Return the costs that count against `limit`. Close them after use."""
     return _QueueBytes(options) if limit.unit == "bytes" else Costs()
 
 
@@ -197,7 +197,7 @@ _VERSION = 1
 
 
 def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
-    """Return the JSON of an offset, its names sorted.
+    """Return the JSON of an offset, with sorted names.
 
     >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0}, by_log=False)
     {'v': 1, 's': {'s': {'t': {'9': 0, '10': 5}}}}
@@ -211,17 +211,17 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
-    """Return the offsets of such JSON. ConfigError for another version or `readBy`, and for damage."""
+    """Decode the JSON of `encode_offset`. ConfigError for another version or `readBy`, and for damage."""
     if not isinstance(value, dict) or value.get("v") != _VERSION:
         raise ConfigError(
-            f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
+            f"the checkpoint has an unknown offset, {value!r:.200}, not one of version {_VERSION}: use the mqstore "
             "that wrote it, or a new checkpoint"
         )
     was, now = (("queue", "log")[log] for log in ("p" in value, by_log))
     if was != now:
         raise ConfigError(
-            f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
-            f"nothing to the other. Say readBy={was}, or take a new checkpoint"
+            f"the checkpoint belongs to a stream with readBy={was}, but this one has readBy={now}. Use readBy={was}, "
+            "or a new checkpoint"
         )
     try:
         if by_log:
@@ -234,7 +234,7 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
                 for queue_id, offset in queues.items()
             }
         if not all(type(offset) is int and offset >= 0 for offset in found.values()):
-            raise ValueError("an offset is a whole number from 0")
+            raise ValueError("an offset must be a whole number from 0")
     except (KeyError, AttributeError, ValueError) as error:
         raise ConfigError(f"the checkpoint has a damaged offset ({error}): {value!r:.200}") from error
     return found
@@ -242,11 +242,11 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All queues of all stores at a moment."""
+    """Bounds of all queues of all stores at one time."""
 
     bounds: dict[Key, Bounds]
     starts: Offsets = field(default_factory=dict)
-    """Offsets at which a new stream begins, if they were asked for."""
+    """Offsets at which a new stream begins, if requested."""
     stores: Mapping[str, StoreName] = field(default_factory=dict)
     """Stores that the options name, by id."""
     absent: frozenset[str] = frozenset()
@@ -258,11 +258,11 @@ class Snapshot:
 
 
 def look(options: SourceOptions, *, first: bool = False, again: bool = False) -> Snapshot:
-    """Return the stores as they are now, and with `first` also where a new stream begins.
+    """Return the bounds of the stores now, and with `first` also where a new stream begins.
 
-    Each store is opened and closed again. Of named topics only the queues are loaded when a run looks `again`. Raises
-    ConfigError, also for queues that are lost, and with `first` NotAStoreError, TopicNotFoundError and
-    OffsetOutOfRangeError as `plan` does. Without `first`, `advance` judges what is missing.
+    Each store is opened and closed again. If a run looks `again`, only the queues of named topics are loaded. Raises
+    ConfigError, also for lost queues, and with `first` NotAStoreError, TopicNotFoundError and OffsetOutOfRangeError
+    like `plan`. Without `first`, `advance` handles missing stores and queues.
     """
     names = stores_of(options)
     names_it = names_queue(options)
@@ -293,42 +293,42 @@ def look(options: SourceOptions, *, first: bool = False, again: bool = False) ->
                 wanted.open(store, queues)
                 starts |= {key: wanted.start(key, each) for key, each in here.items()}
     if wanted is not None:
-        wanted.check("waits for it, and so does subscribePattern")
+        wanted.check("waits for it; so does subscribePattern")
     return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
 
 
 def _opened_if_there(
     name: StoreName, options: SourceOptions, opening: Callable[[StoreName], ReadOnlyMessageStore]
 ) -> ReadOnlyMessageStore | None:
-    """Return what `opened` does, and None for a store that is gone."""
+    """Return the result of `opened`, or None if the store does not exist."""
     with suppress(NotAStoreError):
         return opened(name, options, opening)
     return None
 
 
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
-    """Note the loss of a store, or with `queue` of its queue. `stores` are the named ones by id."""
-    text = f"{key} is wanted from offset {wanted}, but "
+    """Record the loss of a store, or with `queue` of its queue. `stores` are those in the options, by id."""
+    text = f"{key} is to be read from offset {wanted}, but "
     name = stores.get(key.store)
-    if name is None:  # to go on would read what may be the same store, under another id, a second time
+    if name is None:  # an error: the stream might read the same store again under another id
         there = ", ".join(map(repr, list(stores)[:5]))  # some stores of a fleet
-        text += f"no option names store {key.store!r} any more"
+        text += f"the options no longer name store {key.store!r}"
         remedy = (
-            f". There are {there}: use the path or id that the query was started with, or paths={{{key.store!r}: path}}"
+            f". They name {there}: use the path or id that the query was started with, or paths={{{key.store!r}: path}}"
         )
         losses.add(key, NotAStoreError, text, remedy)
     elif queue:
-        losses.add(key, TopicNotFoundError, f"{text}is not in {name.path} any more")
+        losses.add(key, TopicNotFoundError, f"{text}it is no longer in {name.path}")
     else:
-        losses.add(key, NotAStoreError, f"{text}{name.path} is no store any more")
+        losses.add(key, NotAStoreError, f"{text}{name.path} is no longer a store")
 
 
 def advance(
     options: SourceOptions, start: Mapping[Key, int], now: Snapshot, target: Mapping[Key, int] | None = None
 ) -> tuple[Offsets, Offsets]:
-    """Return where each queue goes on and how far it could go, by the table of the module.
+    """Return (next offset, end) of each queue, by the table in the module's docstring.
 
-    `target` limits the ends, and the queues to those in it. Raises for lost messages."""
+    `target` limits the ends and the set of queues. Raises errors for lost messages."""
     names_it = names_queue(options)
     losses = Losses(options)
     begin: Offsets = {}
@@ -346,7 +346,7 @@ def advance(
 
 
 class StreamProgress:
-    """One run of a stream: what Spark asks of it, offset by offset. No store stays open between calls."""
+    """One run of a stream, which answers Spark's calls. No store stays open between calls."""
 
     def __init__(self, options: SourceOptions, clock: Clock = SYSTEM_CLOCK) -> None:
         self._options = options
@@ -364,7 +364,7 @@ class StreamProgress:
         self._published: dict[str, dict[tuple[str, int], int]] = {}
 
     def initial(self) -> dict[str, Any]:
-        """Return where a new stream begins. All calls of a run return the same. Raises as `look`."""
+        """Return where a new stream begins. All calls of a run return the same. Raises like `look`."""
         if self._initial is None:
             self._seen = look(self._options, first=True)
             self._initial = dict(self._seen.starts)
@@ -376,22 +376,22 @@ class StreamProgress:
         return self._encode(self._initial)
 
     def _moves_with_time(self) -> bool:
-        """Return True if the first offset, of messages that are there, depends on the moment."""
+        """Return True if the first offset depends on the time of the call."""
         options = self._options
         by_time = options.set_among(("startingTimestamp", "startingOffsetsByTimestamp", "startingGroup"))
         return bool(by_time) or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
 
     def fix_target(self) -> None:
-        """Leave out messages that are stored later: for a run that ends with what there is."""
+        """Exclude messages that are stored from now on, for a run that ends when it has read all others."""
         self._seen = look(self._options, again=self._seen is not None)
         self._target = self._seen.ends
 
     def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
-        """Return the offset at which the next batch ends, or `start` itself if there is nothing new.
+        """Return the offset at which the next batch ends, or `start` if there are no new messages.
 
         With None the batch begins at the offset of the last call (Spark 4.1). Spark calls this when the batch that
-        ended at `start` is done, so `start` is committed, as by `commit`. Raises for lost messages, as the module says,
-        and ConfigError for a `start` of another kind of stream.
+        ended at `start` is done, so `start` is committed, as by `commit`. Raises errors for lost messages, and
+        ConfigError for a `start` of another kind of stream.
         """
         begin = self._last if start is None else self._decode(start)
         if start is not None:
@@ -411,7 +411,7 @@ class StreamProgress:
         return self._encode(end)
 
     def _waits(self, messages: int) -> bool:
-        """Return True if a batch of so many messages waits for more. The first one of a run does not."""
+        """Return True if a batch of this number of messages waits for more. The first batch of a run never waits."""
         least, now_ms = self._options.min_offsets_per_trigger or 0, self._clock.monotonic_ms()
         if self._target is None and self._batch_ms is not None and messages < least:
             return now_ms - self._batch_ms < self._options.max_trigger_delay_s * 1000
@@ -419,14 +419,14 @@ class StreamProgress:
         return False
 
     def reported(self) -> dict[str, Any] | None:
-        """Return the end of the stores at the last look, for the progress report of a query."""
+        """Return the last known end of all stores, for the progress report of a query."""
         return None if self._seen is None else self._encode({**self._last, **self._seen.ends})
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[Slice]]:
         """Return slices of the messages from `start` to `end`, [] if there are none.
 
-        Raises as `latest`: retention may have removed messages, since Spark may ask for a batch that it logged before
-        it was stopped."""
+        Raises like `latest`, since retention may have deleted messages: after a restart Spark asks for a batch that it
+        logged before."""
         begin, to = self._decode(start), self._decode(end)
         self._last = to
         self._pin = False  # the first batch is in the checkpoint
@@ -452,16 +452,16 @@ class StreamProgress:
                     else:
                         _gone(losses, key, begin.get(key, 0), names, queue=True)
                         continue
-                    first, behind = (losses.clamp(key, at, bounds) for at in (begin.get(key, bounds.low), to[key]))
-                    if first < behind:
-                        found.append(weigh(name, queue, first, behind))
+                    first, stop = (losses.clamp(key, at, bounds) for at in (begin.get(key, bounds.low), to[key]))
+                    if first < stop:
+                        found.append(weigh(name, queue, first, stop))
         losses.settle()
         return [*partitions(found, self._options.min_partitions)]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Tell the stores that everything before `end` is processed, if `commit_group` names a group.
-        Only queues that the options name count, since others would lag for good. ConfigError if it cannot be
-        written."""
+        """Publish `end` as the committed offsets of the group in `commit_group`, if there is one.
+        Only queues that the options name are published, since the lag of others would grow for ever. ConfigError if a
+        store cannot be written."""
         group = self._options.commit_group
         if group is None:
             return
@@ -476,10 +476,10 @@ class StreamProgress:
                 try:
                     publish(name.path, group, offsets)
                 except FileNotFoundError:
-                    continue  # the store is gone: what that means, the next batch decides
+                    continue  # the store is gone: the next batch raises the error, if it is one
                 except OSError as error:
                     raise ConfigError(
-                        f"option commitGroup={group!r}: the progress cannot be written to {name.path}: {error}. Let "
-                        "the user that Spark runs as write in config/spark, or leave the option out"
+                        f"option commitGroup={group!r}: cannot write the offsets to {name.path} ({error}). Let Spark's "
+                        "user write in config/spark, or leave out the option"
                     ) from error
                 self._published[name.id] = offsets

@@ -1,15 +1,15 @@
-"""Committing a write: staged shards become messages, all of them or none (spark#commit).
+"""Commit of a write: staged shards become messages, all of them or none (spark#commit).
 
-    target   what counts                    the step by which it counts                         afterwards
-    store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes
-    set      the manifest                   the manifest's rename                               old stores, staging go
+    target   published state                committing step                                     afterwards deleted
+    store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging
+    set      the manifest                   the manifest's rename                               old stores, staging
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
-A crash before that step leaves nothing that counts, one behind it all of the batch. `clean_target` removes the rest. A
-batch job without a transaction id gets a random one. It is never committed again, so only the owner of an inbox, who
-may see a bundle twice after a crash, remembers it.
+A crash before that step publishes nothing, a crash after it the whole batch. `clean_target` deletes the leftovers. A
+batch job without a transaction id gets a random one. It is never committed again, so its version is not recorded,
+except by the owner of an inbox, who may see a bundle twice after a crash.
 
-`abort` may come after a commit that succeeded and then raised. It deletes what is staged, which counts no more.
+`abort` may be called after a commit that succeeded and then raised. It only deletes staged files, never messages.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _LOCK_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit to be made: writer, version, and the shards that count, in their order in the log."""
+    """Request of a commit: writer, version, and the shards in the order of the log."""
 
     app: str
     version: int
     shards: Sequence[ShardInfo]
     remembered: bool = True
-    """True if (app, version) may come again: a stream's batch, a `txnVersion`."""
+    """True if (app, version) may be committed again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
     query: bool = False
-    """True for a streaming query, whose batch may come again until the next one has come."""
+    """True for a streaming query, whose last batch may be committed again."""
 
     @property
     def topics(self) -> dict[str, TopicRule | None]:
@@ -83,14 +83,14 @@ class Commit:
 
 
 def plan_target(options: SinkOptions) -> Rules:
-    """Return the rules of the target. Takes no lock and leaves no trace.
+    """Return the rules of the target. Takes no lock and changes nothing.
 
-    Raises ConfigError if the target is not what `target` says, NotAStoreError and others as opening a store does."""
+    Raises ConfigError if option `target` does not match the kind of the target, and the errors of opening a store."""
     root = Path(options.path)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
     if (is_set or is_store) and is_set != (options.target == "set"):
         kind, target = ("store set", "set") if is_set else ("store", "store")
-        raise ConfigError(f"{root} is a {kind}, and option target={options.target} wants another: use target={target}")
+        raise ConfigError(f"{root} is a {kind}: use target={target}, not target={options.target}")
     if options.target == "set":
         if not is_set:
             _refuse_foreign(root, _OURS)
@@ -101,7 +101,7 @@ def plan_target(options: SinkOptions) -> Rules:
     except NotAStoreError:
         if options.target == "inbox":
             raise ConfigError(
-                f"{root} is no store, and option target=inbox wants one: use target=store, which creates it"
+                f"{root} is not a store, which option target=inbox needs: use target=store, which creates it"
             ) from None
         _refuse_foreign(root, NOT_YET)
         return Rules(new_queues=options.queues)
@@ -122,9 +122,9 @@ def plan_target(options: SinkOptions) -> Rules:
 
 
 def check_lock(options: SinkOptions) -> None:
-    """Wait until nobody has the target open for writing, at most `lockTimeout`. Takes no lock.
+    """Wait until no process has the target open for writing, at most `lockTimeout`. Only for target=store.
 
-    Raises StoreLockedError, as `commit` would. Only for target=store.
+    Takes no lock. Raises StoreLockedError, as `commit` would.
     """
     until = time.monotonic() + options.lock_timeout_s
     with _advised(options):
@@ -144,19 +144,19 @@ def _rule(tables: Tables, config: TopicConfig) -> TopicRule:
 
 
 def _refuse_foreign(root: Path, known: Collection[str]) -> None:
-    """Raise NotAStoreError for a folder with other things in it, which a reader would not see."""
+    """Raise NotAStoreError for a folder that has other files."""
     foreign = sorted(path.name for path in root.iterdir() if path.name not in known) if root.is_dir() else []
     if foreign or (root.exists() and not root.is_dir()):
-        what = f"holds {', '.join(foreign[:3])}, and is no store or store set" if foreign else "is a file"
-        raise NotAStoreError(f"{root} {what}: give a folder of its own")
+        what = f"is not a store directory (contains {', '.join(foreign[:3])})" if foreign else "is a file"
+        raise NotAStoreError(f"{root} {what}: give a new folder")
 
 
 # -- in the task: a shard as a store ---------------------------------------------------------------------------------
 
 
 def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs: FileSystem = REAL) -> None:
-    """Make a store of a staged shard, beside it, so that the commit of a set is a few renames.
-    It is as small as can be: files of a store are of fixed sizes, and a batch may have three messages."""
+    """Create a store from a staged shard, in the shard's folder, so that the commit of a set is a few renames.
+    Its files, which have fixed sizes, are made as small as possible, because a batch may have only a few messages."""
     folder = transaction / shard.name
     segment = min(_SEGMENT_BYTES, (shard.bytes // _PAGE + 16) * _PAGE)
     slots = min(100_000, max(64, shard.records))
@@ -166,7 +166,7 @@ def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs
         index_slots=slots,
         index_entries=4 * slots,
         default_queues=options.queues,
-        clock=SYSTEM_CLOCK,  # with one of its own a store starts no threads: there is nothing for them to do
+        clock=SYSTEM_CLOCK,  # a store with a given clock starts no threads, and this one needs none
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
         _admit(open_parts(store), shard.topics, options)
@@ -179,16 +179,16 @@ def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs
 
 
 def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> int | None:
-    """Publish. Return the number of records written, None for a version that was in.
+    """Publish the shards. Return the number of records written, or None if the version was published before.
 
-    Raises StoreLockedError naming the holder (option lockTimeout), ConfigError where the target is no longer what was
-    planned, and what a splice raises. Then nothing of it counts, except that FlushFailedError leaves this open.
-    Committing again is right in any case.
+    Raises StoreLockedError with the lock's owner (option lockTimeout), ConfigError if the target has changed since it
+    was planned, and the errors of a splice. Then nothing was published, except that FlushFailedError leaves this open.
+    It is always safe to commit again.
     """
     root = Path(options.path)
     with _advised(options):
         written = _COMMITS[options.target](root, options, wanted, fs, clock)
-    with _left_to_clean(root):  # the batch is in, whatever comes of this
+    with _left_to_clean(root):  # the batch is published, so a failure here must not fail the job
         fs.remove_tree(transaction_folder(root, wanted.app, wanted.version))
         clean(root, options.staging_ttl_s, clock=clock, fs=fs)
     return written
@@ -197,16 +197,16 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
 def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
     """Delete the staged files of (app, version). Published messages stay.
 
-    A file that cannot be deleted is only logged, since the user gets the error that led here."""
+    A file that cannot be deleted is only logged, since the user gets the error that caused the abort."""
     root = Path(options.path)
     with _left_to_clean(root):
         fs.remove_tree(transaction_folder(root, app, version))
 
 
 def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Path]:
-    """Delete what jobs left in a store or a set and did not touch for `ttl_s` seconds.
-    In a set these are also stores that its manifest does not name, and its lock is taken. Returns the folders, with
-    `dry_run` those that would be deleted."""
+    """Delete leftovers of jobs in a store or a set that have not changed for `ttl_s` seconds.
+    In a set these include stores that its manifest does not list, and its lock is taken. Return the deleted folders, or
+    with `dry_run` those that would be deleted."""
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run)
@@ -222,22 +222,22 @@ def _left_to_clean(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _log.warning("%s: what a job staged could not be deleted: %s; mqstore spark clean does it", root, error)
+        _log.warning("%s: cannot delete the staged files of a job (%s); run mqstore spark clean", root, error)
 
 
 @contextmanager
 def _advised(options: SinkOptions) -> Iterator[None]:
-    """Let lock errors name the option that waits longer, and sync errors what to look for."""
+    """Add advice to lock and sync errors."""
     try:
         yield
     except StoreLockedError as error:
-        inbox = ". target=inbox hands over to the process that has it open" if options.target == "store" else ""
+        inbox = ". target=inbox hands the messages to the process that has it open" if options.target == "store" else ""
         text = f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough{inbox}"
         raise StoreLockedError(text, error.pid, error.host, error.since) from error
     except FlushFailedError as error:
         raise FlushFailedError(
-            f"{error}. Look whether the messages are in before they are written again; with txnAppId and txnVersion "
-            "they are not written twice"
+            f"{error}. Before you write the messages again, check whether they are in the store; with txnAppId and "
+            "txnVersion they are never written twice"
         ) from error
 
 
@@ -258,56 +258,54 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
             shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
-            # What an overwrite has still to do is done if its version is in, also by a later job.
+            # The version of an overwrite is recorded, so that a later job can finish it after a crash.
             remembered = wanted.remembered or wanted.overwrite
             written = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered).records
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
         if written is None:
             raise
-        # Of a job that is told to have failed the messages would be written again.
-        _log.error("%s: the messages are in, but what comes after them failed: %s; the next job ends it", root, error)
+        # Not raised: the user would write the messages of a failed job again.
+        _log.error("%s: the messages are written, but cleanup failed (%s); the next job finishes it", root, error)
     return written
 
 
 def _already(root: Path, wanted: Commit, last: int) -> int | None:
-    """Pass over a version that was published before, with a warning: its rows may be other ones.
-    Raises ConfigError for a query that went back."""
+    """Skip a version that was published before, with a warning, since its rows may be different ones.
+    Raises ConfigError for a query whose batch numbers went back."""
     if wanted.query and last > wanted.version:
         raise ConfigError(
-            f"{root} has batch {last} of query {wanted.app!r}, which is at batch {wanted.version} again: its "
-            "checkpoint was put back from a copy, or two runs of the query have one each. Nothing was written. Begin "
-            "with a new checkpoint, and say where (startingOffsets, ...)"
+            f"{root} has batch {last} of query {wanted.app!r}, but the query is at batch {wanted.version} again: its "
+            "checkpoint was restored from a copy, or two runs have a checkpoint each. Nothing was written. Start with "
+            "a new checkpoint and an option that says where to begin (startingOffsets, ...)"
         )
-    text = "%s: version %d of %r is in (the last one: %d); nothing was written. Other rows need another txnAppId"
+    text = "%s: version %d of %r was written before (last: %d); nothing was written. New rows need another txnAppId"
     _log.warning(text, root, wanted.version, wanted.app, last)
     return None
 
 
 def _gone(path: Path) -> FormatError:
     return FormatError(
-        f"{path} is not what its task has staged: somebody deleted it before the commit, as mqstore spark clean does, "
-        "and jobs with a short stagingTtl. Nothing of the job counts: run it again",
+        f"{path} was deleted or changed between its task and the commit, for example by mqstore spark clean or by a "
+        "job with a short stagingTtl. Nothing was written: run the job again",
         "shard",
         0,
     )
 
 
 def _unknown(path: Path, error: OSError) -> FlushFailedError:
-    """Return the error for a sync that failed behind the rename by which a batch counts."""
-    return FlushFailedError(
-        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}"
-    )
+    """Return the error for a sync that failed after the rename that publishes a batch."""
+    return FlushFailedError(f"{path} and all messages were written, but may not be on disk: {error}")
 
 
 def _enter(parts: Parts, noted: Mapping[str, int]) -> None:
-    """Enter the topics of a bundle from the inbox, as a broker does."""
+    """Create the topics of a bundle from the inbox, as a broker does."""
     for name, queues in noted.items():
         parts.topics.ensure(check_user_topic(name), queues)
 
 
 def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOptions) -> None:
-    """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
+    """Create missing topics. ConfigError if one has changed since its rows were assigned to queues."""
     for name, planned in topics.items():
         if planned is None:
             parts.topics.ensure(name, len(parts.store.delay_table_ms) if name == SCHEDULE_TOPIC else 1)
@@ -318,19 +316,19 @@ def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOp
 
 
 def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:
-    """Raise ConfigError if a topic was altered since rows were given queues.
-    Nobody might read some of them, and a message group would continue in another queue than producers use."""
+    """Raise ConfigError if a topic was altered since its rows were assigned to queues.
+    Some rows might be in queues that nobody reads, and a message group in another queue than producers use."""
     if now != planned:
         what = f"has {now.write_queues} queues to write to and {now.queues} in all"
         raise ConfigError(
-            f"{root}: topic {topic!r} was altered while rows for it were written: it "
-            f"{'may not be written to' if now.refused else what} now. Write them again"
+            f"{root}: topic {topic!r} was altered while its rows were written: it now "
+            f"{'may not be written to' if now.refused else what}. Run the job again"
         )
 
 
 def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
-    """Note, durably, where the topics end before the splice.
-    Old messages are taken from consumers only when the new ones are in. A kill in between leaves both, and a
+    """Save the ends of the topics durably before the splice.
+    Old messages are hidden from consumers only after the new ones are written. A kill in between leaves both, and a
     repeated commit continues."""
     ends = {
         name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
@@ -344,7 +342,7 @@ def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) ->
 
 
 def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
-    """Let the queues of a noted overwrite begin, logically, where the note says, if its messages are in."""
+    """Move the logical starts of queues to the saved ends, if the messages of the overwrite are written."""
     path = root / OVERWRITE_FILE
     note = load_json(path, writer=True, fs=fs, root=root, check=partial(check_overwrite, file=path)).value
     if note is None or "ends" not in note:
@@ -362,14 +360,14 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
     make_folders(root, fs)
     with _locked_set(root, options.lock_timeout_s, fs):
         manifest = read_set(root) or {"version": 1, "stores": {}}
-        if not fs.exists(root / SET_FILE):  # before there are stores: from then on one that is missing was lost
+        if not fs.exists(root / SET_FILE):  # before the first store, so that a later missing manifest means a loss
             save_json(root / SET_FILE, manifest, fs)
         if wanted.remembered and (last := manifest.get(RECORDED, {}).get(wanted.app, -1)) >= wanted.version:
             return _already(root, wanted, last)
         folder = transaction_folder(root, wanted.app, wanted.version)
         make_folders(root / MEMBERS, fs)
         added = {}
-        for shard in wanted.shards:  # whose names have a random part: none is that of a commit that crashed
+        for shard in wanted.shards:  # names have a random part, so none exists from a crashed commit
             name = f"{folder.name}-{shard.name}"
             added[name] = f"{MEMBERS}/{name}"
             try:
@@ -391,7 +389,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
             raise
         for where in before.values() if wanted.overwrite else ():
             path = root / where
-            # The sink makes folders in one place: what lies deeper, or behind a link, is somebody else's.
+            # The sink creates stores only in this folder. A deeper one, or a link, was added by somebody else.
             if path.parent == root / MEMBERS and not path.is_symlink():
                 with _left_to_clean(root):
                     fs.remove_tree(path)
@@ -400,7 +398,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
 
 @contextmanager
 def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
-    """Hold the set's lock, a store's lock in a file of the same name."""
+    """Hold the set's lock, which works like a store's lock."""
     lock = WriterLock(root, "mqstore", fs=fs)
     try:
         lock.acquire(timeout_s)
@@ -413,28 +411,28 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
 
 
 def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
-    """Hand the shards over. They are durable on return, and spliced by the owner or the next open."""
+    """Move the shards to the inbox. They are durable on return, and spliced by the owner or the next open."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
-    # Before the record: what is taken in meanwhile is in one of them.
+    # Read before the txn record: a bundle that the owner splices meanwhile is then in one of the two.
     waiting = _waiting_in(root / _INBOX, wanted.app, fs)
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
     if wanted.version in waiting:
         return _already(root, wanted, newest)
-    _refuse_behind_refused(root, wanted, last, fs)
+    _refuse_after_refused(root, wanted, last, fs)
     if last >= wanted.version or (wanted.query and newest > wanted.version):
         return _already(root, wanted, newest)
     if not wanted.shards:
         return 0
-    entered = topics_entered(root, fs)  # a topic without an entry gets queues by puts
+    entered = topics_entered(root, fs)  # a topic without an entry cannot have been altered
     there = plan_target(options).topics
     for topic, planned in wanted.topics.items():
         if planned is not None and topic in entered:
             _refuse_altered(root, topic, planned, there.get(topic, planned))
     queues = sorted(queue for shard in wanted.shards for queue in shard.queues)
     highest = {topic: queue_id for topic, queue_id in queues if _is_users(topic)}
-    create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
+    create = {  # a topic deleted meanwhile is created again, with at least the queues that its rows were assigned to
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
     bundle = {
@@ -445,7 +443,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         "create": create,
         "highest": highest,
     }
-    for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
+    for shard in wanted.shards:  # the owner can only refuse a bundle, after the job has succeeded, so check now
         if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "shard.json")):
             raise _gone(folder / shard.name)
     save_json(folder / "bundle.json", bundle, fs, back_up=False)
@@ -459,27 +457,27 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     return wanted.records
 
 
-def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
-    """Raise ConfigError if the owner has put aside a bundle of this application: its rows are missing.
-    `last` is the version that is in. A bundle of it that came twice is no loss."""
+def _refuse_after_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
+    """Raise ConfigError if the owner has refused a bundle of this application: its rows are missing.
+    `last` is the last written version. A second bundle of it is not a loss."""
     lost = _waiting_in(root / _INBOX / "refused", wanted.app, fs) - {last}
     if lost and (wanted.remembered or wanted.version in lost):
         first = wanted.version if wanted.version in lost else min(lost)
         raise ConfigError(
-            f"{root / _INBOX / 'refused' / f'{wanted.app}-{first}'} holds version {first} of {wanted.app!r}, which was "
-            "handed over before, and refused by the store's owner; reason.txt in it says why. To write it again, or to "
-            "go on without its rows, delete that folder; another txnAppId writes it though a later version is in"
+            f"{root / _INBOX / 'refused' / f'{wanted.app}-{first}'} has version {first} of {wanted.app!r}, which the "
+            "store's owner has refused; see reason.txt in it. Delete that folder to write it again or to continue "
+            "without its rows; if a later version was written, write it with another txnAppId"
         )
 
 
 def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
-    """Return the versions of an application that lie in the inbox, or in a folder of it."""
+    """Return the versions of an application in a folder: the inbox, or its folder of refused bundles."""
     parts = (path.name.rpartition("-") for path in folders(folder, fs))
     return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
 
 
 def _is_users(topic: str) -> bool:
-    """Return True if a bundle may create the topic, which is not one of the engine or of a group."""
+    """Return True for a topic that a bundle may create: not a system, retry or dead-letter topic."""
     return not (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic))
 
 

@@ -2,11 +2,11 @@
 
     results = Runner(spark=session).run(tasks, function, "mqstore verify")
 
-A task is a plain value that names its stores (`StoreName`, or pieces with a `store`). The function belongs to a module,
-or is a `functools.partial` of one, because executors import it by name. An error of a task is raised here, with the
-path of its store. Log records of tasks reach the loggers of this process.
+A task is a plain value that names its stores (`StoreName`, or pieces with a `store`). The function is a function of a
+module, or a `functools.partial` of one, because executors import it by name. An error of a task is raised here, with
+the path of its store. Log records of tasks reach the loggers of this process.
 
-A session is used, never made (`mqstore.spark.sessions`).
+A session is never created here (`mqstore.spark.sessions` does).
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from mqstore.jobs.telling import settle
 __all__ = ["Progress", "Runner", "Where", "pack", "ship"]
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tasks done and of all, after each task. With Spark it is called at the beginning and the
-end."""
+"""Called with (tasks done, tasks) after each task. With Spark it is called only at the start and the end."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Where(TypedDict, total=False):
-    """Keyword arguments of every job: where its tasks run, and the function that is called with their progress."""
+    """Keyword arguments of every job."""
 
     spark: Any
     """Spark session whose executors run the tasks. Without one they run in this process."""
@@ -59,7 +58,7 @@ class Runner:
         """Number of tasks that run at the same time."""
 
     def run(self, tasks: Sequence[T], function: Callable[[T], R], title: str = "mqstore") -> list[R]:
-        """Return the results of the tasks, in their order. `title` is the name of the work in Spark's UI.
+        """Run the tasks and return their results, in order. `title` is the name of the work in Spark's UI.
 
         Raises the error of the first task that failed.
         """
@@ -100,7 +99,7 @@ class Runner:
 
 
 def _named(function: Callable[[T], R], task: T) -> R:
-    """Call the function. An error names the stores of the task, unless it names one already."""
+    """Call the function. Add the stores of the task to an error that does not name one."""
     try:
         return function(task)
     except Exception as error:
@@ -123,11 +122,11 @@ def _paths_of(task: object) -> list[str]:
 
 
 def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | None, list[logging.LogRecord]]:
-    """Return the result, or an error of ours, which Spark would wrap in its own errors if it were raised.
-    Log records come with it, since nobody reads the output of a worker."""
+    """Return (result, error, log records). The error is returned, since Spark would wrap it if it were raised.
+    Log records are returned, since nobody reads the output of a worker."""
     settle()
-    log, told, result, failed = logging.getLogger("mqstore"), SimpleQueue[logging.LogRecord](), None, None
-    handler, propagate = QueueHandler(told), log.propagate
+    log, records, result, failed = logging.getLogger("mqstore"), SimpleQueue[logging.LogRecord](), None, None
+    handler, propagate = QueueHandler(records), log.propagate
     log.addHandler(handler)
     log.propagate = False
     try:
@@ -137,7 +136,7 @@ def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | Non
     finally:
         log.removeHandler(handler)
         log.propagate = propagate
-    return result, failed, [told.get() for _ in range(told.qsize())]
+    return result, failed, [records.get() for _ in range(records.qsize())]
 
 
 def _context_of(spark: Any) -> Any:
@@ -145,35 +144,35 @@ def _context_of(spark: Any) -> Any:
         return spark.sparkContext
     except Exception as error:
         raise ConfigError(
-            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
+            "jobs need a session with a SparkContext, but this is a Spark Connect session: run the job on the driver"
         ) from error
 
 
 @lru_cache(maxsize=1)
 def ship(context: Any) -> bool:
-    """Make `mqstore` importable for workers of this SparkContext. Returns True if it had to be sent.
+    """Make `mqstore` importable for workers of this SparkContext. Return True if it had to be sent.
 
-    In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it is sent as a zip.
-    Its requirements (numpy, pyarrow, crc32c, portalocker) are not: they are built for a machine.
+    If workers cannot import `mqstore`, it is sent to them as a zip. Its requirements (numpy, pyarrow, crc32c,
+    portalocker) are not sent, because they are compiled for a platform.
 
-    The first call costs a job of one task. Register data sources later: Spark notes then what workers may import.
+    The first call runs a job of one task. Register data sources afterwards, since Spark then records the import path.
     """
 
-    def is_there(_: int) -> bool:  # made here, so it is sent by value: by name it would need what it looks for
+    def is_there(_: int) -> bool:  # local, so it is pickled by value: by name, workers would need mqstore to load it
         import importlib.util
 
         return importlib.util.find_spec("mqstore") is not None
 
     there = bool(context.parallelize([0], 1).map(is_there).collect()[0])
     if not there:
-        folder = tempfile.mkdtemp(prefix="mqstore-")  # executors fetch it when they start, so it stays
+        folder = tempfile.mkdtemp(prefix="mqstore-")  # kept until exit, because later executors fetch the zip, too
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         context.addPyFile(pack(os.path.join(folder, "mqstore.zip")))
     return not there
 
 
 def pack(archive: str) -> str:
-    """Write the modules of the library, without the command, into a zip for imports. Return its path."""
+    """Write the modules of the library, without the command, into a zip file. Return its path."""
     root = Path(__file__).parents[2]
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for path in sorted([*(root / "mqstore").rglob("*.py"), root / "pyspark_mqstore.py"]):

@@ -1,4 +1,4 @@
-"""Messages and stores that a job reads, and the form of its results.
+"""Choice of the messages and stores that a job reads, and the form of its results.
 
 select(...)  -> Selection       options, checked before anything is opened
 Selection    -> tasks           lists of slices (`mqstore.jobs.plan`), or stores
@@ -24,15 +24,15 @@ from mqstore.layout.jsontext import BODY, decode
 __all__ = ["Bound", "Selection", "Shaped", "Stores", "check_followed", "check_known", "select"]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
-"""One store, store set or glob of stores, several of them, or paths by the ids that rows and reports show."""
+"""A store, store set or glob of stores, a list of them, or a dict of paths by the ids shown in rows and reports."""
 Bound = datetime | str | None
-"""Store time at which reading begins, or ends before. UTC by default. Text as the options have it."""
+"""Store time, UTC by default. Text has the form of the Spark options."""
 
 _NAMED = 20
 
 
 class Shaped:
-    """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
+    """Base of results: frozen dataclasses with documented fields. Times are ms since the epoch."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
@@ -42,19 +42,19 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A choice of stores and messages, made by `select`. Paths are absolute, because tasks run elsewhere."""
+    """Choice of stores and messages, made by `select`. Paths are absolute, because tasks run elsewhere."""
 
     options: SourceOptions
     given: Mapping[str, str] = field(default_factory=dict)
-    """`options` as given to Spark."""
+    """`options` as they were given."""
 
     def stores(self) -> list[StoreName]:
-        """Return the stores, at least one. ConfigError as `plan.stores_of`, and for sets without a member.
-        A job that looked at nothing must not say that all is well."""
+        """Return the stores, at least one. Raises ConfigError like `plan.stores_of`, and for sets without stores.
+        A job that has read no store must not report that all is well."""
         found = stores_of(self.options)
         if not found:
             paths = self.options.paths
-            raise ConfigError(f"paths={paths}: a store set that has no stores yet; give one that has, or a store")
+            raise ConfigError(f"paths={paths}: this store set has no stores yet; give another one, or a store")
         return found
 
     def with_options(self, **values: Any) -> Selection:
@@ -62,10 +62,10 @@ class Selection:
         return replace(self, options=replace(self.options, **values))
 
     def queue_tasks(self, *, by_region: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
-        """Return the messages cut into tasks, as `plan.plan` does with `only_queues`, and raise as it does.
-        ConfigError for `readBy=log`."""
+        """Return the tasks that `plan.plan` makes with `only_queues`. Raises like it.
+        Raises ConfigError for `readBy=log`."""
         if self.options.read_by == "log":
-            raise ConfigError("option readBy=log: this job goes by queues: use readBy=queue")
+            raise ConfigError("option readBy=log: this job reads queues; use readBy=queue")
         self.stores()
         found = plan(self.options, only_queues=True, by_region=by_region, slots=slots)
         return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
@@ -80,15 +80,15 @@ def select(
     where: str | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Choose the messages of `topics` (all topics of users) in `stores`.
+    """Choose the messages of `topics` (default: all users' topics) in `stores`.
 
-    Chosen are those stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further ones of
-    the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is returned
-    as it is. Other arguments are then refused. Raises ConfigError.
+    These are the messages stored in [`start`, `stop`) whose properties match `where` (SQL92). `options` are further
+    options of the Spark source (`docs/spark-options.md`), such as `startingOffsets` and `endingOffsets`. A selection is
+    returned unchanged, and other arguments are then refused. Raises ConfigError.
     """
     if isinstance(stores, Selection):
         if (topics, start, stop, where, options) != (None,) * 5:
-            raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
+            raise ConfigError("pass topics, bounds and options to `select`, not along with its result")
         return stores
     given = dict(options or {})
     arguments = {
@@ -101,7 +101,7 @@ def select(
     for name, value in arguments.items():
         if value is not None:
             if name.lower() in {each.lower() for each in given}:
-                raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
+                raise ConfigError(f"option {name!r} is given twice, by an argument and in `options`")
             given[name] = value
     checked = SourceOptions.parse(given).for_batch()
     if checked.view != "messages":
@@ -111,7 +111,7 @@ def select(
 
 def _time(name: str, bound: Bound, by_offset: str) -> str | None:
     if not isinstance(bound, datetime | str | None):
-        raise ConfigError(f"{name}={bound!r} is no time; for queue offsets use the option {by_offset}")
+        raise ConfigError(f"{name}={bound!r} is not a time; for queue offsets use the option {by_offset}")
     return bound.isoformat() if isinstance(bound, datetime) else bound
 
 
@@ -122,18 +122,18 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
 
 
 def check_followed(selection: Selection, *followed: str) -> None:
-    """Raise ConfigError for options that a job ignores: they were to leave messages out.
+    """Raise ConfigError for options without effect in a job: the user expects them to exclude messages.
     `followed` are the fields of `SourceOptions` that the job uses."""
     unused = [name for name, option in SOURCE_OPTIONS.options.items() if option.field not in ("paths", *followed)]
-    selection.options.refuse(unused, ": this job does not go by it; leave it out")
+    selection.options.refuse(unused, " has no effect in this job; leave it out")
 
 
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for names of groups or topics (`what`) that no store has, with existing names.
-    A misspelt name must not look like one that has nothing to report."""
+    """Raise ConfigError for groups or topics (`what`) that no store has. The text lists existing names.
+    A misspelt name must not look like a group or topic with nothing to report."""
     there = sorted({*known})
     unknown = sorted({*wanted} - {*there})
     if unknown:
         more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
-        names = f"there are {', '.join(map(repr, there[:_NAMED]))}{more}" if there else "there is none"
-        raise ConfigError(f"no store knows the {what} {', '.join(map(repr, unknown))}; {names}")
+        names = f"existing: {', '.join(map(repr, there[:_NAMED]))}{more}" if there else f"no {what} exists"
+        raise ConfigError(f"no store has the {what} {', '.join(map(repr, unknown))}; {names}")

@@ -1,8 +1,8 @@
-"""Manifest of a store set. Stores in the folder that it does not name do not count (spark#options).
+"""Manifest of a store set. Stores in the folder that it does not list are ignored (spark#options).
 
 mqstore-set.json
 {"version": 1,
- "stores":   {ID: "path relative to the folder"},      in it: absolute ones and `..` are refused
+ "stores":   {ID: "path relative to the folder"},      absolute paths and `..` are refused
  "recorded": {APP: n}}                                the last version that each application has written (`publish`)
 """
 
@@ -21,15 +21,15 @@ __all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
 SET_FILE = "mqstore-set.json"
 RECORDED = "recorded"
 MEMBERS: Final = "shards"
-"""Folder of a set for the stores that the sink made. It deletes no others."""
+"""Folder of a set for the stores that the sink has made. The sink deletes no others."""
 
 
 def read_set(root: Path) -> dict[str, Any] | None:
     """Return the manifest of the set in `root`, or None if there never was one.
-    Members that only newer programs know are included.
+    Unknown members, written by newer programs, are included.
 
-    Raises ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost,
-    too. Raises StoreIOError without permission.
+    Raises ConfigError if the manifest is damaged or was lost. If it were taken for an empty one, its stores would be
+    lost, too. Raises StoreIOError without permission to read it.
     """
     path = root / SET_FILE
     try:
@@ -43,21 +43,21 @@ def read_set(root: Path) -> dict[str, Any] | None:
             return None
         what = "is missing"
     except ValueError as error:
-        what = f"is no manifest of a store set: {error}"
+        what = f"is not a manifest of a store set: {error}"
     raise ConfigError(
-        f"{path} {what}. Mend it by hand, or copy {path}.bak over it, the manifest before, and add the stores in "
-        f"{root / MEMBERS} that were written last: mqstore spark clean deletes those that are not named"
+        f"{path} {what}. Repair it by hand, or restore the previous one from {path}.bak and add the newest stores in "
+        f"{root / MEMBERS}: mqstore spark clean deletes stores that it does not list"
     )
 
 
 def _check(value: Mapping[str, Any]) -> None:
-    """Check the shape of a manifest. Raises ValueError, and ConfigError for the shape of a newer program.
+    """Check the shape of a manifest. Raises ValueError, or ConfigError for a newer version.
 
-    The check is strict. Folders that the manifest names are read, and deleted by an overwrite. Rows of a version that
-    it does not name are written a second time."""
+    The check is strict, because an overwrite deletes the listed folders, and a version that is not recorded is written
+    a second time."""
     version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
     if type(version) is int and version > 1:
-        raise ConfigError(f"{SET_FILE} is of version {version}; this mqstore knows 1: upgrade it")
+        raise ConfigError(f"{SET_FILE} has version {version}, but this mqstore supports only 1: upgrade mqstore")
     for holds, rule in (
         (type(version) is int and version == 1, "version must be 1"),
         (
@@ -71,10 +71,10 @@ def _check(value: Mapping[str, Any]) -> None:
 
 
 def _is_inside(name: str, where: Any) -> bool:
-    """Return True if a store of this name can have this path in the folder. Links are not followed."""
+    """Return True if a store's name and its path in the folder are valid. Links are not followed."""
     if not isinstance(where, str) or "\0" in where or where.startswith("/") or ".." in where.split("/"):
         return False
-    try:  # JSON may hold halves of characters (`"\ud800"`), and neither a file system nor a column takes those
+    try:  # JSON may have lone surrogates (`"\ud800"`), which neither a file system nor a column accepts
         (name + where).encode()
     except UnicodeEncodeError:
         return False

@@ -1,13 +1,13 @@
-"""Shards: what a task of a write leaves for the commit, and how leftovers go (spark#stage, step 1).
+"""Shards: the files that a task of a write stages for the commit, and their cleanup (spark#stage, step 1).
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
-        records.bin    adjacent records, places not known
-        shard.json     what they are; written last
-        store/         target=set: in place of these, the same as a store
+        records.bin    adjacent records, without their offsets
+        shard.json     description of the records; written last
+        store/         with target=set, instead of these two: a store with the records
 
-`root` is the store, or the set: a commit is renames within one file system. A commit names one attempt of each
-partition. Others go with the folder of their transaction. If two drivers have one (app, version) and one is aborted,
-the commit of the other finds its shards gone, and says so.
+`root` is the store or the set, because a commit renames within one file system. A commit uses one attempt of each
+partition. The others are deleted with the folder of their transaction. If two drivers have the same (app, version) and
+one is aborted, the commit of the other raises an error because its shards are missing.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A finished shard, as a task reports it to the commit. Small and plain, since it travels."""
+    """A finished shard, as a task reports it to the commit. Small and plain, since it is pickled."""
 
     name: str
-    """Name of its folder, within that of its transaction."""
+    """Name of its folder in the folder of its transaction."""
     records: int
     bytes: int
     largest: int
     queues: dict[QueueRef, int]
     """Number of records by queue."""
     topics: dict[str, TopicRule | None]
-    """Rules of topics, as in `Encoded`."""
+    """Rules of topics, like in `Encoded`."""
 
 
 def transaction_folder(root: Path, app: str, version: int) -> Path:
-    """Return the folder in which the tasks of (app, version) stage. `app` is an `options.APP_NAME`."""
+    """Return the staging folder of (app, version). `app` matches `options.APP_NAME`."""
     return root / STAGING / f"{app}-{version}"
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
-    """Make `path` and its missing parents, each durable in the one above."""
+    """Create `path` and its missing parents, and sync each parent."""
     if not fs.make_folders(path):
-        fs.sync_directory(path.parent)  # whoever made it may have been killed before it was durable
+        fs.sync_directory(path.parent)  # the process that created it may have been killed before this sync
 
 
 class ShardWriter:
-    """Writer of one shard. `abandon` before `finish` deletes it, `clean` what a killed process left."""
+    """Writer of one shard. `abandon` before `finish` deletes it. `clean` deletes leftovers of killed processes."""
 
     def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
@@ -88,7 +88,7 @@ class ShardWriter:
                 self._fs.remove_tree(self.folder)
 
     def write(self, piece: Encoded) -> None:
-        for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
+        for start in range(0, len(piece.data), _BUFFER_BYTES):  # so the checksum finds the bytes in the CPU's cache
             data = piece.data[start : start + _BUFFER_BYTES]
             self._fs.pwrite(self._fds[0], data, self._size)
             self._crc = crc32c.crc32c(data, self._crc)
@@ -99,7 +99,7 @@ class ShardWriter:
         self._topics.update(piece.topics)
 
     def finish(self, profile: Profile, *, durable: bool) -> ShardInfo:
-        """Write the file that says that the records are whole. If `durable`, the records are synced before it."""
+        """Write `shard.json`, which marks the records as whole. If `durable`, the records are synced first."""
         self._close(sync=durable)
         content = shard_json(
             profile, records=self.records, size=self._size, crc=self._crc, largest=self._largest, queues=self._queues
@@ -134,11 +134,11 @@ def write_shards(
 ) -> Iterator[ShardInfo]:
     """Stage the encoded rows of a task, in their order. Without rows there is no shard.
 
-    Shards have to be `durable` for an inbox alone, whose owner takes them in later. A commit of another target reads
-    and checks them at once, and syncs what it makes of them; before that, nothing counts in any crash.
+    Only shards for an inbox have to be `durable`, because the store's owner reads them later. A commit to another
+    target checks the shards at once and syncs the result, and a crash before that loses the write as a whole.
 
     `max_rows` limits the rows of a shard, so there may be several. If this raises, the unfinished shard is deleted."""
-    with ExitStack() as begun:
+    with ExitStack() as unfinished:
         writer: ShardWriter | None = None
         for piece in pieces:
             if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
@@ -146,7 +146,7 @@ def write_shards(
                 writer = None
             if writer is None:
                 writer = ShardWriter(transaction, partition, attempt, fs)
-                begun.callback(writer.abandon)
+                unfinished.callback(writer.abandon)
             writer.write(piece)
         if writer is not None:
             yield writer.finish(profile, durable=durable)
@@ -161,9 +161,9 @@ def clean(
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
 ) -> list[Path]:
-    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds.
-    Running jobs are not spared. `others` are further folders. Returns what was deleted, or would be with `dry_run`,
-    newest last. For a store set use `publish.clean_target`."""
+    """Delete staged folders of `root` that have not changed for `ttl_s` seconds, even of running jobs.
+    `others` are further folders to check. Return the folders that were deleted, or would be with `dry_run`, newest
+    last. For a store set use `publish.clean_target`."""
     now_s = clock.now_ms() / 1000
     ages_s = {path: max(0.0, now_s - _changed_s(path)) for path in (*folders(root / STAGING, fs), *others)}
     old = sorted((path for path in ages_s if ages_s[path] >= ttl_s), key=lambda path: -ages_s[path])
@@ -173,7 +173,7 @@ def clean(
 
 
 def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
-    """Return the folders in `path`, sorted and without links, or [] if `path` does not exist."""
+    """Return the folders in `path`, without links, or [] if `path` does not exist."""
     try:
         found = [path / name for name in fs.scandir_directories(path)]
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
 
 
 def _changed_s(path: Path) -> float:
-    """Return the time of the last change in a folder, or the present time if a file vanishes meanwhile."""
+    """Return the time of the last change in a folder, or infinity if a file is deleted meanwhile."""
     try:
         return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Tasks, which read their slices: as Arrow record batches, or as pieces, which need no pyarrow.
 
-A task opens each store for itself, read-only and without a trace, and keeps nothing when it is done. Retention may have
-deleted wanted messages since the plan. `failOnDataLoss` is applied here (spark#stream).
+A task opens each store itself, read-only, and closes it at the end. Retention may have deleted planned messages
+meanwhile: `failOnDataLoss` is applied here (spark#stream).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("mqstore")
 
 
 def policy_of(options: SourceOptions) -> Policy:
-    """Return the policy of reading that the options ask for."""
+    """Return the read policy of the options."""
     return Policy(
         max_rows=options.max_rows_per_batch,
         max_bytes=options.max_bytes_per_batch,
@@ -43,17 +43,17 @@ def read_slices(
     policy: Policy | None = None,
 ) -> Iterator[Any]:
     """Yield record batches of the slices, one slice after the other.
-    Pass a `policy` to see what it has counted; default is that of the options. Raises OffsetOutOfRangeError for
-    messages that are gone, with `fail_on_data_loss`, and CorruptRecordError and others as `ColumnReader` does."""
-    from mqstore.columnar.columns import ColumnReader  # needs pyarrow, as columns do
+    Pass a `policy` to read its counts; the default is that of the options. Raises OffsetOutOfRangeError for deleted
+    messages, with `fail_on_data_loss`, and CorruptRecordError and others like `ColumnReader`."""
+    from mqstore.columnar.columns import ColumnReader  # here, because it needs pyarrow
 
-    told = policy is None
+    logs_skipped = policy is None
     policy = policy or policy_of(options)
     filters = _filters(options)
     for name, run in groupby(slices, key=lambda piece: piece.store):
         before = policy.corrupt, policy.removed
         with of_store(name.path), opened(name, options, open_sliced) or nullcontext() as store:
-            if store is None:  # passed over
+            if store is None:  # skipped
                 continue
             reader = ColumnReader(
                 store,
@@ -65,18 +65,18 @@ def read_slices(
                 **filters,
             )
             yield from reader.batches(piece for each in run for piece in _pieces(options, reader, each))
-        if told:
-            _tell_left_out(options, policy, name, before)
+        if logs_skipped:
+            _log_skipped(options, policy, name, before)
 
 
 def read_pieces(
     options: SourceOptions, costs: Collection[Cost], slices: Iterable[QueueSlice], policy: Policy
 ) -> Iterator[tuple[QueueSlice, Piece]]:
-    """Yield the checked and filtered records of each slice, to be counted without columns.
-    `costs` are those of `PieceReader`. Raises as `read_slices`."""
+    """Yield the checked and filtered records of each slice, for counting without columns.
+    `costs` are those of `PieceReader`. Raises like `read_slices`."""
     for name, run in groupby(slices, key=lambda piece: piece.store):
         with of_store(name.path), opened(name, options, open_sliced) or nullcontext() as store:
-            if store is None:  # passed over
+            if store is None:  # skipped
                 continue
             reader = PieceReader(store, costs, policy, **_filters(options))
             for each in run:
@@ -89,7 +89,7 @@ def _filters(options: SourceOptions) -> dict[str, Any]:
 
 
 def _pieces(options: SourceOptions, reader: PieceReader, each: Slice) -> Iterator[Piece]:
-    """Yield the pieces of a slice. Raises OffsetOutOfRangeError for messages that are gone."""
+    """Yield the pieces of a slice. Raises OffsetOutOfRangeError for deleted messages."""
     if isinstance(each, QueueSlice):
         pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
     else:
@@ -100,15 +100,15 @@ def _pieces(options: SourceOptions, reader: PieceReader, each: Slice) -> Iterato
     _check_loss(options, reader.policy, each)
 
 
-def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:
-    """Log the messages that a query leaves out: nothing else shows them."""
+def _log_skipped(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:
+    """Log the number of messages that a query skips, because its result does not show them."""
     corrupt, removed = policy.corrupt - before[0], policy.removed - before[1]
     if corrupt and options.on_corrupt == "skip":
-        _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
+        _log.warning("mqstore: %s: %d damaged messages were skipped (onCorrupt=skip)", name.id, corrupt)
     if removed:
         what = "segments of messages" if options.read_by == "log" else "messages"
         _log.warning(
-            "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
+            "mqstore: %s: %d %s deleted by retention were skipped (failOnDataLoss=false)", name.id, removed, what
         )
 
 
@@ -119,8 +119,8 @@ def _check_loss(options: SourceOptions, policy: Policy, piece: Slice) -> None:
         else:
             what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
         raise OffsetOutOfRangeError(
-            f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
-            "(failOnDataLoss=false reads what is left)",
+            f"{piece.store.id}: {what} were planned, but retention has deleted them meanwhile "
+            "(failOnDataLoss=false reads the remaining ones)",
             piece.start,
             piece.stop,
         )

@@ -1,8 +1,8 @@
-"""Behaviour in Spark's Python workers: errors in our words, warnings once, quick tasks.
+"""Behaviour in Spark's Python workers: readable errors, warnings once, quick tasks.
 
-Spark shows the traceback of a failed worker: the message is its last line, behind frames that tell a user nothing. A
-worker leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an error. So it is set
-on the way out, for errors of ours only: a bug keeps its traceback.
+Spark shows the traceback of a failed worker, with the message as its last line after frames that do not help a user. A
+worker omits the traceback if SPARK_HIDE_TRACEBACK is set, and ends after it has written an error. So the variable is
+set when an error of mqstore leaves. Other exceptions are bugs and keep their traceback.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _REMEDIES = {
 
 
 class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
-    """Context around everything that Spark calls of us: errors of mqstore leave without a traceback.
-    Decorates functions too, but not generators."""
+    """Context for everything that Spark calls: errors of mqstore are raised without a traceback.
+    Also decorates functions, but not generators."""
 
     def __enter__(self) -> None:
         pass
@@ -48,12 +48,12 @@ class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
         if isinstance(error, MQStoreError):
             if _in_a_worker():
                 os.environ[_HIDE] = "1"
-            # One frame of ours is left, and no error behind it: its text is in the message.
+            # This leaves one frame and no chained error, whose text is in the message anyway.
             raise error.with_traceback(None) from None
 
 
 def _in_a_worker() -> bool:
-    """Return True in a process that Spark started."""
+    """Return True in a process started by Spark."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name.startswith("pyspark.")
 
@@ -61,9 +61,9 @@ def _in_a_worker() -> bool:
 def settle() -> None:
     """Prepare a worker. Call this when a task, or a call of a data source, begins.
 
-    A worker collects garbage after each task: some 30 ms for the objects of imported modules. These are exempted,
-    unless the environment variable `MQSTORE_GC_FREEZE` is 0; frozen garbage in cycles stays. Reading ahead in a second
-    thread ends: Spark runs as many tasks as it has processors. Other processes are left alone.
+    A worker collects garbage after each task, which takes some 30 ms for the objects of imported modules. These are
+    frozen, unless the environment variable `MQSTORE_GC_FREEZE` is 0; frozen garbage in cycles is never freed. Prefetch
+    in a second thread is switched off, because Spark runs one task per processor. Has no effect in other processes.
     """
     global _settled
     if len(sys.modules) > _settled and _in_a_worker():
@@ -75,15 +75,15 @@ def settle() -> None:
 
 @contextmanager
 def of_store(path: str) -> Iterator[None]:
-    """Context around reading one store: errors name it.
-    Damage is reported with the store's path, and an error of the system with its remedy in `_REMEDIES`."""
+    """Context for reading one store. Errors of damage get the store's path.
+    Errors of the operating system in `_REMEDIES` get the remedy."""
     try:
         yield
     except CorruptStoreError as error:
         if path in str(error):
             raise
         named = CorruptStoreError(f"{path}: {error}", error.file, error.position)
-        named.repair = error.repair  # the text has it already
+        named.repair = error.repair  # already part of the text
         raise named from None
     except OSError as error:
         if error.errno not in _REMEDIES:

@@ -1,8 +1,8 @@
 """Trace of a key or unique key through topics, retries, delays and dead letters, in time order.
 
-A task reads every queue of one store, those of the engine too, with the Spark source's option `keys`
-(`mqstore.jobs.keyindex`). A warning says that records which a crash left in no queue are not found. A store whose
-queues are lost is refused.
+A task reads every queue of one store, system queues included, with the Spark source's option `keys`
+(`mqstore.jobs.keyindex`). Records that a crash left in no queue are not found: a warning is logged. A store with lost
+queues is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mqstore.log.message import Message
 __all__ = ["Hop", "Trace", "trace"]
 
 _MOST: Final = 100_000
-"""Limit of hops in a store. A key that very many messages have is refused."""
+"""Limit of hops in a store. A key with more messages is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,16 @@ class Hop(Shaped):
     attempts: int
     """Number of earlier deliveries."""
     group: str | None
-    """Group of a retry or dead letter, as its topic says: `group+topic` where it is popped."""
+    """Group of a retry or dead letter, from its topic. `group+topic` for a retry of a group that pops."""
     origin_topic: str | None
-    """Topic where it was sent at first, or will be delivered."""
+    """Topic where it was first sent, or will be delivered."""
     deliver_ms: int | None
     """Time when a delayed message is due."""
     reason: str | None
     """Reason of a dead letter."""
     consumed_by: tuple[str, ...]
     waiting_for: tuple[str, ...]
-    """Groups with progress in its queue, which have consumed it or not."""
+    """Groups with a committed offset in the queue, after this message or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class Trace(Shaped):
 def trace(stores: Stores | Selection, key: str, **where: Unpack[Where]) -> Trace:
     """Find every copy of the messages with this `key`: one of their keys, or their unique key.
 
-    `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that
-    very many messages have, and for a selection that names more than stores.
+    `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError for an invalid key, for a key with more than 100,000
+    messages in a store, and for a selection with more than stores.
     """
     if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
-        raise ConfigError(f"key={key!r} is no key: one word, without spaces")
+        raise ConfigError(f"key={key!r} is not a key: give one word, without spaces")
     chosen = select(stores)
     check_followed(chosen)
     found = Runner(**where).run(chosen.stores(), partial(_look, chosen, key), "mqstore trace")
@@ -111,11 +111,11 @@ def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
             places.update(piece.physical.tolist())
     with open_store(name) as store:
         if len(places) > _MOST:
-            raise ConfigError(f"key={key!r}: {len(places)} messages of {name.id} have it; no trace is that long")
+            raise ConfigError(f"key={key!r}: {len(places)} messages of {name.id} have it, too many for a trace")
         tables = open_tables(store)
         hops = []
         for place in sorted(places):
-            with suppress(LookupError):  # retention was quicker
+            with suppress(LookupError):  # retention has deleted it meanwhile
                 hops.append(_hop(tables, name, store.at(place)))
     return hops
 

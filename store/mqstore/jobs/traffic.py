@@ -1,12 +1,12 @@
 """Number and sizes of messages by time.
 
-A task adds up the records of its slices as arrays (`mqstore.columnar.tally`). The driver adds up their results.
+A task counts the records of its slices as arrays (`mqstore.columnar.tally`). The driver adds up the results.
 
-Only headers are read, and compared with their place and unit. Checksums are compared if `verify=true` is among the
-options.
+Only headers are read, and compared with their offset and unit. Checksums are compared if the option `verify=true` is
+given.
 
-Times are those of storing. Sizes are those of bodies as they are stored. Without named topics, users' topics and retry
-topics are read: messages that were delivered before lie there.
+Times are store times. Sizes are those of stored bodies. If no topic is named, users' topics and retry topics are read,
+because retry topics have the messages that were delivered before.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ __all__ = ["TrafficPoint", "TrafficReport", "TrafficRow", "traffic_report"]
 _BY: Final = ("store", "topic", "queue_id")
 
 Group = tuple[str | None, str | None, int | None]
-"""Store, topic and queue id, None where groups do not differ by it."""
+"""Store, topic and queue id. None for those that the report does not group by."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow(Shaped):
-    """Figures of messages that are counted together. Percentiles are exact to 3 %, all others are exact."""
+    """Figures of a group of messages. Percentiles have an error of at most 3 %, other figures are exact."""
 
     store: str | None
     topic: str | None
     queue_id: int | None
-    """None where rows do not differ by it."""
+    """None if the report does not group by it."""
     messages: int
     bytes: int
     rate: float
-    """Messages a second, from the first interval with messages to the last."""
+    """Messages per second, from the first interval with messages to the last."""
     peak_rate: float
-    """Messages a second in the interval that had most."""
+    """Messages per second in the interval with the most messages."""
     first_ms: int | None
     last_ms: int | None
-    """Beginning of the first interval and end of the last one."""
+    """Start of the first interval and end of the last one."""
     size_p50: int | None
     size_p95: int | None
     size_max: int | None
     delay_p50_ms: int | None
     delay_p95_ms: int | None
     delay_max_ms: int | None
-    """Time from produced to stored, 0 where the producer's clock is ahead."""
+    """Time from producer to store. 0 if the producer's clock is ahead."""
     retries: int
     """Messages that were delivered before."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficPoint(Shaped):
-    """Figures of messages of one interval. Intervals without messages are left out."""
+    """Figures of a group in one interval. Intervals without messages are left out."""
 
     store: str | None
     topic: str | None
@@ -86,7 +86,7 @@ class TrafficReport(Shaped):
     series: tuple[TrafficPoint, ...]
     """Points by group in the order of `rows`, then by time."""
     damaged: int
-    """Messages left out, unless `onCorrupt` is `fail`."""
+    """Messages skipped, unless `onCorrupt` is `fail`."""
 
 
 def traffic_report(
@@ -97,15 +97,15 @@ def traffic_report(
     by: Sequence[str] = ("topic",),
     **where: Unpack[Where],
 ) -> TrafficReport:
-    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and by the columns in `by`.
+    """Count the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and by the columns in `by`.
     `by` has some of `store`, `topic` and `queue_id`. `spark` and `progress`: see `mqstore.jobs`. Raises
-    ConfigError, and what reading raises."""
+    ConfigError, and the errors of reading."""
     try:
         length_ms = interval_ms(interval)
     except ValueError as error:
-        raise ConfigError(f"interval={interval!r}: {error}; it is a length of time from 1s on (30s, 5m, 1h)") from error
+        raise ConfigError(f"interval={interval!r}: {error}; give a duration of at least 1s (30s, 5m, 1h)") from error
     if isinstance(by, str) or set(by) - set(_BY) or len(set(by)) < len(by):
-        raise ConfigError(f"by={by!r}: each of {', '.join(_BY)} may be there once")
+        raise ConfigError(f"by={by!r}: give some of {', '.join(_BY)}, each once")
     by = tuple(name for name in _BY if name in by)
     chosen = select(stores, topics=topics)
     work = partial(_count, _reading(chosen), length_ms, by)
@@ -137,7 +137,7 @@ def traffic_report(
 
 
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
-    """Return slices of queues. Without named topics those of retry topics are included."""
+    """Return slices of queues. If no topic is named, retry topics are included."""
     options = selection.options
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
         return selection.queue_tasks(by_region=True, slots=slots)
@@ -151,8 +151,8 @@ def _counts(topic: str) -> bool:
 
 
 def _reading(selection: Selection) -> SourceOptions:
-    """Return the options of reading. Bodies are not needed, so checksums are compared only on request."""
-    # A damaged record has no size and no time, so there is nothing of it to keep.
+    """Return the options for reading. Bodies are not needed, so checksums are compared only on request."""
+    # A damaged record has neither size nor time, so onCorrupt=keep cannot count it.
     on_corrupt: OnCorrupt = "fail" if selection.options.on_corrupt == "fail" else "skip"
     asked = "verify" in {name.lower() for name in selection.given}
     return replace(selection.options, on_corrupt=on_corrupt, verify=asked and selection.options.verify)
@@ -175,7 +175,7 @@ def _count(
         )
         groups.setdefault(group, Tally(interval)).add(records)
     for tally in groups.values():
-        tally.by_interval()  # refuses too many
+        tally.by_interval()  # raises for too many intervals
     return groups, policy.corrupt
 
 

@@ -1,12 +1,12 @@
 """Check of one store or many: `MessageStore.verify`, with the logs read by tasks (format#damage).
 
-    here         lists the segments of every store, cuts them into ranges
-    range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
-    index task   an index file: chains, header
-    store task   puts the results of a store together (`Verifier.findings`), and does what takes the order of the log
+    driver       lists the segments of every store and cuts them into ranges
+    range task   checks each record: checksums, lengths, its own offset, its unit in the queue, its keys in the index
+    index task   checks an index file: chains, header
+    store task   joins the results of a store (`Verifier.findings`), and does the checks that need the order of the log
 
 Findings are those of `MessageStore.verify`, but at most `max_errors` of a range are listed, and `unlisted` counts the
-others. Reads only, takes no lock, and may run beside a writer.
+others. Only reads, takes no lock, and works while a writer has the store open.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from mqstore.log.recovery.report import Finding, Kind, RecoveryReport
 __all__ = ["Recovered", "VerifiedStore", "VerifyFinding", "VerifyReport", "recover", "verify"]
 
 MAX_ERRORS = 100
-"""Limit of findings of a range that are listed."""
+"""Limit of listed findings of a range."""
 _TASK_PIECES = 16
-"""Most ranges and index files that a task reads, since they are read again when a task is lost."""
+"""Limit of ranges and index files of a task, since all of them are read again when a task is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyFinding(Shaped):
-    """A finding: `length` bytes at `position` of `file`, a path below the store.
-    Kinds are those of `mqstore verify` (docs/recovery.md)."""
+    """A finding: `length` bytes at `position` of `file`, a path in the store.
+    docs/recovery.md explains the kinds."""
 
     store: str
     kind: Kind
@@ -60,27 +60,27 @@ class VerifyFinding(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStore(Shaped):
-    """Counts of what was checked and found in one store."""
+    """Counts of checked records and findings in one store."""
 
     store: str
     path: str
     messages: int
-    """Records that verified."""
+    """Valid records."""
     bytes: int
     """Bytes of these records."""
     body_checksum_only: int
-    """Records with a checksum of their body alone: altered properties and headers are not noticed."""
+    """Records with a checksum of their body only: changed properties and headers are not detected."""
     read_again: int
-    """Ranges that had to be read again from another place."""
+    """Ranges that had to be read again from another offset."""
     findings: int
     """Number of findings, listed and unlisted."""
     unlisted: int
     foreign: tuple[str, ...]
     """Files of a Java broker that are not read (`MessageStore.foreign`)."""
     front: tuple[int, int]
-    """Physical offsets where the log began at first and in the end, since retention may move its front."""
+    """First physical offset of the log at the start and at the end, since retention may delete segments meanwhile."""
     error: str | None
-    """Reason why the store could not be opened or read, else None."""
+    """Reason why the store could not be opened or read, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +88,29 @@ class VerifyReport(Shaped):
     """Result of `verify`."""
 
     ok: bool
-    """True if every store could be read, and nothing was found."""
+    """True if every store could be read and there are no findings."""
     messages: int
     bytes: int
     stores: tuple[VerifiedStore, ...]
     findings: tuple[VerifyFinding, ...]
-    """Listed findings, known ones too."""
+    """Listed findings, known ones included."""
 
 
 def verify(
     stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES, max_errors: int = MAX_ERRORS, **where: Unpack[Where]
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included.
-    Changes nothing. A store that cannot be opened is named in its row, and the others are checked. With a single store
-    the error is raised. `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError."""
+    Changes nothing. If a store cannot be opened, its row has the error, and the others are checked. The error of a
+    single store is raised. `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError."""
     chosen = select(stores)
     check_followed(chosen)
     if max_errors < 1:
-        raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
+        raise ConfigError(f"max_errors must be at least 1, got {max_errors}")
     names = chosen.stores()
     pieces, wholes = _cut(names, range_bytes)
     by_store = {whole.store: whole for whole in wholes}
     runner = Runner(**where)
-    # More tasks than run at a time: a slot that is done early finds another one, and the progress moves.
+    # More tasks than slots, so that a slot that is done early gets another one, and progress is visible.
     size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
     tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
     read = partial(_read, max_errors)
@@ -128,7 +128,7 @@ def verify(
 
 
 def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], list[_Found]]:
-    """Return the ranges of the logs, then the index files, and a place for the results of each store."""
+    """Return the ranges of all logs followed by the index files, and an empty result for each store."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
     wholes: list[_Found] = []
@@ -152,7 +152,7 @@ def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], li
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A range of the log of a store, or the name of an index file."""
+    """A range of a store's log, or the name of an index file."""
 
     store: StoreName
     range: LogRange | None = None
@@ -161,11 +161,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Found:
-    """Findings in a store, of one task or of all."""
+    """Findings in a store, of one task or of all tasks."""
 
     store: StoreName
     end: int | None = None
-    """End of the part of the log that is judged. A writer has added the rest."""
+    """End of the checked part of the log. A writer may append more meanwhile."""
     front: int = 0
     results: list[RangeResult] = field(default_factory=list)
     of_index: list[Finding] = field(default_factory=list)
@@ -186,7 +186,7 @@ def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
                 verifier = store.verifier(max_errors=max_errors)
                 files = {file.name: file for file in store.index.files}
                 for piece in pieces:
-                    with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
+                    with suppress(FileNotFoundError):  # deleted by retention: `_join` reads the remaining segments
                         if piece.range is not None:
                             result = verifier.check(piece.range)
                             part.results += [] if result is None else [result]
@@ -199,7 +199,7 @@ def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
 
 
 def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
-    """Return the results of a whole store, from those of its pieces."""
+    """Join the results of the pieces of a store."""
     name = whole.store
     if whole.error is None:
         try:
@@ -231,7 +231,7 @@ def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFin
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Result of recovering one store, or of a dry run."""
+    """Result of the recovery of one store, or of a dry run."""
 
     store: str
     path: str
@@ -256,7 +256,7 @@ def recover(
     rebuild_index: bool = False,
     **where: Unpack[Where],
 ) -> tuple[Recovered, ...]:
-    """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
+    """Recover each store as `mqstore recover` does, and return a result for each.
 
     With `dry_run` nothing is changed, and the reports are plans. `prefix` ends the log at the first damage, as a Java
     broker would. `rebuild_index` builds the index again, even if nothing seems wrong with it. A store that cannot be

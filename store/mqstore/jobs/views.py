@@ -1,4 +1,4 @@
-"""Small tables about stores, computed in the tasks, so that metadata is SQL too."""
+"""Small tables about stores, computed in the tasks, so that SQL can query metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Rows = Callable[[StoreReader, SourceOptions], Iterator[tuple[Any, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class ViewTable:
-    """A view: its columns with their SQL types, and the function that makes a store's rows."""
+    """A view: its columns with their SQL types, and the function that returns a store's rows."""
 
     columns: dict[str, str]
     rows: _Rows
@@ -50,7 +50,7 @@ class ViewTable:
 
 
 VIEWS: Final[dict[str, ViewTable]] = {}
-"""Views by name, made by the functions below."""
+"""Views by name. The functions below add themselves."""
 
 
 def _view(columns: str) -> Callable[[_Rows], _Rows]:
@@ -65,21 +65,21 @@ def _view(columns: str) -> Callable[[_Rows], _Rows]:
 
 def view_stores(options: SourceOptions) -> list[StoreName]:
     """Return the stores of a view. TopicNotFoundError for a named topic or queue that no store has.
-    The view `groups` is exempt: a topic may be deleted, and a group's progress be there still."""
+    The view `groups` is exempt, because a group's committed offset may remain after its topic is deleted."""
     names = stores_of(options)
     if options.view in _BY_QUEUE and options.fail_on_data_loss:
         wanted = Wanted(options, names)
         for name in names:
-            if wanted.missing and (store := opened(name, options, open_store)) is not None:  # opening them all is work
+            if wanted.missing and (store := opened(name, options, open_store)) is not None:  # stop once all are found
                 with store:
                     wanted.open(store, queues_of(store))
-        wanted.check("reads what there is")
+        wanted.check("reads the others")
     return names
 
 
 def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
     """Return the rows of one store, as a record batch with all columns of the view.
-    A store that the options pass over has none."""
+    A store that is skipped because of the options has no rows."""
     table = VIEWS[view]
     rows: list[tuple[Any, ...]] = []
     with of_store(store.path), opened(store, options, open_store) or nullcontext() as found:
@@ -119,7 +119,7 @@ def _queues(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
 
 
 def _time_of(store: StoreReader, ref: QueueRef, slots: range) -> datetime | None:
-    """Return the store time of the first of some slots that can be read."""
+    """Return the store time of the first readable slot of these."""
     for slot in slots[:64]:
         found = store.get(*ref, slot, 1).messages
         if found and found[0].offset == slot:
@@ -144,7 +144,7 @@ def _segments(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]
         used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
         try:
             changed = _EPOCH + timedelta(microseconds=os.stat(segment.path).st_mtime_ns // 1000)
-        except FileNotFoundError:  # retention took it meanwhile
+        except FileNotFoundError:  # retention has deleted it meanwhile
             continue
         sealed = segment is not segments[-1]
         name = os.path.basename(segment.path)
@@ -164,9 +164,9 @@ def _groups(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
         for lag in lag_of(tables, group, pops):
             if not wanted(lag.topic, lag.queue_id):
                 continue
-            behind = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
+            age_s = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
             yield (
-                *(group, lag.topic, lag.queue_id, lag.committed, lag.end, lag.messages, behind),
+                *(group, lag.topic, lag.queue_id, lag.committed, lag.end, lag.messages, age_s),
                 *(lag.in_flight, lag.lost, _instant(lag.oldest_ms)),
             )
 
@@ -176,7 +176,7 @@ def _groups(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
     "next_deliver_timestamp timestamp"
 )
 def _delay(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    """Yield a row for each level, and a row without a level for messages with other delays."""
+    """Yield a row for each level, and a row without a level for the timer."""
     tables = open_tables(store)
     for level in delay_levels(tables):
         yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)
@@ -203,14 +203,14 @@ def _traffic(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, 
 
 @_view("store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string")
 def _verify(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    for result, errors, told in verified_ranges(store.verifier()):
+    for result, errors, first_error in verified_ranges(store.verifier()):
         base = result.range.base
         begin = result.range.low if result.first is None else result.first
-        yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told
+        yield f"{base:020d}", base + begin, base + result.end, result.records, errors, first_error
 
 
 def as_markdown() -> str:
-    """The views and their columns, for the documentation."""
+    """Return the views and their columns as a table, for the documentation."""
     lines = ["| View | Columns |", "|---|---|"]
     for view, table in VIEWS.items():
         lines.append(f"| `{view}` | {', '.join(f'`{name}` {kind}' for name, kind in table.columns.items())} |")

@@ -3,12 +3,12 @@
 Options, plans, tasks and commits are in `mqstore.jobs`, records as columns in `mqstore.columnar`.
 
     source, stream   batches and streams of messages, and the small tables
-    sink             rows become messages
-    queries          stores as views of SQL
-    sessions         a session with settings that suit, and the Java that it needs
+    sink             writers of messages
+    queries          stores as SQL views
+    sessions         a session with suitable settings, and its Java
 
-Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
-the data source.
+Stores are read without a lock or a change. This module must import fast, since Spark's workers import it to find the
+data source.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __getattr__ = lazy(__name__, _LAZY)
 
 
 def register(spark: SparkSession) -> None:
-    """Make `spark.read.format("mqstore")` known to a session.
+    """Register the data source, `spark.read.format("mqstore")`, in a session.
 
-    Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules. One
-    broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
-    are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed.
-    ImportError says what to install. Raises ConfigError if local workers run another Python, which has no mqstore.
+    Spark finds the source by itself (`pyspark_mqstore`) unless another package has a broken `pyspark_*` module, which
+    hides all sources. Executors of a cluster that lack the package get it first (they must have numpy, pyarrow, crc32c
+    and portalocker). No setting of the session is changed. Raises ImportError with a text that says what to install,
+    and ConfigError if local workers run another Python without mqstore.
     """
     from mqstore.jobs.runner import ship
     from mqstore.spark.source import register_source
 
-    context = getattr(spark, "sparkContext", None)  # a Connect client has none: there the server brings the package
+    context = getattr(spark, "sparkContext", None)  # a Connect client has none: its server must have the package
     if context is not None and context.master.partition("[")[0] != "local":
         ship(context)
     elif context is not None:
@@ -61,8 +61,8 @@ def register(spark: SparkSession) -> None:
 
 
 def _check_python(context: Any, ship: Callable[[Any], bool]) -> None:
-    """Raise ConfigError if the workers of a local session run another Python, in which mqstore cannot be imported.
-    Costs a job of one task, only if their Python is not this one."""
+    """Raise ConfigError if the workers of a local session run another Python that cannot import mqstore.
+    Runs a job of one task, but only if their Python is not this one."""
     found, own = shutil.which(context.pythonExec) or "", sys.executable
     if os.path.dirname(found) == os.path.dirname(own) and os.path.samefile(found, own):
         return
@@ -70,9 +70,9 @@ def _check_python(context: Any, ship: Callable[[Any], bool]) -> None:
     try:
         if not ship(context):
             return
-    except Exception as error:  # it does not start, or Spark refuses its version
+    except Exception as error:  # the worker does not start, or Spark does not support its version
         cause = error
     raise ConfigError(
         f"Spark's workers run {context.pythonExec}, which has no mqstore. Set the environment variable "
-        f"PYSPARK_PYTHON={own} before the session is made"
+        f"PYSPARK_PYTHON={own} before the session is created"
     ) from cause

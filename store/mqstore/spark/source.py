@@ -3,15 +3,14 @@
     driver's planner process    __init__, schema, reader, partitions
     executors' workers          read: opens the store that a slice names, yields Arrow batches
 
-Spark copies readers by pickling and starts workers by forking. So nothing here is opened before `read`, nothing is kept
-after it, and no state is shared between the two.
+Spark pickles readers and forks workers. So nothing here is opened before `read`, and nothing stays open after it.
 
-Spark plans a frame once, when it is first used: all its queries read the messages that were there then. While
-`spark.sql.python.filterPushdown.enabled` is on, it plans it anew for each query that has a filter.
+Spark plans a frame once, when it is first used: all its queries read the messages of that time. If
+`spark.sql.python.filterPushdown.enabled` is on, it plans the frame again for each query with a filter.
 
-Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded.
-It gives this to every other query of that frame, whose filters are others. So a union of two filters of one frame would
-read one of them twice.
+Filters are not pushed down. Spark (4.1 to 4.3) keeps the result of `partitions` for one query in the loaded frame, and
+uses it for all other queries of that frame, which have other filters. So a union of two filters of one frame would read
+one of them twice.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ __all__ = ["MQStoreDataSource", "register_source"]
 
 
 def register_source(spark: Any) -> None:
-    """See `mqstore.spark.register`."""
+    """Register the data source in a session."""
     spark.dataSource.register(MQStoreDataSource)
 
 
 class MQStoreDataSource(DataSource):
-    """Messages of stores, and views of them."""
+    """Data source for messages of stores, and for views of stores."""
 
     @plain_errors()
     def __init__(self, options: Any) -> None:
@@ -73,7 +72,7 @@ class MQStoreDataSource(DataSource):
         if writing:
             SinkOptions.parse(self._raw)
         else:
-            self._columns  # noqa: B018  (parsed: what is wrong shows at `load`)
+            self._columns  # noqa: B018  (parsed now, so that errors are raised at `load`)
 
     @cached_property
     def _given(self) -> SourceOptions:
@@ -85,7 +84,7 @@ class MQStoreDataSource(DataSource):
             unknown = [name for name in self._raw if name not in SOURCE_OPTIONS and name.lower() not in passed]
             if not unknown:
                 raise
-            name = unknown[0]  # Spark does not say whether it is to read or to write
+            name = unknown[0]  # Spark does not say whether it reads or writes
             if name in SINK_OPTIONS:
                 there = ", ".join(SOURCE_OPTIONS.options)
                 raise ConfigError(f"option {name!r} is for writing; to read there are {there}") from error
@@ -119,7 +118,7 @@ class MQStoreDataSource(DataSource):
             options = self._given.for_stream()
             return stream_reader(options, [field.name for field in schema.fields], _check_schema(options, schema))
         except ConfigError as error:
-            return RefusedStream(error)  # Spark would tell of another error than this
+            return RefusedStream(error)  # Spark would hide this error in its own
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from mqstore.spark.sink import batch_writer
@@ -141,7 +140,7 @@ def _columns_of(options: SourceOptions) -> list[str]:
         unknown = [name for name in options.columns or () if name not in known]
         if unknown:
             raise ConfigError(
-                f"option columns: the view {options.view} has no {', '.join(map(repr, unknown))}; there are "
+                f"option columns: the view {options.view} has no {', '.join(map(repr, unknown))}; its columns are "
                 f"{', '.join(known)}"
             )
         return list(known if options.columns is None else check_once(options.columns))
@@ -151,17 +150,17 @@ def _columns_of(options: SourceOptions) -> list[str]:
 
 
 def _kinds(options: SourceOptions) -> dict[str, DataType]:
-    """Return every column that rows can have, with its type."""
+    """Return the types of all possible columns."""
     schema = arrow_schema(COLUMNS) if options.view == "messages" else VIEWS[options.view].schema
     kinds = {field.name: field.dataType for field in from_arrow_schema(schema)}
     return kinds | {"body": StringType()} if options.view == "messages" and options.body_as == "string" else kinds
 
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
-    """Check that rows can have this schema, and return how bodies are read. Raises ConfigError."""
+    """Check the schema of a query, and return the type in which to read bodies. Raises ConfigError."""
     known = _kinds(options)
     if not schema.fields:
-        raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")
+        raise ConfigError("schema: it needs at least one column, else there are no rows; queue_offset costs least")
     check_once(schema.names)
     as_string = False
     for field in schema.fields:
@@ -172,15 +171,15 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
             kind = field.dataType
             as_string = kind == StringType()
         if field.dataType != kind or not field.nullable:
-            has, said = kind.simpleString(), field.dataType.simpleString() + " not null" * (not field.nullable)
+            has, given = kind.simpleString(), field.dataType.simpleString() + " not null" * (not field.nullable)
             raise ConfigError(
-                f"schema: column {field.name!r} is {has}, not {said}; columns and their values can be null"
+                f"schema: column {field.name!r} is {has}, not {given}; columns and their values can be null"
             )
     return "string" if as_string else "binary"
 
 
 class MQStoreReader(DataSourceReader):
-    """A query: plans on the driver, reads in tasks."""
+    """Reader of a query, which plans on the driver and reads in tasks."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
@@ -190,7 +189,7 @@ class MQStoreReader(DataSourceReader):
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
-            # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
+            # By name, not by index: a plan is used again, and by then a glob or a set may have other stores.
             return [InputPartition(name) for name in view_stores(self._options)]
         return [InputPartition(slices) for slices in plan(self._options, by_region=True)]
 

@@ -1,20 +1,20 @@
 """The stream reader for PySpark: `spark.readStream.format("mqstore").load(path)`.
 
-    one process a run    initialOffset, latestOffset, partitions, commit
-    other processes      read: a copy of the reader, made anew; nothing is shared with the first
+    one process per run  initialOffset, latestOffset, partitions, commit
+    other processes      read, by a pickled copy of the reader; they share no state with the first
 
 It relies on this behaviour of Spark, which is not documented but tested (spark#stream-calls):
 
-- `initialOffset` is asked for twice in a new query, and again after a restart if the first batch was not done.
-- A first `latestOffset` that returns `start` makes a batch all the same, an empty one, and it is logged.
+- `initialOffset` is called twice in a new query, and again after a restart if the first batch was not done.
+- If the first `latestOffset` returns `start`, an empty batch is still planned and logged.
 - A logged batch is planned again with the same `end`, without a call of `latestOffset`.
 - Offsets are compared as text.
-- `latestOffset` is asked for with the end of a batch as `start` once that batch is done, also at the end of a run.
-- `commit` of a batch comes with the planning of the next; that of a run's last batch in the next run.
-- `stop` does not come after a normal end. Nothing durable happens there.
-- Spark hides what `streamReader` raises behind an error of its own. So a reader is made that fails when it is asked.
+- `latestOffset` is called with the end of a batch as `start` once that batch is done, also at the end of a run.
+- `commit` of a batch is called when the next is planned. For a run's last batch this is in the next run.
+- `stop` is not called after a normal end, so nothing durable happens in it.
+- Spark hides an exception of `streamReader` in its own error, so a reader is returned that raises it when called.
 
-pyspark 4.1 calls `latestOffset` without arguments, and has no limits and no available-now: these are looked for.
+pyspark 4.1 calls `latestOffset` without arguments, and has neither limits nor available-now.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 
 
 class MQStoreStreamReader(DataSourceStreamReader):
-    """A run of a streaming query, and in tasks its copy that reads."""
+    """Reader of a run of a streaming query. Tasks use a copy of it."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
@@ -61,7 +61,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         settle()
-        if partition is None or partition.value is None:  # of a batch that is empty
+        if partition is None or partition.value is None:  # an empty batch
             return
         with plain_errors():
             yield from read_slices(self._options, self._columns, self._body_as, partition.value)
@@ -72,7 +72,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
 
 
 class RefusedStream(DataSourceStreamReader):
-    """A stream that cannot be, which raises its error at the first call."""
+    """Stream reader for invalid options, which raises their error at the first call."""
 
     def __init__(self, error: MQStoreError) -> None:
         self._error = error
@@ -85,7 +85,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 def _limit_of(limit: Any) -> Limit | None:
-    """Return the limit that Spark asks for, or None. A trigger may ask for all in spite of the options."""
+    """Return the limit that Spark requests, or None. A trigger may request all messages despite the options."""
     if hasattr(limit, "max_rows"):
         return Limit(limit.max_rows, "messages")
     return Limit(limit.max_bytes, "bytes") if hasattr(limit, "max_bytes") else None
@@ -94,7 +94,7 @@ def _limit_of(limit: Any) -> Limit | None:
 if limits is not None:
 
     class LimitedStreamReader(MQStoreStreamReader, limits.SupportsTriggerAvailableNow):
-        """Stream reader with limits, and with triggers that end."""
+        """Stream reader with limits and available-now triggers."""
 
         def getDefaultReadLimit(self) -> Any:
             if self._options.max_offsets_per_trigger is not None:
@@ -112,7 +112,7 @@ if limits is not None:
 
 
 def stream_reader(options: SourceOptions, columns: list[str], body_as: Any) -> DataSourceStreamReader:
-    """Return the reader that this pyspark can use. ConfigError for a limit that it does not know."""
+    """Return the reader for this version of pyspark. ConfigError for a limit that it does not support."""
     if limits is not None:
         return LimitedStreamReader(options, columns, body_as)
     if options.max_offsets_per_trigger is not None or options.max_bytes_per_trigger is not None:

@@ -26,7 +26,7 @@ Examples:
 
 \b
 Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a store that cannot be read.
-`mqstore spark COMMAND --help` tells more, with examples.""",
+`mqstore spark COMMAND --help` has details and examples.""",
 )
 def spark() -> None:
     """Run jobs over stores in Spark, on this machine or a cluster.

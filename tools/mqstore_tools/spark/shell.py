@@ -1,4 +1,4 @@
-"""`mqstore spark shell`: Python with a session, and stores as views."""
+"""`mqstore spark shell`: start Python with a Spark session, and stores as views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["shell"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Python with a Spark session, and stores as views.",
+    short_help="Start Python with a Spark session, and stores as views.",
     epilog="""\b
 Examples:
   mqstore spark shell var/mq
@@ -25,9 +25,9 @@ Examples:
 @session_options
 @click.option("--json", is_flag=True, expose_value=False, help="Print an error as JSON, for programs.")
 def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
-    """Start Python with `spark`, a session, and a frame for each view of the stores in DIR.
-    Views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by
-    these names too. Options narrow `messages`."""
+    """Start Python with a session `spark` and a data frame for each view of the stores in DIR.
+    The views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, also in `spark.sql`.
+    Options filter `messages`."""
     with usable():
         from mqstore.spark import create_views
     chosen = messages.select()

@@ -1,4 +1,4 @@
-"""`mqstore spark sql`: a query over stores."""
+"""`mqstore spark sql`: query stores in SQL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BODY_BYTES = 80
 
 @click.command(
     cls=StoreCommand,
-    short_help="Ask stores in SQL.",
+    short_help="Query stores in SQL.",
     epilog="""\b
 Examples:
   mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
@@ -33,16 +33,16 @@ Examples:
 @message_options
 @session_options
 @click.argument("query")
-@click.option("--out", metavar="DIR", help="Write the rows into files in this folder, which must not be there yet.")
+@click.option("--out", metavar="DIR", help="Write the rows to files in this folder, which must not exist yet.")
 @click.option(
     "--format",
     "format_",
     type=click.Choice(["parquet", "json", "csv", "orc"]),
     default="parquet",
     show_default=True,
-    help="Of these files.",
+    help="Format of the files in --out.",
 )
-@click.option("--max-rows", type=click.IntRange(1), default=1000, show_default=True, help="Print no more than these.")
+@click.option("--max-rows", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="Limit of rows.")
 @json_option
 def sql(
     messages: Messages,
@@ -56,9 +56,8 @@ def sql(
 ) -> None:
     """Run QUERY, in Spark's SQL, over views of the stores in DIR.
 
-    They are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`. Options narrow `messages`.
-    With --json one object a line, bodies in base64. Name the columns that you want: what a query does not name is not
-    read.
+    The views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`. Options filter
+    `messages`. --json prints one object per line, bodies in base64. Only columns named in the query are read.
     """
     with usable():
         from mqstore.spark import sql as ask
@@ -73,11 +72,11 @@ def sql(
         names = frame.columns
     _print(names, rows[:max_rows], json_output=json_output)
     if len(rows) > max_rows:
-        note(f"and more; --max-rows prints more than {max_rows}, --out all of them")
+        note(f"more than {max_rows} rows; use a larger --max-rows, or --out for all")
 
 
 def _tasks_of(spark: Any) -> Callable[[], tuple[int, int]]:
-    """Return a function that counts (tasks done, tasks) of the stages that Spark is at now."""
+    """Return a function that counts (tasks done, tasks) of Spark's active stages."""
     tracker = spark.sparkContext.statusTracker()
 
     def count() -> tuple[int, int]:
@@ -100,7 +99,7 @@ def _print(names: list[str], rows: list[Any], *, json_output: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON."""
+    """Convert a value of Spark for JSON."""
     if isinstance(value, bytes | bytearray):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, datetime):
@@ -113,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """Return a value for people."""
+    """Convert a value of Spark to text for a table."""
     if isinstance(value, bytes | bytearray):
         return body_text(bytes(value), _BODY_BYTES)
     if isinstance(value, datetime):

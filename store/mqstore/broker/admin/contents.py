@@ -1,4 +1,4 @@
-"""Content of a store directory at a glance: the value behind `mqstore inspect --json`.
+"""Contents of a store directory: the value of `mqstore inspect --json`.
 
     {"path", "profile", "checksum", "store_id", "clean_shutdown", "writer_alive", "recovery_needed",
      "undispatched_bytes", "incomplete_queue": None or {"topic", "queue_id"},
@@ -16,13 +16,13 @@
      "problems":   [sentence, ...]}
 
 Offsets are physical (bytes in the commitlog), except a queue's `min_offset` and `max_offset`, which count messages. A
-`max_` is always one behind the last: the end of a record, or the next offset. A queue without messages has -1 for its
-physical ones. A segment stands for the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`.
-`undispatched_bytes` are whole records that are in no queue yet. `incomplete_queue` is a queue that lacks messages of
-the log while no writer has the store. There may be more. `order_info` is the broker's table as it is in the file.
+`max_` is exclusive: the end of a record, or the next offset. A queue without messages has -1 for its physical offsets.
+A segment covers the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`. `undispatched_bytes`
+are whole records that are in no queue yet. `incomplete_queue` is a queue that lacks messages of the log while no writer
+has the store. There may be more. `order_info` is the broker's table as it is in the file.
 
-This takes no lock, needs no `config/`, and leaves no trace: bytes and times stay as they are (see `files.quiet`). It
-follows lengths, magic numbers and offsets of the log. It computes no checksums, since `verify` does that.
+This takes no lock, needs no `config/`, and changes nothing, not even file times (see `files.quiet`). It follows
+lengths, magic numbers and offsets of the log. It computes no checksums, since `verify` does that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from mqstore.options import StoreConfig
 __all__ = ["inspect_store"]
 
 _MAX_PROBLEMS = 1000
-"""Maximum number of sentences in `problems`. A store may have more faults than anyone reads about."""
+"""Maximum number of sentences in `problems`. A damaged store may have millions of faults."""
 
 
 def inspect_store(
@@ -95,9 +95,7 @@ def inspect_store(
             for p in [*store.parts.load_problems, *store.parts.missing_in_front()]
         ]
         problems += [f"{finding.file}: {finding.detail}" for finding in store.parts.index_findings]
-        problems += [
-            f"consumequeue/{name}: no queue can be made of this folder" for name in store.queue_table.unsafe_names
-        ]
+        problems += [f"consumequeue/{name}: this folder cannot be a queue" for name in store.queue_table.unsafe_names]
         problems += store.foreign()
         topics: dict[str, Any] = {}
         dispatched = 0
@@ -105,7 +103,7 @@ def inspect_store(
             if not queue.max_offset:
                 continue
             first, end = _physical_bounds(queue)
-            if end <= store.log_files.end:  # else the unit points nowhere, which `verify` reports
+            if end <= store.log_files.end:  # else the unit is dangling, which `verify` reports
                 dispatched = max(dispatched, end)
             topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
                 "min_offset": queue.min_offset,
@@ -159,7 +157,7 @@ def inspect_store(
             "staged": list(inbox.staged),
         }
         problems += [
-            f"inbox/refused/{name}: a bundle that could not be spliced: see its reason.txt" for name in inbox.refused
+            f"inbox/refused/{name}: this bundle could not be spliced; see its reason.txt" for name in inbox.refused
         ]
     found["consumer_offsets"] = _consumer_offsets(path, fs, problems)
     found["delay_offsets"] = _table(path, fs, "delayOffset.json", "offsetTable", problems)
@@ -194,7 +192,7 @@ def _walk_log(
 ) -> tuple[dict[str, Any], int, str]:
     """Return the `commitlog` part, the undispatched bytes, and the reason why the log ends, or "".
     Undispatched bytes are those of whole records at or beyond `dispatched` that a queue should list. The reason
-    describes bytes at the end of the log that are no record."""
+    describes bytes after the last record."""
     run = store.log_files
     size = run.segment_bytes
     segments: dict[int, dict[str, Any]] = {
@@ -213,12 +211,12 @@ def _walk_log(
     first = run.min_offset
     end, undispatched, torn = first, 0, ""
 
-    def go_on_at(front: int) -> None:
+    def drop_before(front: int) -> None:
         for start in [start for start in segments if start < front]:
             del segments[start]
 
-    events = scan_log(run, first, store.checksum, checksums=False, on_front=go_on_at)
-    # Beside a writer, all records before the end that is read here are complete.
+    events = scan_log(run, first, store.checksum, checksums=False, on_front=drop_before)
+    # While a writer runs, all records before the end that is read here are complete.
     for event in until_torn(events, lambda: NEVER_TORN if live else store.parts.torn_from()) if segments else ():
         if isinstance(event, Good):
             entry = segments[event.base]

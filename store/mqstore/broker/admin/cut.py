@@ -1,6 +1,6 @@
-"""Reading of what recovery has cut from the log, and restoring of it.
+"""Reading and restoring of messages that recovery has cut from the log.
 
-    cut/<physical offset>-<ms>     bytes of one segment: byte i lay at that offset (20 digits) + i, until that time
+    cut/<physical offset>-<ms>     bytes of one segment: byte i was at that offset (20 digits) + i, until that time
     cut/restored/                  files whose messages were appended again
     cut/staged/, restoring.json    files of a `restore` that is running or was killed
 
@@ -13,10 +13,10 @@ restore has a number, which is the version of that bulk append:
     3 bulk append                                            the number is recorded, so the files count as restored
     4 move the files to cut/restored/, remove restoring.json nothing to do
 
-A message is left alone if its bytes still lie at its place in the log, or in an earlier file of the same restore. Files
-that share a message are therefore restored together or not at all.
+A message is not appended if its bytes are still at its offset in the log, or in an earlier file of the same restore.
+Files that share a message are therefore restored together or not at all.
 
-Anybody may have written the files. So every record is verified, and links, pipes and devices are refused.
+The files are untrusted, so every record is verified, and links, pipes and devices are refused.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class CutFile:
 
     @property
     def start(self) -> int:
-        """Physical offset of its first byte. Earlier versions named a surplus by the segment in front of it."""
+        """Physical offset of its first byte. Earlier versions named a surplus by the previous segment."""
         surplus = "-surplus-" in self.name
         return int(os.path.basename(self.name)[:_OFFSET_DIGITS]) + (self.segment_bytes if surplus else 0)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Number of messages of one file, by what becomes of them, and its bytes that are no whole message."""
+    """Counts of one file: messages by outcome, and bytes outside whole messages."""
 
     file: str
     messages: int = 0
@@ -107,7 +107,7 @@ class Tally:
     repeated: int = 0
     """Messages that are also in an earlier file of the same restore."""
     bookkeeping: int = 0
-    """Records of the engine's own topics, which are never restored: they describe old places of others."""
+    """Records of the engine's own topics, which are never restored: they name old offsets of other messages."""
     refused: Counter[str] = field(default_factory=Counter)
     """Messages that cannot be restored, by reason."""
     other_bytes: int = 0
@@ -141,7 +141,7 @@ class Restore:
 def cut_files(store: StoreReader, names: Sequence[str] = ()) -> list[CutFile]:
     """Return the files in `cut/` that were not restored, by offset, or those with these `names`.
 
-    A name that begins with `restored/` means a file that was restored. Raises ConfigError for a name that is not there.
+    A name that begins with `restored/` means a file that was restored. Raises ConfigError for an unknown name.
     """
     done = _spliced(store)
     waiting = [file for file in _listed(store, "") if file.name not in done]
@@ -171,10 +171,10 @@ def _order(file: CutFile) -> tuple[int, str]:
 
 
 def contents(store: StoreReader, file: CutFile) -> Iterator[Message | Finding]:
-    """Yield each whole message of a file, in order, and a Finding for each range of bytes that is none.
+    """Yield each whole message of a file, in order, and a Finding for each other range of bytes.
 
-    A message counts only if it verifies and says that it lay where the file's name says. Raises StoreIOError for a name
-    that is no regular file.
+    A message counts only if it verifies, and its physical offset matches the file's name. Raises StoreIOError if the
+    name is not a regular file.
     """
     buffer = _map(store, file)
     if buffer:
@@ -215,7 +215,7 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
     name, start, size = f"cut/{file.name}", file.start, len(buffer)
     checksum, segment_bytes = store.manifest.checksum, store.manifest.commitlog_segment_bytes
     if start + size >= 1 << 63:
-        yield Finding("bad_record", name, 0, size, "no log reaches as far as the offset in the file's name")
+        yield Finding("bad_record", name, 0, size, "the offset in the file's name is too large")
         return
     at = met = 0
     while at < size:
@@ -247,7 +247,7 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
 
 
 def _origin(store: StoreReader, reference: bytes) -> Message:
-    """Return the message whose body `reference` names: it is in the log, or was cut, too. Raises FormatError."""
+    """Return the message whose body `reference` names, from the log or from `cut/`. Raises FormatError."""
     try:
         return store.records.origin(reference)
     except FormatError:
@@ -269,13 +269,14 @@ def restore(
 ) -> Restore:
     """Append the messages of the files in `cut/` to the log, or of those with these `names`.
 
-    They are appended in the order of their old offsets. Queue, body, properties, flags, time and host of birth stay.
+    They are appended in the order of their old offsets. Queue, body, properties, flags, born time and born host stay.
     Queue offset, physical offset and store time are new. All messages become visible at once, or none. Then the files
     are moved to `cut/restored/`. The call may be killed and repeated. With `dry_run` nothing is written, and `store`
     may be open for reading. `progress` is called with (bytes done, total bytes).
 
     Raises ConfigError for an unknown name, for files that share messages with files that are not named, and for a
-    message whose topic no longer has its queue. Raises what `MessageStore.splice` raises. Nothing was appended then.
+    message whose topic no longer has its queue. Raises the errors of `MessageStore.splice`. After an error nothing was
+    appended.
     """
     writer = store if isinstance(store, MessageStore) and not dry_run else None
     if writer is not None:
@@ -338,7 +339,7 @@ def _size(store: StoreReader, file: CutFile) -> int:
 
 
 def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
-    """Stage each message that is to be appended, and count the others."""
+    """Stage each message that must be appended, and count the others."""
     entered = topics_entered(store.path, store.fs)
     others = [file for file in cut_files(store) if file not in files]
     sizes = {file: _size(store, file) for file in (*files, *others)}
@@ -346,14 +347,14 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
     done = 0
     tallies = []
 
-    def beside(file: CutFile, candidates: Sequence[CutFile]) -> list[tuple[CutFile, mmap.mmap | bytes]]:
+    def overlapping(file: CutFile, candidates: Sequence[CutFile]) -> list[tuple[CutFile, mmap.mmap | bytes]]:
         """Return the candidates that have bytes of the same physical offsets, mapped."""
         stop = file.start + sizes[file]
         found = [each for each in candidates if each.start < stop and file.start < each.start + sizes[each]]
         return [(each, _map(store, each)) for each in found]
 
     for i, file in enumerate(files):
-        earlier, left = beside(file, files[:i]), beside(file, others)
+        earlier, left = overlapping(file, files[:i]), overlapping(file, others)
         tally = Tally(file.name)
         for item in contents(store, file):
             if isinstance(item, Finding):
@@ -370,8 +371,8 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
                 tally.repeated += 1
             elif (other := _holder(item, left)) is not None:
                 raise ConfigError(
-                    f"{file.name} and {other.name} hold the same message, of physical offset {item.physical_offset}: "
-                    "restore both together, or the message would come twice"
+                    f"{file.name} and {other.name} have the same message, of physical offset {item.physical_offset}; "
+                    "restore both together, else it would be appended twice"
                 )
             else:
                 if item.queue_id >= (queues := queues_of(entered.get(item.topic))):
@@ -390,8 +391,7 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
 
 
 def _is_bookkeeping(topic: str) -> bool:
-    """Return True for a topic in which the engine keeps records about other messages.
-    Half messages are messages themselves."""
+    """Return True for a topic in which the engine keeps records about other messages, unlike half messages."""
     return topic.lower().startswith(SYSTEM_PREFIX) and topic not in (TIMER_TOPIC, HALF_TOPIC)
 
 
@@ -404,13 +404,15 @@ def _obstacle(message: Message) -> str:
     try:
         message._whole()
     except FormatError:
-        return "message whose body is in a record that is gone"
+        return "message whose body is in a deleted record"
     if not 0 <= message.queue_id <= MAX_QUEUE_ID:
-        return "queue id that no queue can have"
+        return "invalid queue id"
     if not is_path_safe(message.topic):
-        return "topic that no queue can have"
+        return "invalid topic name"
     return (
-        "property that is no number" if unreadable_number(message.topic.encode(), message._encoded_properties) else ""
+        "property that must be a number"
+        if unreadable_number(message.topic.encode(), message._encoded_properties)
+        else ""
     )
 
 
@@ -437,7 +439,7 @@ def _holder(message: Message, files: Sequence[tuple[CutFile, mmap.mmap | bytes]]
 
 
 class _Staged:
-    """Records to be appended, as a shard (`log.shard`). With `write` false they are only counted."""
+    """Records that must be appended, as a shard (`log.shard`). With `write` false they are only counted."""
 
     def __init__(self, store: StoreReader, *, write: bool) -> None:
         self.folder: Path = store.path / "cut" / _STAGED
@@ -496,7 +498,7 @@ class _Staged:
 
 
 def _without_place(message: Message) -> bytes:
-    """Return a record as a shard has it: all fields that the log sets are zero or left out."""
+    """Return a record as a shard has it: all fields that the log sets are zero or absent."""
     message = message._whole()
     record = bytearray(message._record_bytes())
     properties = message._encoded_properties
@@ -527,8 +529,8 @@ def _spliced(store: StoreReader) -> frozenset[str]:
         return frozenset()
     except FormatError as error:
         raise FormatError(
-            f"{path}: {error}. It says which files of cut/ a restore was about to append. Look whether their messages "
-            "are in the log, move those files to cut/restored/ if they are, and remove this one",
+            f"{path}: {error}. It names the files of cut/ that a restore wanted to append. If their messages are in "
+            "the log, move those files to cut/restored/. Then remove this file",
             error.field,
             error.position,
         ) from error
@@ -536,7 +538,7 @@ def _spliced(store: StoreReader) -> frozenset[str]:
 
 
 def _settle(store: StoreReader) -> None:
-    """Finish the last restore: move its files, and remove what is left of it."""
+    """Finish the last restore: move its files, and remove its temporary files."""
     fs, folder = store.fs, store.path / "cut"
     done = _spliced(store)
     if done:

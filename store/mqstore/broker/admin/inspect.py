@@ -1,15 +1,15 @@
-"""View of a broker's state from outside, without a lock or a change, even beside a running broker.
+"""View of a broker's state from its files, without a lock or a change, even while a broker runs.
 
     levels      delayOffset.json, the schedule topic's queues              delivery#levels
     timer       timercheck, timer log, timer topic                         delivery#timer
     in flight   consumerOrderInfo.json, pop log, consumerOffset.json       delivery#pop-log
     halves      half topic, op topic                                       delivery#transactions
-    lag         offsets and pop log beside the ends of queues              delivery#statistics
+    lag         offsets and pop log, compared with the ends of queues      delivery#statistics
     pins        all of these: the record that keeps the front of the log   delivery#retention-bound
 
-A running broker may not have saved the commits of the last seconds. Two numbers may be of two moments.
+A running broker may not have saved the commits of the last seconds. Two numbers may be of different times.
 
-The value behind the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
+The value of the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
 
     {"delay_levels":   [{"level", "delay_ms", "offset", "end", "waiting", "next_due_ms", "overdue_ms"}, ...]
      "timer":          {"waiting", "next_due_ms"},
@@ -113,7 +113,7 @@ __all__ = [
 _log = logging.getLogger("mqstore")
 
 _LOOKS = 3
-"""Number of attempts to read files that a writer may remove meanwhile."""
+"""Maximum number of attempts to read files that a writer may remove meanwhile."""
 _GIVEN_UP_SHOWN = 100
 
 
@@ -125,9 +125,9 @@ class LevelView(NamedTuple):
 
     level: int
     delay_ms: int | None
-    """None for an orphan, a level that the table has no longer. The next broker moves its messages to the timer."""
+    """None for an orphan, a level no longer in the table. The next broker moves its messages to the timer."""
     offset: int
-    """Next queue offset to look at, as saved on disk."""
+    """Next queue offset to read, as saved on disk."""
     end: int
     waiting: int
     next_due_ms: int | None
@@ -171,7 +171,7 @@ def _due_ms(store: StoreReader, level: int, offset: int) -> int | None:
 
 @dataclass(slots=True)
 class TimerView:
-    """Messages that wait for a moment of any delay."""
+    """Messages that wait in the timer."""
 
     waiting: int = 0
     """Number of messages. A cancelled message counts until its due time."""
@@ -200,7 +200,7 @@ def timer_view(tables: Tables) -> TimerView:
     check = TimerCheck(store.path / "config" / "timercheck", tables.fs, tables.config.file_mode)
     placed: TimerView | None = None
     found = before = None
-    for _ in range(_LOOKS):  # a timer at work may have dropped what the checkpoint named
+    for _ in range(_LOOKS):  # a running timer may have deleted segments that the checkpoint names
         found, before = check.load(), found
         placed = _placed(tables, found) if isinstance(found, Progress) else None
         if placed is not None or found == before:
@@ -218,7 +218,7 @@ def timer_view(tables: Tables) -> TimerView:
 
 def _done(found: Progress | JavaProgress | None) -> tuple[int, int]:
     """Return (ms, queue offset) below which messages without a unit are done.
-    These are messages below the offset whose slot lies before ms."""
+    These are messages below the offset whose slot is before ms."""
     if found is None:
         return 0, 0
     if isinstance(found, JavaProgress):
@@ -305,7 +305,7 @@ class PopView:
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
     """Failed message that blocks a queue, in either model."""
     retries: Callable[[QueueKey], int] = lambda key: 0
-    """Number of retries that wait. The first call reads what waits in delay levels."""
+    """Number of retries that wait. The first call reads the delay levels."""
 
     def count(self, key: QueueKey) -> int:
         return sum(each.messages for each in self.in_flight if each[:3] == key)
@@ -369,7 +369,7 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
         return
     unacked = [offset for offset in record.unacked() if offset >= committed]
     invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
-    if record.pop_time_ms == 0:  # a RocketMQ that kept no pop times wrote it, so the times are not known
+    if record.pop_time_ms == 0:  # written by a RocketMQ that kept no pop times, so the times are not known
         invisible = {}
     next_ms = min(invisible.values(), default=None)
     row |= {"pop_time_ms": record.pop_time_ms, "offsets": list(record.offsets), "unacked": unacked}
@@ -396,11 +396,11 @@ _NOBODY_WAITS = cast(Waiters, _Nobody())
 
 
 def _nothing() -> None:
-    """Do nothing: no thread has to be woken."""
+    """Do nothing: there is no thread to wake."""
 
 
 def _no_letter(*_: object, **__: object) -> None:
-    raise AssertionError("who looks files no dead letter")
+    raise AssertionError("a view stores no dead letters")
 
 
 # -- lag ---------------------------------------------------------------------------------------------------------------
@@ -417,13 +417,13 @@ class QueueLag(NamedTuple):
     committed: int | None
     """First offset that is not settled. None if the group has no committed offset here."""
     end: int
-    """Offset of the next message to come."""
+    """Offset of the next message."""
     messages: int
     """Number of messages not consumed, those in flight included. 0 if there is no committed offset."""
     lost: int
     """Number of messages that retention, expiry or a purge removed before the group consumed them."""
     in_flight: int
-    """Number of messages popped and not settled. Files do not show what was read and not committed."""
+    """Number of messages popped and not settled. Messages read but not committed are not in the files."""
     oldest_ms: int | None
     """Store time of the first message that is not consumed. None without one, or if it is damaged."""
 
@@ -438,7 +438,7 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     Its retry topics are included. Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
     progress = tables.offsets.of_group(group)
     if not progress and tables.groups.get(group) is None:
-        raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no progress")
+        raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no committed offsets")
     found: list[QueueLag] = []
     # A running broker may have popped from a queue, or failed in it, without having saved its offsets yet.
     files = {*pops.standings, *pops.suspended}
@@ -455,7 +455,7 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
 def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     store, offsets = tables.store, tables.offsets
     popped = pops.standings.get(key)
-    # The saved offsets of a running broker are seconds old, the pop log is not.
+    # The pop log of a running broker is newer than its saved offsets, which may be seconds old.
     committed = offsets.committed(key) if popped is None else popped.first
     low, high = offsets.bounds(key.topic, key.queue_id)
     lag = None if committed is None else measure(store, offsets, key, committed, popped, pops.retries(key))
@@ -465,7 +465,7 @@ def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     if lag.messages > lag.waiting:
         messages = store.get(key.topic, key.queue_id, lag.standing.first, 1).messages
         oldest_ms = messages[0].store_timestamp_ms if messages else None
-    # Popped messages that are gone still count as in flight until their visibility timeout ends.
+    # Popped messages that were deleted still count as in flight until their visibility timeout ends.
     lost = max(0, low - (committed if popped is None else popped.next))
     return QueueLag(*key, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms)
 
@@ -506,7 +506,7 @@ def inspect_broker(
     """Return the broker's state in the store in directory `path` as plain values (see the module).
 
     Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason. Raises
-    what opening the store for reading raises.
+    the errors of opening a store for reading.
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
@@ -583,6 +583,6 @@ def _pin_row(store: StoreReader, pin: Pin | None) -> dict[str, Any] | None:
         return None
     try:
         queue_offset: int | None = store.at(pin.physical_offset).offset
-    except LookupError:  # a damaged record is kept, too
+    except LookupError:  # the record is damaged, but a pin keeps it anyway
         queue_offset = None
     return {**pin._asdict(), "queue_offset": queue_offset}

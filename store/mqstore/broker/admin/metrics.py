@@ -3,13 +3,13 @@
     put ------> dispatcher --- "this queue grew from .. to .." --> noted    |
     read -----> `Reads`        plain numbers by group and queue             |--- `harvest` --> `Statistics` --> windows
     pop, ack -> `QueueState`   plain numbers, under the lock it holds       |
-    lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
+    lags, ages, sizes, waiting messages   ----- measured by `prometheus` when somebody asks --> text
 
-A put pays nothing: the dispatcher reports each queue once a pass, and sizes are summed over the units afterwards,
-thousands at once. `harvest` runs every ten seconds and on demand. Queues that did not grow have no entry, so opening
-costs the same with one queue or a hundred thousand.
+Counting costs a put nothing: the dispatcher reports each queue once a pass, and sizes are summed over the units
+afterwards, thousands at once. `harvest` runs every ten seconds and on demand. Queues that did not grow have no entry,
+so opening costs the same with one queue or a hundred thousand.
 
-Puts are messages that came into a queue. A delayed message counts where it waited and again in its own topic. A
+Puts are messages appended to a queue. A delayed message counts where it waited and again in its own topic. A
 redelivered copy counts in its retry topic. Gets are messages delivered to a consumer by a read or a pop. Messages that
 a pop has only prefetched do not count.
 """
@@ -62,14 +62,14 @@ _log = logging.getLogger("mqstore")
 
 
 class Lag(NamedTuple):
-    """Standing of a group in a queue, and the end of the queue by which its lag is measured.
+    """Standing of a group in a queue, and the end of the queue, for its lag.
     Brokers and file views use one rule (delivery#statistics).
 
         lag       = ready + in flight + waiting (retries that wait for their time)
         popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled
-        read      ready: behind the last read                                 in flight: read and not committed
+        read      ready: after the last read                                  in flight: read and not committed
 
-    Messages that were acknowledged behind a message in flight are no lag, although the committed offset is lower.
+    Messages acknowledged after a message in flight do not count as lag, although the committed offset is lower.
     Without a committed offset the lag is 0. Files do not show how far a group has read: from outside, its messages in
     flight count as ready, and the sum is the same.
     """
@@ -89,12 +89,12 @@ class Lag(NamedTuple):
 
 class WaitingRetries:
     """Retries that wait for their time. Those of a group count in queue 0 of `%RETRY%group`.
-    Only records show for which topic a message of a level waits, so they are counted in blocks, each of them once."""
+    Only its record shows the topic of a message in a level, so they are counted in blocks, each of them once."""
 
     def __init__(
         self, store: StoreReader, levels: Callable[[], Mapping[int, tuple[int, int]]], timer: Callable[[str], int]
     ) -> None:
-        """`levels` returns (next offset, queue end) by level. `timer` counts what waits there for a topic."""
+        """`levels` returns (next offset, queue end) by level. `timer` counts waiting messages of a topic."""
         self._store, self._levels, self._timer = store, levels, timer
         self._topics = lru_cache(_BLOCKS)(self._count)
 
@@ -122,8 +122,8 @@ def measure(
         return None
     low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
     if popped is not None:
-        first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
-        return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high), waiting)
+        first, ready, next_ = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
+        return Lag(Standing(first, ready, next_, popped.in_flight, popped.again), max(next_, high), waiting)
     # For a group that reads, the messages in flight are those that were read and not committed.
     first = min(high, max(low, committed))
     pulled = min(high, max(first, offsets.query_pull(key) or 0))
@@ -134,7 +134,7 @@ _PAGE_UNITS = 65_536
 _BLOCK, _BLOCKS = 1024, 4096
 _NS_A_MS = 1_000_000
 _ALL_TOPICS = 1_000
-"""If there are more topics, those that no group consumes are left out of the zeros in each scrape."""
+"""If there are more topics, those that no group consumes get no zeros in a scrape."""
 
 _SERVES = {SCHEDULE_TOPIC: "delay", TIMER_TOPIC: "delay", HALF_TOPIC: "transaction"}
 """Message type of the engine's own topics."""
@@ -201,14 +201,14 @@ class Metrics(Mechanism):
 
     def refresh(self) -> None:
         """Update the counters with every put that has returned. Raises StoreClosedError.
-        Puts are left out if the disk has no room for their units."""
+        Puts do not count yet if the disk has no room for their units."""
         with suppress(OSError):  # errors of dispatch are reported elsewhere, and other counts are still useful
             self._store.dispatch()
         self.harvest()
 
     def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
         """Forget all counters of a deleted topic or group."""
-        self.harvest()  # first, or the next one would bring them back
+        self.harvest()  # first, or the next one would count them again
         self._statistics.forget(topic=topic, group=group)
         with self._lock:
             rests = self._rest_ns.items(), self._put_rest_ns.items()
@@ -259,7 +259,7 @@ class Metrics(Mechanism):
             try:
                 units = self._store.units(topic, queue_id, begin, min(_PAGE_UNITS, end - begin))
             except OSError as error:
-                _log.warning("%s: sizes of %s/%d are not known: %s", self._store.path, topic, queue_id, error)
+                _log.warning("%s: cannot read the sizes of %s/%d (%s)", self._store.path, topic, queue_id, error)
                 return count + end - begin, size
             if not len(units):
                 return count + end - begin, size
@@ -312,7 +312,7 @@ class Metrics(Mechanism):
         )
 
     def _message_type(self, topic: str) -> str:
-        """Return the declared message type of a topic, in RocketMQ's words for its metrics."""
+        """Return the message type of a topic, in the words of RocketMQ's metrics."""
         config = self._topics.get(topic)
         return _SERVES.get(topic) or ("unspecified" if config is None else config.message_type.lower())
 
@@ -333,7 +333,7 @@ class Metrics(Mechanism):
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
         """Return the samples of each series, as of now.
-        Looks one to three times at each queue with a committed offset."""
+        Reads each queue with a committed offset one to three times."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
@@ -375,7 +375,7 @@ class Metrics(Mechanism):
                 physical = physical_of(self._store, topic, queue_id, first) if waits else None
                 if physical is not None:
                     found.append(physical)
-        # The log is in order of time, so the lowest of several physical offsets is the oldest message.
+        # The log is in time order, so the lowest of several physical offsets is the oldest message.
         return {
             "rocketmq_consumer_lag_messages": sums["messages"],
             "rocketmq_consumer_ready_messages": sums["ready"],

@@ -3,7 +3,7 @@
     look        opens the directory for reading, also beside a broker. A change is checked, and then refused
     offline     opens it for writing
 
-    reset, delete_group, delete_topic     tables, and the pop log, which would bring back what they forget
+    reset, delete_group, delete_topic     tables, and the pop log, else it would restore the deleted state
     cancel                                a record in the timer topic
     everything else                       `topics`, `groups`, `dead_letters`
 
@@ -158,7 +158,7 @@ class Offline:
         letters = DeadLetters(self.tables, group)
         if self.topics.get(letters.topic) is None and group not in self.group_names():
             raise GroupNotFoundError(
-                f"{self.tables.store.path} has no group {group!r}: no dead letters, no settings, no progress"
+                f"{self.tables.store.path} has no group {group!r}: no dead letters, no settings, no committed offsets"
             )
         return letters
 
@@ -171,7 +171,7 @@ class Offline:
 
     @cached_property
     def _pop(self) -> PopService:
-        """Pop service with its state from the log. It then hears of topics and groups that are deleted."""
+        """Pop service with its state from the log. It handles the deletion of topics and groups."""
         parts = self._writing()
         waiters = Waiters(parts, _nothing)
         self._opened.callback(waiters.close)
@@ -187,7 +187,7 @@ class Offline:
         return Reads(self.tables).reset(group, topic, queue_id, to, on_reset=on_reset)
 
     def delete_group(self, group: str) -> None:
-        """Delete a group: settings, committed offsets, and what it has in flight.
+        """Delete a group: settings, committed offsets, and deliveries in flight.
         Its dead letters and retries stay. A group without settings has only committed offsets to delete. Raises
         GroupNotFoundError if it has neither."""
         parts = self._writing()
@@ -241,7 +241,7 @@ def look(path: str | os.PathLike[str], *, alone: bool = False) -> Iterator[Offli
 @contextmanager
 def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) -> Iterator[Offline]:
     """Open the store in directory `path` for changes by an operator. Never creates a store.
-    Raises what opening for writing raises: StoreLockedError while a broker runs, NotAStoreError without a store."""
+    Raises the errors of opening for writing: StoreLockedError while a broker runs, NotAStoreError without a store."""
     config = replace(config or StoreConfig(), release_in_flight=False)
     with MessageStore(path, create=False, config=config) as store:
         opened = Offline(store)

@@ -8,7 +8,7 @@ name                                                                      key
 ========================================================================  ==============================================
 TOPIC_PUT_NUMS, TOPIC_PUT_SIZE                                            topic
 QUEUE_PUT_NUMS, QUEUE_PUT_SIZE (delay levels are queues, too)             topic@queueId
-GROUP_GET_NUMS, GROUP_GET_SIZE, GROUP_CK_NUMS, GROUP_ACK_NUMS             topic@group, where the message lay
+GROUP_GET_NUMS, GROUP_GET_SIZE, GROUP_CK_NUMS, GROUP_ACK_NUMS             topic@group, where the message was
 TOPIC_PUT_LATENCY (ms, of one put of 64 in each queue)                    queueId@topic
 SNDBCK_PUT_NUMS, SNDBCK2DLQ_TIMES, DLQ_PUT_NUMS                           topic@group, where it was first sent to
 GROUP_GET_LATENCY (ms), GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME (last)   queueId@topic@group
@@ -74,13 +74,13 @@ _NOTHING: Final = Total(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class StatisticsSnapshot:
-    """All statistics at one moment. Immutable."""
+    """All statistics at one time. Immutable."""
 
     taken_ms: int
     totals: Mapping[CounterKey, Total]
     """Since the store was opened."""
     latest: Mapping[CounterKey, int]
-    """Last values: GROUP_GET_FALL_SIZE in bytes, GROUP_GET_FALL_TIME in ms behind the end of the log."""
+    """Last distances from the end of the log: GROUP_GET_FALL_SIZE in bytes, GROUP_GET_FALL_TIME in ms."""
     minute_ms: int
     """Length of `minute`, or 0 before the first samples, when no rate is known."""
     minute: Mapping[CounterKey, Rate]
@@ -88,7 +88,7 @@ class StatisticsSnapshot:
     hour: Mapping[CounterKey, Rate]
     day: Mapping[CounterKey, Rate]
     lost: Mapping[QueueKey, int]
-    """Messages that retention took before the group consumed them, since the store was opened."""
+    """Messages deleted by retention before the group consumed them, since the store was opened."""
 
     def total(self, name: str, key: str = "") -> int:
         """Return the sum of a counter, or 0 if nothing was added to it."""
@@ -169,7 +169,7 @@ class Statistics:
         self._day = _Window(3_600_000, 25, now_ms)
 
     def add(self, name: str, key: str = "", value: int = 1) -> None:
-        """Add `value` to a counter. Names and keys are in the module's table."""
+        """Add `value` to a counter. The module's table lists names and keys."""
         counter = (name, key)
         with self._lock:
             total = self._totals.get(counter, (0, 0))
@@ -196,7 +196,7 @@ class Statistics:
             self._lost[key] = self._lost.get(key, 0) + messages
 
     def forget(self, *, topic: str | None = None, group: str | None = None) -> None:
-        """Forget all counters of a deleted topic or group. Windows show what they have of it until they move on."""
+        """Forget all counters of a deleted topic or group. Windows keep its samples until they move on."""
         with self._window_lock, self._lock:
             self._lost = {key: lost for key, lost in self._lost.items() if key.topic != topic and key.group != group}
             samples = (self._minute.last, self._hour.last, self._day.last)  # else a counter that begins again looks old
@@ -285,8 +285,8 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "rocketmq_pop_revive_latency": ("gauge", "Milliseconds that the first of them is overdue."),
     "rocketmq_pop_checkpoint_buffer_size": ("gauge", "Popped batches with a message in flight."),
     "rocketmq_half_messages": ("gauge", "Half messages that are neither committed nor rolled back."),
-    "rocketmq_timing_messages": ("gauge", "Messages that wait for their time."),
-    "mqstore_lost_messages_total": ("counter", "Messages dropped by retention before the group consumed them."),
+    "rocketmq_timing_messages": ("gauge", "Messages that wait for their due time."),
+    "mqstore_lost_messages_total": ("counter", "Messages deleted by retention before the group consumed them."),
 }  # fmt: skip
 
 _COUNTED: Final[dict[str, str]] = {

@@ -2,33 +2,33 @@
 
     put, DELAY = n  ->  SCHEDULE_TOPIC_XXXX, queue n - 1  ->  (due)  ->  REAL_TOPIC, queue REAL_QID
 
-The put has rewritten the message, and the dispatcher has written its due time into its unit. So this service only looks
-at the head of each level's queue. All messages of a level wait equally long, so a queue is in order of due time.
-Nothing is sorted or kept in memory, and a level costs the same with a million waiting messages.
+The put has rewritten the message, and the dispatcher has written its due time into its unit. So this service only reads
+the head of each level's queue. All messages of a level wait equally long, so a queue is in order of due time. Nothing
+is sorted or kept in memory, and a level costs the same with a million waiting messages.
 
-A head that is due later than its level's delay from now is not in that order: the clock was ahead when it was put, or
-the level has a shorter delay now, or is gone. It is relocated to the timer topic, so it never holds up the messages
-behind it. There it keeps its due time. If the clock was ahead, it waits from now for as long as it was put to wait.
+A head that is due later than its level's delay from now breaks that order: the clock was ahead when it was put, or the
+level now has a shorter delay, or was removed. It is relocated to the timer topic, so that it never blocks later
+messages. There it keeps its due time. If the clock was ahead, it waits from now for its original delay.
 
     a level is   because                             until
-    idle         its queue has nothing more          the queue grows
+    idle         its queue has no more messages      the queue grows
     waiting      its head is not due                 the head's time, to the millisecond
     failing      a copy could not be put             100 ms later, then twice as long each time, at most 10 s
 
-    a message that is due                what is done
+    a message that is due                outcome
     can be restored                      the same body and properties without DELAY, to the end of its real queue
-    cannot: REAL_TOPIC, REAL_QID         a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
-    belongs to the half topic            passed over
-    does not verify, or its body does    passed over, reported and counted
-    not, where it refers to one
+    invalid REAL_TOPIC or REAL_QID       a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
+    belongs to the half topic            skipped
+    damaged, or the record of its        skipped, reported and counted
+    body is
 
-Messages that wait long are relocated, too, if only such messages still hold the log. The queue of a level is in log
-order, so they are at its front, and progress passes them. The timer delivers them at the same time, as the level would
-have. If delivery is late, a relocated message may come behind messages of the level that were put later.
+Messages that wait long are relocated, too, if only such messages still keep old segments. The queue of a level is in
+log order, so they are at its front, and progress passes them. The timer delivers them at the same time as the level
+would have. If delivery is late, a relocated message may come after messages of the level that were put later.
 
-Progress is the next unit of each level to look at (delivery#level-progress, delivery#level-crash). After opening, until
-nothing more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So
-a machine that crashes again and again within ten seconds repeats a message once, not each time.
+Progress is the next unit of each level (delivery#level-progress, delivery#level-crash). After opening, until nothing
+more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So a
+machine that crashes again and again within ten seconds repeats a message once, not each time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _log = logging.getLogger("mqstore")
 _STEP_UNITS = 2048
 """Number of messages in one `run_once`: some tens of ms, after which other services get their turn."""
 _BATCH_UNITS = 1024
-"""Number of messages of one level before the level that is most behind is chosen again."""
+"""Number of messages of one level before the most overdue level is chosen again."""
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _SAVE_MS = 10_000
 _VERSION_STEP = 200
@@ -85,7 +85,7 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
 
 
 def overdue_ms(store: StoreReader, level: int, offset: int, now_ms: int) -> int:
-    """Return for how long the oldest of the next 1024 messages of a level is overdue, or 0 if none is."""
+    """Return how long the oldest of the next 1024 messages of a level is overdue, or 0 if none is."""
     times = store.units(SCHEDULE_TOPIC, level - 1, offset, _BATCH_UNITS)["tags_code"]
     return max(0, now_ms - int(times[times > 0].min(initial=now_ms)))
 
@@ -99,15 +99,15 @@ class _Level:
 
     number: int
     delay_ms: int | None
-    """Delay by the table. 0 if the table has no such level, and None if its messages are due now."""
+    """Delay in the table. 0 if the table has no such level, and None if its messages are due now."""
     offset: int
-    """Progress: the next unit to look at."""
+    """Progress: the next unit to read."""
     saved: int
     """Progress in the file on disk."""
     due_ms: int | None = 0
-    """Time of the next look. None means when the queue grows."""
+    """Time of the next read. None means when the queue grows."""
     ahead_ms: int = 0
-    """Distance of `due_ms` when it was set. If it is greater now, the clock was set back since."""
+    """Distance of `due_ms` when it was set. If it is greater now, the clock was set back meanwhile."""
     failures: int = 0
     grown: bool = False
     stuck: int | None = None
@@ -124,15 +124,15 @@ class _Level:
 
 
 class DelayService(Roller):
-    """Delivers the messages of the delay levels when they are due.
+    """Service that delivers the messages of the delay levels when they are due.
 
-    A message is never early by the wall clock, and as late as `run_once` is called after the time that it returned.
+    A message is never early by the wall clock. It is late if `run_once` is called after the time that it returned.
 
-    `dead_letter(message, group, reason)` stores a dead letter, and must leave out DELAY. If the table no longer has a
+    `dead_letter(message, group, reason)` stores a dead letter, and must remove DELAY. If the table no longer has a
     level with waiting messages, `orphan_level_policy="deliver_now"` delivers them at once, and "keep" keeps their due
     times. Raises CorruptStoreError if the progress file and its backup are damaged.
 
-    Long because delivering, relocating, skipping and saving all move the offset of a level, in the same order.
+    The class is long because delivering, relocating, skipping and saving all move the offset of a level.
     """
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
@@ -144,7 +144,7 @@ class DelayService(Roller):
         self._wake = wake
         self._dead_letter = dead_letter
         self.errors: dict[int, str] = {}
-        """Error that stops delivery at present, by level."""
+        """Current error that stops delivery, by level."""
         self._table_ms = self._store.delay_table_ms
         self._reach = parts.road.references.reach
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
@@ -184,7 +184,7 @@ class DelayService(Roller):
         """Return a level at its stored offset, or its queue's end if lower (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
         if stored > high:
-            self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
+            self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}; it continues there")
         return _Level(number, delay_ms, min(stored, high), stored)
 
     def _warn(self, problem: str) -> None:
@@ -193,7 +193,7 @@ class DelayService(Roller):
     # -- looking at it ----------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """Return (next offset to look at, end of its queue) of each level whose queue ever held a message."""
+        """Return (next offset, end of its queue) of each level whose queue ever had a message."""
         found = {}
         for level in self._levels.values():
             bounds = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id)
@@ -225,7 +225,7 @@ class DelayService(Roller):
     # -- delivery ---------------------------------------------------------------------------------------------------
 
     def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """Note that a queue grew. Any thread that dispatches may call it, this one too, so it takes no lock.
+        """Record that a queue grew. Any dispatching thread may call it, even this service's, so it takes no lock.
         It sets `grown` before it reads `due_ms`, and `run_once` sets `due_ms` before it reads `grown`. So one of them
         sees the other's change."""
         if topic != SCHEDULE_TOPIC:
@@ -237,7 +237,7 @@ class DelayService(Roller):
                 self._wake()
 
     def run_once(self, now_ms: int) -> int | None:
-        """Deliver at most 2048 due messages, the level that is most behind first. Return when to call again."""
+        """Deliver at most 2048 due messages, the most overdue level first. Return when to call again."""
         heap = [(level.due_ms or 0, level.queue_id) for level in self._levels.values() if level.ready(now_ms)]
         heapify(heap)
         budget = _STEP_UNITS
@@ -261,13 +261,13 @@ class DelayService(Roller):
 
     def _step(self, level: _Level, now_ms: int, count: int) -> int:
         """Deliver the due messages among up to `count` units of a level. Return how many units were passed.
-        Sets the time of the next one."""
+        Sets the time of the next step."""
         level.due_ms = None
-        level.grown = False  # before the look, so that later growth is not missed
+        level.grown = False  # before the queue is read, so that later growth is not missed
         begin = level.offset
         try:
             level.due_ms = self._look(level, now_ms, count)
-        except Exception as error:  # no error loses the message or stops the other levels
+        except Exception as error:  # an error must neither lose the message nor stop the other levels
             self._fail(level, now_ms, error)
         else:
             level.ahead_ms = 0 if level.due_ms is None else max(0, level.due_ms - now_ms)
@@ -277,7 +277,7 @@ class DelayService(Roller):
         return level.offset - begin
 
     def _look(self, level: _Level, now_ms: int, count: int) -> int | None:
-        """Deliver the due messages among the next `count` units. Return when to look again."""
+        """Deliver the due messages among the next `count` units. Return the time of the next step."""
         low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id) or (0, 0)
         if not low <= level.offset <= high:
             self._move_into(level, low, high)
@@ -287,7 +287,7 @@ class DelayService(Roller):
         units = self._store.units(SCHEDULE_TOPIC, level.queue_id, begin, count + 1)
         times = self._times(level, units, now_ms)
         due = int(np.append(times[:count] > now_ms, True).argmax())
-        # By the clock: `now_ms` may be older than a message that was put since.
+        # Not from `now_ms`, which may be older than a message that was put meanwhile.
         last_ms = self._clock.now_ms() + (level.delay_ms or 0)
         stop = due + int(np.append(times[due:count] <= last_ms, True).argmax())
         due_ms: dict[int, int] = dict(enumerate(times[: stop + 1].tolist(), begin))
@@ -295,12 +295,12 @@ class DelayService(Roller):
         while level.offset < begin + stop:
             try:
                 self._relocate(level, begin + stop, due_ms)
-            except InvalidMessageError:  # too large with the properties for the timer: at once, as RocketMQ does
+            except InvalidMessageError:  # too large with the timer's properties: deliver it now, as RocketMQ does
                 self._deliver(level, level.offset + 1, due_ms)
         return due_ms.get(begin + stop, now_ms)
 
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
-        """Return the due times of the messages of `units`, as they are in the units."""
+        """Return the due times of the messages of `units`, which the units usually have."""
         times = units["tags_code"].astype(np.int64)
         if level.delay_ms is None:
             return np.minimum(times, now_ms)
@@ -313,7 +313,7 @@ class DelayService(Roller):
     # -- rolling ----------------------------------------------------------------------------------------------------
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the waiting messages with records below `physical_offset`, as `Roller` does."""
+        """Return the waiting messages with records below `physical_offset`. See `Roller`."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for level in self._levels.values():
             offset = level.offset
@@ -328,7 +328,7 @@ class DelayService(Roller):
         return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """Relocate messages as `Roller` does. A level whose head is due is left out: delivery copies it."""
+        """Relocate messages. See `Roller`. A level whose head is due is skipped, because delivery copies it anyway."""
         done = 0
         for level in self._levels.values():
             if done < count:
@@ -348,10 +348,10 @@ class DelayService(Roller):
         end = begin + int(old[-1]) + 1
         try:
             self._relocate(level, end, dict(enumerate(times.tolist(), begin)))
-        except InvalidMessageError as error:  # too large with the properties for the timer
+        except InvalidMessageError as error:  # too large with the timer's properties
             if level.stuck != level.offset:
-                _log.error("%s: the message at %d of delay level %d cannot be put again, and holds the log until it is "
-                           "due: %s", self._store.path, level.offset, level.number, error)  # fmt: skip
+                _log.error("%s: the message at %d of delay level %d cannot be relocated, so segments are kept until it "
+                           "is due (%s)", self._store.path, level.offset, level.number, error)  # fmt: skip
             level.stuck = level.offset
         finally:
             if level.offset > begin:
@@ -362,13 +362,13 @@ class DelayService(Roller):
         """Put the messages of a level up to `end` to the timer topic. `times` has the due time of each offset.
         Raises InvalidMessageError for a message that is too large for it, with progress at that message."""
         self._topics.ensure(TIMER_TOPIC, 1)
-        self._saves_each_step = True
+        self._saves_each_step = True  # a crash before the save would deliver from both places
         self._deliver(level, end, times, rolled=True)
 
     # -- dealing with messages --------------------------------------------------------------------------------------
 
     def _move_into(self, level: _Level, low: int, high: int) -> None:
-        """Move a level into the bounds of its queue. Retention may have taken its front, or it ends earlier."""
+        """Move a level into the bounds of its queue: retention may have deleted its front, or its end was lost."""
         if level.offset < low:
             lost = low - level.offset
             self._statistics.lost(QueueKey(SCHEDULE_GROUP, SCHEDULE_TOPIC, level.queue_id), lost)
@@ -376,7 +376,7 @@ class DelayService(Roller):
                        "to %d", self._store.path, lost, level.number, level.offset, low - 1)  # fmt: skip
             self._advance(level, low)
         elif level.offset > high:
-            _log.error("%s: delay level %d was at %d, but its queue ends at %d: goes on from there",
+            _log.error("%s: delay level %d was at %d, but its queue ends at %d; it continues there",
                        self._store.path, level.number, level.offset, high)  # fmt: skip
             self._advance(level, high)
 
@@ -388,7 +388,7 @@ class DelayService(Roller):
             if found.status == "OFFSET_TOO_SMALL":  # retention ran in between
                 self._move_into(level, found.min_offset, found.max_offset)
                 continue
-            # A read replaces units that lead nowhere by later ones, which may not be due.
+            # A read returns later messages in place of dangling units, and these may not be due.
             messages = [message for message in found.messages if message.offset < end]
             self._pass_on(level, messages, times, rolled=rolled)
             self._skip(level, min(found.next_offset, end))
@@ -396,7 +396,7 @@ class DelayService(Roller):
     def _fail(self, level: _Level, now_ms: int, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
         if self.errors.get(level.number) != text:
-            _log.error("%s: delay level %d cannot deliver the message at %d: %s; tried again until it can",
+            _log.error("%s: delay level %d cannot deliver the message at %d (%s); it will be retried",
                        self._store.path, level.number, level.offset, text)  # fmt: skip
             self.errors[level.number] = text
         level.ahead_ms = min(_RETRY_MAX_MS, _RETRY_MIN_MS << min(level.failures, 10))
@@ -445,8 +445,8 @@ class DelayService(Roller):
             if reason:
                 self._move_to_dead_letters(level, message, reason)
             else:  # the half message was delivered or given up long ago (delivery#level-delivery)
-                what = f"to {HALF_TOPIC}" if home is not None else f"to {topic}, which was deleted since,"
-                _log.warning("%s: the delayed message at %d of level %d belongs %s and is passed over",
+                what = f"to {HALF_TOPIC}" if home is not None else f"to {topic}, which was deleted,"
+                _log.warning("%s: the delayed message at %d of level %d belongs %s and is skipped",
                              self._store.path, message.offset, level.number, what)  # fmt: skip
                 self._statistics.add("delay_passed_over", str(level.number))
                 self._done(level, message)
@@ -472,7 +472,7 @@ class DelayService(Roller):
             if rolled:
                 self._statistics.add("delay_rolled", str(level.number), count)
             else:
-                self._tell_late(copies[at : at + count], times)
+                self._count_latency(copies[at : at + count], times)
             at += count
             last = copies[at - 1][0]
             if last.offset + 1 - level.offset == count:  # no gaps
@@ -482,8 +482,8 @@ class DelayService(Roller):
                     self._done(level, message)
         copies.clear()
 
-    def _tell_late(self, copies: Sequence[Copy], times: Mapping[int, int]) -> None:
-        """Count how late the copies were delivered."""
+    def _count_latency(self, copies: Sequence[Copy], times: Mapping[int, int]) -> None:
+        """Add the delivery latency of the copies to the statistics."""
         now_ms = self._clock.now_ms()
         sums: dict[str, list[int]] = {}
         for topic, run in groupby(copies, itemgetter(1)):
@@ -494,13 +494,13 @@ class DelayService(Roller):
         self._statistics.add_many(("DELAY_LATENCY", topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 
     def _done(self, level: _Level, message: Message) -> None:
-        """Continue behind `message`, which is settled."""
+        """Continue after `message`, which is settled."""
         self._skip(level, message.offset)
         self._advance(level, message.offset + 1)
 
     def _lose(self, level: _Level, message: Message, error: FormatError) -> None:
-        """Pass over a message whose body is damaged, in the record that it refers to."""
-        _log.error("%s: the message at %d of delay level %d, unique key %s, is damaged and passed over: %s; see "
+        """Skip a message whose body is in another, damaged record."""
+        _log.error("%s: the message at %d of delay level %d, unique key %s, is damaged and skipped (%s); see "
                    "`mqstore verify`", self._store.path, message.offset, level.number, message.unique_key,
                    error)  # fmt: skip
         self._statistics.add("delay_unreadable", str(level.number))
@@ -522,7 +522,7 @@ class DelayService(Roller):
         count = offset - level.offset
         if count > 0:
             self._statistics.add("delay_unreadable", str(level.number), count)
-            _log.error("%s: %d messages of delay level %d are damaged and passed over, from offset %d on; "
+            _log.error("%s: %d messages of delay level %d are damaged and skipped, from offset %d on; "
                        "see `mqstore verify`", self._store.path, count, level.number, level.offset)  # fmt: skip
             self._advance(level, offset)
 
@@ -537,8 +537,8 @@ class DelayService(Roller):
     # -- progress on disk -------------------------------------------------------------------------------------------
 
     def save(self, now_ms: int) -> None:
-        """Write the progress file if it has changed, after syncing the log.
-        Raises what `flush` and writing raise. The old file stays then."""
+        """Write the progress file if it has changed. The log is synced first, so that no message is lost.
+        Raises the errors of `flush` and of writing, and then the old file stays."""
         offsets = self._moved()
         if offsets:
             self._file.flush_log()
@@ -549,7 +549,7 @@ class DelayService(Roller):
         self._save_due_ms = self._quick_due_ms = None
 
     def _save_quickly(self, now_ms: int) -> None:
-        """Write the progress to the page cache. Raises what `save` raises."""
+        """Write the progress to the page cache. Raises the errors of `save`."""
         if not self._file.has_saved:
             self.save(now_ms)
             return
@@ -576,7 +576,7 @@ class DelayService(Roller):
 
 
 def check_delay_offsets(value: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `value` has the shape of the progress file."""
+    """Raise ValueError if `value` does not have the shape of the progress file."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for level, offset in object_member(value, "offsetTable").items():
         if type(offset) is not int or offset < 0 or not _LEVEL.fullmatch(level):

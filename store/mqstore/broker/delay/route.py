@@ -3,8 +3,8 @@
     a message with                         waits
     DELAY > 0                              in the queue of its level
     TIMER_OUT_MS                           not again: it has waited, or is in the timer topic
-    TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then. The first of these counts. A past time is no
-    TIMER_DELIVER_MS                       delay. A time too far ahead, or no number, is refused
+    TIMER_DELAY_SEC, TIMER_DELAY_MS,       in the timer topic, from now or until the given time. The first of these
+    TIMER_DELIVER_MS                       counts. A past time means no delay. An invalid or too late one is refused
 
 Time is cut into slots of one precision P. A message due at D waits in the slot that begins before D and ends at D or
 later. While that slot passes, each of its messages is delivered at its own D (`due_of`).
@@ -14,9 +14,9 @@ later. While that slot passes, each of its messages is delivered at its own D (`
     slot ends  2000      3000
 
 A message that is due in more than the roll window W waits for a part of its time. Then it is copied to the end of the
-log, and waits again (`placement`). So it pins the log no longer than W, and the wheel need hold no more than W.
+log, and waits again (`placement`). So it keeps its segment no longer than W, and the wheel need not cover more than W.
 
-A message of a level that alone holds a part of the log is relocated to the timer topic (`level_properties`):
+A message of a level that alone keeps an old segment is relocated to the timer topic (`level_properties`):
 
     level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_DELIVER_MS = D, TIMER_OUT_MS as above,
                                                TIMER_DELAY_LEVEL = n
@@ -88,7 +88,7 @@ __all__ = [
 PRECISION_MS = 1_000
 """Length of a slot."""
 RECALLED_BORN_MS = "mqstore_recalled_born_ms"
-"""Property of a cancellation: birth time of the message of its key. Negative for none of mqstore's."""
+"""Property of a cancellation: birth time of the message of its key. Negative if it covers no message of mqstore."""
 WINDOW_MS = 172_800 * PRECISION_MS
 """Two days: the longest that a message waits in one slot."""
 
@@ -109,14 +109,14 @@ _REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
 _NO_WAIT = f"{WAIT}\x01false".encode()
 _QUEUE_ID = re.compile(rb"[+-]?[0-9]{1,10}")
 TOUCHED_NAMES = tuple(name + NAME_END for name in (*_REMOVED, _REAL_TOPIC, _REAL_QID))
-"""Beginnings of the pairs that `restored` does not only copy."""
+"""Prefixes of the pairs that `restored` reads or removes."""
 _TOUCHED = re.compile(rb"(?:\A|\x02)(?:" + rb"|".join(map(re.escape, TOUCHED_NAMES)) + rb")")
 DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
 _MEMO_ENTRIES = 1024
 
 
 def number(text: str | None) -> int | None:
-    """Return `text` as Java's `parseLong` reads it, with at most 18 digits, or None if it is no number."""
+    """Parse `text` like Java's `parseLong`, with at most 18 digits. Return None if it is not a number."""
     return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
 
@@ -131,8 +131,8 @@ def slot_of(deliver_ms: int) -> int:
 
 class Cancellations:
     """Cancellations of one slot or one handle.
-    One of mqstore's covers messages that were born by the time in it, so a message put later with the same key is
-    delivered. One of a Java broker covers all messages of its key."""
+    A cancellation by mqstore covers messages that were born by its time, so a message put later with the same key is
+    delivered. A cancellation by a Java broker covers all messages of its key."""
 
     __slots__ = ("_born_ms",)
 
@@ -172,7 +172,7 @@ def copies_of(store: StoreReader, wanted: RecallHandle) -> list[Message]:
 
 
 def recallable(copies: Iterable[Message], now_ms: int) -> list[Message]:
-    """Return the messages of `copies_of` that are no cancellations and not due."""
+    """Return the messages of `copies_of` that are neither cancellations nor due."""
     stored = [(message, message.stored_properties()) for message in copies]
     return [message for message, has in stored if TIMER_DEL_UNIQKEY not in has and due_of(has) > now_ms]
 
@@ -188,8 +188,8 @@ def delay_route(
 ) -> tuple[str, int, dict[str, str]] | None:
     """Return the topic, queue id and properties with which a message waits, or None if it does not wait.
 
-    It waits in one of `levels` levels or in the timer topic. A level that is no number does not count. `now_ms` is only
-    called if the time matters, as it does for few records. Raises what `timer_route` raises.
+    It waits in one of `levels` levels or in the timer topic. A level that is not a number is ignored. `now_ms` is only
+    called if the time matters, as it does for few records. Raises the errors of `timer_route`.
 
     >>> delay_route("orders", 0, {"DELAY": "99"}, lambda: 0, levels=18, max_delay_ms=0)
     ('SCHEDULE_TOPIC_XXXX', 17, {'DELAY': '18', 'REAL_TOPIC': 'orders', 'REAL_QID': '0'})
@@ -209,8 +209,8 @@ def timer_route(
 ) -> tuple[str, int, dict[str, str]] | None:
     """Return the timer topic, its queue id and the properties with which a message waits, or None.
 
-    TIMER_DELIVER_MS is its due time. A waiting message gets a UNIQ_KEY if it has none, since a recall names it by that.
-    Raises InvalidMessageError (field "properties") for a time that is no number, negative, or more than `max_delay_ms`
+    TIMER_DELIVER_MS is its due time. A waiting message gets a UNIQ_KEY if it has none, since a recall needs it. Raises
+    InvalidMessageError (field "properties") for a time that is not a number, negative, or more than `max_delay_ms`
     ahead, and for a cancellation that is too late.
     """
     if topic == TIMER_TOPIC or TIMER_OUT_MS in properties or (number(properties.get(DELAY)) or 0) > 0:
@@ -226,7 +226,7 @@ def timer_route(
         return None
     if deliver_ms - now_ms > max_delay_ms:
         raise InvalidMessageError(
-            f"the message is to wait {deliver_ms - now_ms} ms; max_delay allows {max_delay_ms}", "properties"
+            f"delay of {deliver_ms - now_ms} ms exceeds max_delay, {max_delay_ms} ms", "properties"
         )
     stored = {name: value for name, value in properties.items() if name not in _RELATIVE_NAMES}
     stored[TIMER_DELIVER_MS] = str(deliver_ms)
@@ -249,7 +249,7 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
             continue
         value = number(text)
         if value is None or value < 0:
-            raise InvalidMessageError(f"property {name} is {text[:40]!r}, not a number from 0 on", "properties")
+            raise InvalidMessageError(f"property {name} must be a number from 0, got {text[:40]!r}", "properties")
         return origin_ms + value * unit_ms
     return None
 
@@ -257,7 +257,7 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
 def due_of(properties: Mapping[str, str]) -> int:
     """Return the due time of a timer message, which must have TIMER_OUT_MS (delivery#timer-due).
 
-    It is due at TIMER_DELIVER_MS. If that is missing, or outside its slot, a Java broker wrote the record. Then it is
+    It is due at TIMER_DELIVER_MS. A record by a Java broker may not have it, or have it outside its slot. Then it is
     due at the end of its slot.
 
     >>> due_of({"TIMER_OUT_MS": "2000", "TIMER_DELIVER_MS": "2345"}), due_of({"TIMER_OUT_MS": "2000"})
@@ -294,9 +294,9 @@ def restored(properties: bytes) -> tuple[str, int, bytes]:
     if not topic:
         raise ValueError(f"no {REAL_TOPIC}")
     if topic == SCHEDULE_TOPIC.encode():
-        raise ValueError(f"{REAL_TOPIC} is {SCHEDULE_TOPIC}: it would come back for ever")
+        raise ValueError(f"{REAL_TOPIC} is {SCHEDULE_TOPIC}, so it would be delayed for ever")
     if not _QUEUE_ID.fullmatch(queue_id):
-        raise ValueError(f"{REAL_QID} is no queue id: {queue_id[:40]!r}")
+        raise ValueError(f"{REAL_QID} must be a queue id, got {queue_id[:40]!r}")
     return topic.decode(), int(queue_id), PAIR_END.join(kept)
 
 
@@ -305,7 +305,7 @@ restored_end = lru_cache(_MEMO_ENTRIES)(restored)
 
 
 def parted(properties: bytes) -> tuple[bytes, bytes]:
-    """Return (a beginning that the copy has too, the rest, which has to be restored).
+    """Split properties into (a prefix that the copy has, too; the rest, which must be restored).
 
     The engine writes DELAY and its own properties last (delivery#level-put). So there are few different rests.
 
@@ -337,8 +337,8 @@ def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:
     """Return (the slot in which a message waits, True if it is rolled then).
 
     It was stored at `stored_ms`, and is due in slot `out_ms` (TIMER_OUT_MS). RocketMQ counts from the time at which it
-    reads the record. Here it is the store time, so the result follows from the record alone. When the wheel is rebuilt,
-    the records then show which of them were rolled before.
+    reads the record. mqstore counts from the store time, so that the result depends only on the record. Then a rebuild
+    of the wheel can tell which records were rolled before.
 
     >>> day = 86_400_000
     >>> placement(0, day), placement(0, 10 * day), placement(0, 2 * day + 1000)
@@ -353,11 +353,11 @@ def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:
 
 
 def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:
-    """Return what `user_properties` does for all options of a put, including those of `ROUTING`.
-    Raises InvalidMessageError as that does, and for two options that exclude each other."""
+    """Return the properties for the options of a put, those in `ROUTING` included.
+    Raises InvalidMessageError like `user_properties`, and for two options that exclude each other."""
     given = [name for name in ROUTING if options.get(name) is not None]
     if len(given) > 1:
-        raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
+        raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give only one", given[1])
     stored = user_properties(
         options.get("tag"),
         options.get("keys"),
@@ -369,7 +369,7 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
     if level is not None:
         check_integer(level, 32, "delay_level")
         if level < 0:
-            raise InvalidMessageError(f"delay_level {level} is negative; 0 is no delay", "delay_level")
+            raise InvalidMessageError(f"delay_level must not be negative, got {level}; 0 means no delay", "delay_level")
         if level:
             stored[DELAY] = str(level)
     deliver_ms = _requested_ms(options.get("delay"), options.get("deliver_at"), now_ms, max_delay_ms)
@@ -384,7 +384,7 @@ def _requested_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_d
         try:
             wait_ms = math.ceil(seconds(delay, "delay") * 1000)
         except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
-            raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
+            raise InvalidMessageError(f"delay must be a number of seconds from 0, got {delay!r}", "delay") from error
         if wait_ms > max_delay_ms:
             raise InvalidMessageError(
                 f"delay {delay!r} is longer than max_delay, {max_delay_ms / 1000:g} seconds", "delay"
@@ -395,9 +395,9 @@ def _requested_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_d
     if isinstance(deliver_at, datetime):
         return to_ms(deliver_at)
     if isinstance(deliver_at, (int, float)) and not isinstance(deliver_at, bool):
-        with suppress(OverflowError):  # of an int beyond every float
+        with suppress(OverflowError):  # an int too large for a float
             if math.isfinite(deliver_at):
                 return math.ceil(deliver_at * 1000)
     raise InvalidMessageError(
-        f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
+        f"deliver_at must be an aware datetime or seconds since the epoch, got {deliver_at!r}", "deliver_at"
     )

@@ -6,44 +6,44 @@
 
 One step (`run_once`) does, in this order, a bounded amount of
 
-    place    each new message of the timer topic gets a place in the slot in which it is due, or is rolled: a unit in
-             the timer log, chained to the others of its slot (`timerunits.py`)
+    place    each new message of the timer topic gets a unit in the timer log, chained to the others of the slot in
+             which it is due or rolled (`timerunits.py`)
     read     each slot that has begun, oldest first, after all new messages are placed. Its chain is read, and then its
-             units are handled at their due times (`SlotReading`). Cancelled messages are left out, due ones are put
-             to their real queues, and others are rolled: put to the timer topic again (`timermessages.py`)
+             units are handled at their due times (`SlotReading`). Cancelled messages are skipped, due ones are put to
+             their real queues, and others are rolled, which means put to the timer topic again (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint. Also at the end of each step until the timer has caught up
              after opening, and after messages were relocated
 
-However many messages wait, each costs one unit and one slot when it is placed. It costs one record and two reads of its
-unit when its slot is read. Waiting messages need no memory, except eight bytes for each message of the slot that is
-read. Slots without messages are skipped half an hour at a time. A recall finds its records by the index. It finds
-their units without reading the slot, by counting from the end: the log is in the order of the topic's queue
+However many messages wait, each costs one unit and one slot when it is placed, and one record and two reads of its unit
+when its slot is read. Waiting messages need no memory, except eight bytes for each message of the slot being read.
+Slots without messages are skipped half an hour at a time. A recall finds its records by the index. It finds their units
+without reading the slot, by counting from the end, because the log is in the order of the topic's queue
 (`TimerLog.find`).
 
-Never early. A unit is handled when the wall clock has reached its due time, and the record's due time is checked before
+Never early: A unit is handled when the wall clock has reached its due time, and the record's due time is checked before
 delivery. If the clock is set back by more than a few seconds, waiting messages are placed again, and are not late
 (`_turn_back`).
 
-Never lost (delivery#timer-crash). After a crash everything since the checkpoint is done again, in the same order: at
-most one second of deliveries is repeated. While catching up, progress is saved after each step: a process that crashes
-within each second repeats a message once, not each time. Missing or damaged files are rebuilt from the timer topic's
-queue. `placement` shows for each message, and each rolled copy, whether it was done by then. Retention keeps the oldest
-waiting record (`pins`).
+Never lost (delivery#timer-crash): After a crash everything since the checkpoint is done again, in the same order, so at
+most one second of deliveries is repeated. While the timer catches up, progress is saved after each step, so that a
+process that crashes within each second repeats a message once, not each time. Missing or damaged files are rebuilt from
+the timer topic's queue. `placement` shows for each message, and each rolled copy, whether it was done by then.
+Retention keeps the oldest waiting record (`pins`).
 
-Relocated (`roll`). Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
+Relocated (`roll`): Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
 So units before `TimerUnits.low` are done. A crash falls back to `low` in the checkpoint, which is written when the
-copies are on disk. Messages that were relocated since are delivered twice. So are, if the files have to be rebuilt,
+copies are on disk. Messages relocated after the checkpoint are delivered twice. If the files must be rebuilt, so are
 relocated messages whose first record is not deleted yet.
 
 A cancellation is a message for the same slot, and covers its messages that are not delivered yet. A recall that
-returned True holds: it is refused once its message is due, and all new messages are placed before any slot is read.
+returned True is final: it is refused once its message is due, and all new messages are placed before any slot is read.
 
-    slots in use     [read, read + 7 days). The wheel holds 14 days, so no slot replaces another. Messages for later
+    slots in use     [read, read + 7 days). The wheel covers 14 days, so no slot replaces another. Messages for later
                      slots, as after a long stop, are rolled from the last one
-    late             overdue before they could be placed: such messages go to the slot that is being read, or the next
-                     one, and are delivered at once, behind those already delivered from it
+    late             overdue before they could be placed. Such messages are put in the slot being read, or in the next
+                     one, and are delivered at once, after those already delivered from it
 
-Long because placing, delivering, rolling and saving move one progress under one lock. The files have their own.
+The class is long because placing, delivering, rolling and saving move one progress under one lock.
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ _log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000
 """Maximum number of messages placed, and of messages read, in one step: some ten milliseconds.
-Then other services have their turn."""
+Then other services get their turn."""
 _LOOKS: Final = 4_000
 """Number of units of a slot that one step examines before it handles any.
 If all of them are cancellations, this takes as long as the rest of a step."""
 _FLUSH_MS: Final = 1_000
 _PENDING_BYTES: Final = 4 << 20
-"""Bytes of units in memory that make an early flush worth it."""
+"""Bytes of units in memory after which a flush does not wait for its time."""
 _TURN_MS: Final = 5_000
 """If the clock is set back by less, the timer waits. Messages are then late by less than this."""
 _JAVA_MARGIN_MS: Final = 60_000
 """Margin for RocketMQ, which counts from the time of reading, not of storing.
-Messages that its log does not show may be delivered twice rather than lost."""
+Messages that its log does not have may be delivered twice rather than lost."""
 
 
 class TimerService(Roller):
@@ -126,7 +126,7 @@ class TimerService(Roller):
         self._begun = False
         """True if there are files. There are none before the first message of the timer topic."""
         self._left: JavaProgress | None = None
-        """Progress that a Java broker left, and that is not taken over yet."""
+        """Progress of a Java broker that is not taken over yet."""
         self._reading: SlotReading | None = None
         self._start(0, 0)
         self._durable: Progress | None = None
@@ -145,9 +145,9 @@ class TimerService(Roller):
         self._queue_offset = queue_offset
         self._reading = None
         self._skip_ms = self._skip_until = 0
-        """Messages before this offset whose slot lies before that time are done, whatever slots were read."""
+        """Messages before this offset whose slot is before that time are done, whatever slots were read."""
         self._java: JavaPlaces | None = None
-        """Slots in which a Java broker had placed them, if it was the last to have the store."""
+        """Slots in which a Java broker had placed them, if it was the last writer of the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
 
     # -- the mechanism ----------------------------------------------------------------------------------------------
@@ -180,12 +180,12 @@ class TimerService(Roller):
             now_ms = self._parts.clock.now_ms()
             try:
                 if self._has_first_messages():
-                    # Without a checkpoint the next opening would take it for lost.
+                    # Without files, the next opening would assume that the checkpoint was lost.
                     self._log.restart()
                     self._begin(now_ms)
                 if self._begun and self._dirty_ms is not None:
                     self._flush(now_ms)
-            except TimerFilesDamaged as damage:  # all is written already, and the next opening finds the damage too
+            except TimerFilesDamaged as damage:  # the next opening finds the damage, too, and rebuilds the files
                 _log.warning("%s: %s", self._store.path, damage)
 
     def close(self) -> None:
@@ -196,12 +196,12 @@ class TimerService(Roller):
             self._log.close()
 
     def _has_first_messages(self) -> bool:
-        """Return True if there are messages, and no files yet."""
+        """Return True if there are messages, but no files yet."""
         there = self._store.offsets_or_none(TIMER_TOPIC, 0) is not None
         return there and not self._begun and self._left is None
 
     def pins(self) -> Iterable[Pin]:
-        """Yield the oldest waiting message, by the files on disk: a crash falls back to it."""
+        """Yield the oldest waiting message by the files on disk, because a crash falls back to these."""
         physical, queue_offset = self._pinned
         if physical is None:
             bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
@@ -225,8 +225,8 @@ class TimerService(Roller):
 
     def recall(self, handle: str) -> bool:
         """Cancel the message of a recall handle.
-        Returns True if it waits no more and will not be delivered. Returns False if it is due, was delivered, or does
-        not exist. Raises InvalidReceiptError for a bad handle, and what a put raises. It is as durable as a put."""
+        Returns True if the message will not be delivered, and False if it is due, was delivered, or does not exist.
+        Raises InvalidReceiptError for an invalid handle, and the errors of a put. It is as durable as a put."""
         wanted = parse_recall_handle(handle)
         # Under the lock, so that no message is delivered between the check and the cancellation.
         with self._lock:
@@ -241,7 +241,7 @@ class TimerService(Roller):
     # -- rolled early -----------------------------------------------------------------------------------------------
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the waiting messages that are placed and written, as `Roller` does."""
+        """Return the waiting messages that are placed and written. See `Roller`."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self._lock:
             try:
@@ -253,7 +253,7 @@ class TimerService(Roller):
         return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """Relocate messages as `Roller` does. Returns 0 while a message is overdue: delivery needs no copy."""
+        """Relocate messages. See `Roller`. Returns 0 while a message is overdue, because delivery copies it anyway."""
         with self._lock:
             try:
                 next_ms = self._next_read() if self._begun else None
@@ -276,24 +276,24 @@ class TimerService(Roller):
             return 0
         self._touch(now_ms)
         self._flushes_each_step = True
-        self._wake()  # for the flush: until then the old records still pin the log
+        self._wake()  # for the flush, since the old records pin the log until then
         for rolled, position in enumerate(positions):
             if not self._roll(position):
                 return rolled
         return len(positions)
 
     def _roll(self, position: int) -> bool:
-        """Put the message of the unit at `position` to the timer topic again. Return False if it cannot be.
-        The unit is done then. A record that cannot be read is counted, and waits no longer."""
+        """Put the message of the unit at `position` to the timer topic again. Return False if that is impossible.
+        After success the unit is done. A record that cannot be read is counted, and its unit is done."""
         unit = self._log.unit(position)
         if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
-            return False  # it is due within a second
-        self._units.chain(unit.slot_ms)  # raises before the put, so that damage does not repeat the put for ever
+            return False  # due within a second
+        self._units.chain(unit.slot_ms)  # raises for damage before the put, else each attempt would put a copy
         try:
             self._messages.put_again(unit)
         except InvalidMessageError as error:  # a limit has changed since it was put
             if self._stuck != unit.physical_offset:
-                _log.error("%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
+                _log.error("%s: timer: the message at %d cannot be relocated, so segments stay until it is due (%s)",
                            self._store.path, unit.physical_offset, error)  # fmt: skip
             self._stuck = unit.physical_offset
             return False
@@ -307,7 +307,7 @@ class TimerService(Roller):
         return min(due, default=None)
 
     def _next_read(self) -> int | None:
-        """Return when there is something to read next."""
+        """Return the time of the next unit or slot to read, or None."""
         if self._reading is not None:
             return self._reading.next_ms
         slot_ms = self._units.next_slot(self._read_ms)
@@ -315,22 +315,22 @@ class TimerService(Roller):
 
     def _waits(self, message: Message) -> bool:
         """Return True if a message of the timer topic is neither delivered nor rolled.
-        Its place decides, and not the time, since the clock may have been set back."""
-        behind = self._queue_offset - message.offset
-        if behind <= 0:
+        Its unit decides, not the time, since the clock may have been set back."""
+        from_end = self._queue_offset - message.offset
+        if from_end <= 0:
             return True
         try:
             # Nearly every message has a unit, so counting from the end usually finds it at once.
-            found = self._log.find(message.physical_offset, self._units.low, behind)
+            found = self._log.find(message.physical_offset, self._units.low, from_end)
             if found is None:
                 return False
             reading, (position, unit) = self._reading, found
             if reading is None or unit.slot_ms != reading.slot_ms:
                 return unit.slot_ms >= self._read_ms
-            while not reading.complete:  # after an opening all units must be known to see which of them are done
+            while not reading.complete:  # after opening, which units are done is known only when all are sorted
                 reading.look(_LOOKS, self._messages.record)
         except TimerFilesDamaged:
-            return True  # when the files are rebuilt from the topic, they will have the cancellation
+            return True  # the files will be rebuilt from the topic, which then has the cancellation
         return reading.waits(position, unit)
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
@@ -340,7 +340,7 @@ class TimerService(Roller):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self, now_ms: int) -> bool:
-        """Place, then read. Return True if there is more to do now."""
+        """Place new messages, then read slots. Return True if there is more to do now."""
         places = reads = _STEP
         looks = _LOOKS
         while True:
@@ -411,7 +411,7 @@ class TimerService(Roller):
         if due_ms < earliest_ms:
             due_ms = earliest_ms
             if slot_ms < self._read_ms:
-                # An overdue message is not rolled past its cancellation, which is as late, and in the same slot.
+                # An overdue message must not be rolled past its cancellation, which is late, too, in the same slot.
                 rolls = rolls and out_slot_ms > self._read_ms
                 self._late_slot_ms = self._read_ms
                 if self._late_offset < 0:
@@ -419,18 +419,18 @@ class TimerService(Roller):
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
         times = unit_times(stored_ms, due_ms)
         unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
-        # Slots beyond reach (after a long stop, or when the clock was ahead) are rolled from the last one in reach. The
-        # message cannot wait to be placed, since a cancellation of the slot that is read next may lie behind it.
+        # A message for a slot beyond the wheel (after a long stop, or a clock that was ahead) is rolled from the last
+        # slot. It cannot wait to be placed, since a cancellation for the next slot may come after it.
         unit = within(unit, self._read_ms + REACH_MS)
         position = self._units.add(unit)
         if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
             self._reading.add(position, unit, message)
 
     def _open_slot(self, now_ms: int) -> bool:
-        """Begin to read the next slot that has begun. Return False if there is none."""
+        """Start to read the next slot that has begun. Return False if there is none."""
         slot_ms = self._units.next_slot(self._read_ms)
         if slot_ms is None or slot_ms >= now_ms:
-            # These slots were empty, so there is nothing to save.
+            # The skipped slots were empty, so nothing needs to be saved.
             self._read_ms = max(self._read_ms, slot_of(now_ms))
             return False
         self._read_ms = slot_ms
@@ -438,15 +438,15 @@ class TimerService(Roller):
         return True
 
     def _read_some(self, reading: SlotReading, count: int, now_ms: int) -> int:
-        """Handle up to `count` units of the slot that is being read. Return how many, but at least 1."""
-        dealt = 0
-        while dealt < count and (position := reading.next_position(now_ms)) is not None:
+        """Handle up to `count` units of the slot being read. Return how many, but at least 1."""
+        handled = 0
+        while handled < count and (position := reading.next_position(now_ms)) is not None:
             self._touch(now_ms)
             unit = self._log.unit(position)
             self._messages.finish(unit, reading.cancelled, now_ms)
             reading.settle()  # only now, so that after an error the unit is handled again
             self._units.done(unit)
-            dealt += 1
+            handled += 1
         if reading.is_over(now_ms):
             self._touch(now_ms)
             self._reading = None
@@ -454,7 +454,7 @@ class TimerService(Roller):
             self._read_ms += PRECISION_MS
             if self._late_slot_ms < self._read_ms:
                 self._late_offset = self._late_slot_ms = NOWHERE
-        return max(1, dealt)
+        return max(1, handled)
 
     # -- what is on disk --------------------------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class TimerService(Roller):
         return self._flushes_each_step or is_over or self._log.pending_bytes >= _PENDING_BYTES
 
     def _flush(self, now_ms: int) -> None:
-        """Save progress, after all that it rests on: copies in the commitlog and units in the timer log."""
+        """Save progress, after syncing the copies in the commitlog and the units in the timer log."""
         reading = self._reading
         progress = Progress(
             read_ms=self._read_ms,
@@ -491,7 +491,7 @@ class TimerService(Roller):
         self._settle()
 
     def _settle(self) -> None:
-        """Pin the record of the first unit that is not done by the checkpoint."""
+        """Pin the record of the first unit that is not done in the checkpoint."""
         durable = self._durable
         assert durable is not None
         self._pinned = (self._units.settle(durable.read_ms, durable.log_end), durable.queue_offset)
@@ -502,8 +502,8 @@ class TimerService(Roller):
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         if found is None:
             if bounds is not None:
-                # Either this is the first second of the first message, or the checkpoint was lost.
-                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again")
+                # Either the last run ended within a second of its first message, or the checkpoint was lost.
+                self._rebuild("there is no checkpoint, so some messages may be delivered again")
             return
         if isinstance(found, JavaProgress):
             self._left = found
@@ -513,10 +513,10 @@ class TimerService(Roller):
         self._late_offset = found.late_offset
         try:
             if bounds is None or found.queue_offset > bounds[1]:
-                raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
+                raise TimerFilesDamaged("the commitlog ends before the last placed message in the checkpoint")
             done_ms = self._units.load(found)
             if self._late_offset >= 0:
-                self._late_slot_ms = self._units.newest_ms  # it is not known which one is late: this is late enough
+                self._late_slot_ms = self._units.newest_ms  # an upper bound, since the late message's slot is unknown
             if found.slot_done:
                 self._reading = SlotReading(found.read_ms, self._units, found.slot_done, done_ms)
         except TimerFilesDamaged as damage:
@@ -527,10 +527,10 @@ class TimerService(Roller):
         self._settle()
 
     def _take_over(self, found: JavaProgress) -> None:
-        """Place the messages that a Java broker left, behind its timer log.
-        Its log shows what it had done, and is removed when all units are on disk. After a crash before that, this is
-        done again."""
-        _log.warning("%s: timer files are built again from the timer topic: left by a Java broker", self._store.path)
+        """Place the messages of a Java broker in new segments after its timer log.
+        Its log shows which messages were done, and is removed when all units are on disk. After a crash before that,
+        this is done again."""
+        _log.warning("%s: timer files of a Java broker are rebuilt from the timer topic", self._store.path)
         java = JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
         now_ms = self._parts.clock.now_ms()
         try:
@@ -545,7 +545,7 @@ class TimerService(Roller):
             self._java, self._skip_ms, self._skip_until = None, 0, 0
             self._flush(now_ms)
         except BaseException:
-            self._begun = False  # all of it is done again
+            self._begun = False  # so that the next run repeats all of it
             raise
 
     def _begin(self, now_ms: int) -> None:
@@ -558,15 +558,15 @@ class TimerService(Roller):
     def _rebuild(self, why: object) -> None:
         """Rebuild log and wheel: place each message of the timer topic again, except those that were done.
 
-        A message was done if it lies before `_queue_offset` and its slot before `_read_ms`. Late ones may not be done,
-        so they are placed again. The checkpoint stays as it is until the next flush, so a crash meanwhile leads here
-        again."""
+        A message was done if it is before `_queue_offset` and its slot before `_read_ms`. Late ones may not be done, so
+        they are placed again. The checkpoint does not change until the next flush, so a crash meanwhile repeats this.
+        """
         read_ms, queue_offset = self._read_ms, self._queue_offset
-        if queue_offset < self._skip_until:  # not the first time, and not done the last time
+        if queue_offset < self._skip_until:  # an earlier rebuild has not reached its end
             read_ms, queue_offset = self._skip_ms, self._skip_until
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)
-        _log.warning("%s: timer files are built again from the timer topic: %s", self._store.path, why)
+        _log.warning("%s: timer files are rebuilt from the timer topic: %s", self._store.path, why)
         self._log.restart()
         self._begin(self._parts.clock.now_ms())
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
@@ -576,22 +576,21 @@ class TimerService(Roller):
         self._pinned = (None, self._queue_offset)
 
     def _is_clock_back(self, now_ms: int) -> bool:
-        """Return True if the wall clock was set back by more than the timer waits for."""
+        """Return True if the wall clock was set back by more than `_TURN_MS`."""
         known = self._reading is None or self._reading.complete
         return known and self._read_ms > slot_of(now_ms) + PRECISION_MS + _TURN_MS
 
     def _turn_back(self, now_ms: int) -> None:
         """Continue from the present after the wall clock was set back.
 
-        All units that are not done are placed again behind the others. Slots that were read stay done, since their
-        units lie below `TimerUnits.low` now. Costs as much as messages wait, once for each time that the clock is set
-        back."""
+        All units that are not done are placed again after the others. Slots that were read stay done, since their
+        units are below `TimerUnits.low` afterwards. The cost grows with the number of waiting messages."""
         if self._log.pending_bytes:
             self._flush(now_ms)
         begin_ms = slot_of(now_ms)
         left = None if self._reading is None else self._reading.left()
         count = self._units.place_again(self._read_ms, begin_ms, left)
-        _log.warning("%s: the clock was set back by %d s; %d messages that wait are placed again",
+        _log.warning("%s: the clock was set back by %d s; %d waiting messages are placed again",
                      self._store.path, (self._read_ms - begin_ms) // 1000, count)  # fmt: skip
         self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
         self._read_ms, self._reading = begin_ms, None

@@ -1,4 +1,4 @@
-"""Checkpoint of the timer: its progress that is on disk (delivery#timer-files).
+"""Checkpoint of the timer: its progress on disk (delivery#timer-files).
 
 config/timercheck       4096 bytes
 
@@ -33,7 +33,7 @@ _EXTENSION_VERSION: Final = 2
 After version 1 the timer continues from the first bytes, as after a Java broker, and repeats one slot."""
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = (2048, 1024)
-"""Position by counter modulo 2. Each lies in a separate sector."""
+"""Position by counter modulo 2. Each is in a separate sector, so that a torn write damages only one."""
 _CHECK_BYTES: Final = 4096
 
 
@@ -47,19 +47,19 @@ class Progress(NamedTuple):
     queue_offset: int
     """Next message of the timer topic to place. Earlier ones have a unit below `log_end`, or are done."""
     log_low: int = 0
-    """Every unit before this position is done, or its message was put again farther on."""
+    """Every unit before this position is done, or its message was put again later in the log."""
     slot_done: int = 0
     """Number of units of slot `read_ms` that are done, in the order of their due times."""
     skip_ms: int = 0
     skip_until: int = 0
-    """Messages before `skip_until` whose slot lies before `skip_ms` are done, even if `read_ms` is lower.
-    That is so while the files are rebuilt, or after the clock was set back."""
+    """Messages before `skip_until` whose slot is before `skip_ms` are done, even if `read_ms` is lower.
+    It is lower while the files are rebuilt, or after the clock was set back."""
     late_offset: int = NOWHERE
-    """First message that was placed in a later slot than its own, and may not be done."""
+    """First message that was placed in a later slot than its own and may not be done."""
 
 
 class JavaProgress(NamedTuple):
-    """Progress of the timer as a Java broker left it."""
+    """Progress of a Java broker's timer."""
 
     read_ms: int
     log_end: int
@@ -67,13 +67,13 @@ class JavaProgress(NamedTuple):
 
 
 class JavaPlaces:
-    """Slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
+    """Slots in which a Java broker placed the records at `offsets`, and the first slot that it had not read."""
 
     def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
         self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
 
     def was_done(self, physical_offset: int) -> bool | None:
-        """Return True if it had delivered or rolled that record, or None if it had not placed it."""
+        """Return True if the broker had delivered or rolled that record, or None if it had not placed it."""
         at = int(np.searchsorted(self._offsets, physical_offset))
         if at == len(self._offsets) or self._offsets[at] != physical_offset:
             return None
@@ -91,7 +91,7 @@ class TimerCheck:
         self._failed: OSError | None = None
 
     def load(self) -> Progress | JavaProgress | None:
-        """Return the newer valid record, or else the Java broker's progress, or None if nothing is known."""
+        """Return the newer valid record, or else the Java broker's progress, or None if there is neither."""
         fs = self._fs
         try:
             fd = fs.open(self._path, os.O_RDONLY)
@@ -107,15 +107,15 @@ class TimerCheck:
         *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
-            # A Java broker writes only the first bytes. If they are of neither record, it has used the store since, and
-            # the records are outdated. In a torn page they may belong to either record.
+            # A Java broker writes only the first bytes. If they match neither record, it has used the store since then,
+            # and the records are outdated. In a torn page they may match either record.
             if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)
         return left if left.read_ms > 0 and left.queue_offset >= 0 else None
 
     def save(self, progress: Progress, now_ms: int) -> None:
-        """Write and sync. A failed sync is final, as in `TimerLog.write`."""
+        """Write and sync the checkpoint. A failed sync is final, as in `TimerLog.write`."""
         if self._failed is not None:
             raise FlushFailedError(f"{self._path}: {self._failed}; close the store and open it again")
         counter = self._counter + 1

@@ -4,34 +4,34 @@
 
         offset size type  field
              0    4 i32   size             52
-             4    8 i64   prevPos          the unit before this one in the same slot, -1: none
-            12    4 i32   magic            1, plus 2: to be rolled, plus 4: cancels others
+             4    8 i64   prevPos          the previous unit of the same slot, or -1
+            12    4 i32   magic            1, plus 2 if it will be rolled, plus 4 if it is a cancellation
             16    8 i64   writeTime        ms: the second in which the message was stored. mqstore adds the milliseconds
                                            of its due time, since only the sum matters to other readers
             24    4 i32   delay            ms; writeTime + delay is the slot
-            28    8 i64   offsetPy         of the record in the commitlog
-            36    4 i32   sizePy           of the record
+            28    8 i64   offsetPy         physical offset of the record in the commitlog
+            36    4 i32   sizePy           size of the record
             40    4 i32   hash             Java's hash of the real topic
             44    8 i64   reserved         RocketMQ writes 0. mqstore writes the CRC-32C of the 44 bytes before, started
                                            from the position, which shows if a unit is damaged or in a wrong place
             52
 
-        A unit that would leave less than 16 bytes of its segment goes to the next. Then the old segment ends with:
+        A unit that would leave less than 16 bytes of its segment is put in the next one. Then the old segment ends with
         i32 bytes left, i64 0, i32 0xCBD43194.
 
     timerwheel              1 209 600 slots of 32 bytes, sparse. The slot of time t is number t / P mod 1 209 600
 
-             0    8 i64   t / P            if it is of another time, the slot is empty
+             0    8 i64   t / P            the slot is empty if this is another time
              8    8 i64   firstPos
             16    8 i64   lastPos          head of the chain of prevPos
             24    4 i32   num
             28    4 i32   magic            0
 
-After a crash only the checkpoint is trusted, and the log up to the end that it says (delivery#timer-files). Later units
-were never promised, and are written again. The wheel is rebuilt from the log at each opening (52 MB to read for a
-million messages), and never synced.
+After a crash only the checkpoint is trusted, and the log up to the end in the checkpoint (delivery#timer-files). Later
+units were never promised, and are written again. The wheel is rebuilt from the log at each opening (52 MB to read for a
+million messages), so it is never synced.
 
-Not thread-safe: its owner is.
+Not thread-safe. The timer calls it under its lock.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ NOWHERE: Final = -1
 WAITS, ROLLS, CANCELS = 1, 2, 4
 
 
-class TimerFilesDamaged(Exception):  # noqa: N818  # no error: a finding, after which all is rebuilt
-    """The log or the wheel is not as written. Caught in this room: both are rebuilt from the topic."""
+class TimerFilesDamaged(Exception):  # noqa: N818  # not an error of the user: the files are rebuilt
+    """Raised if the log or the wheel is damaged. Caught in `delay/`, where both are rebuilt from the topic."""
 
 
 _UNIT: Final = struct.Struct(">iqiqiqii")
@@ -132,7 +132,7 @@ def encode_unit(position: int, unit: TimerUnit) -> bytes:
 def decode_unit(position: int, data: bytes) -> TimerUnit:
     """Return the unit that `encode_unit` encoded. Raises TimerFilesDamaged for other bytes."""
     if len(data) != UNIT_BYTES or _SUM.unpack_from(data, _UNIT.size)[0] != _sum(position, data):
-        raise TimerFilesDamaged(f"timer log: no unit at {position}")
+        raise TimerFilesDamaged(f"timer log: no valid unit at {position}")
     return TimerUnit(*_UNIT.unpack_from(data)[1:])
 
 
@@ -156,7 +156,7 @@ class TimerLog:
         self, folder: Path, tmp: Path, segment_bytes: int, fs: FileSystem, file_mode: int, *, writable: bool = True
     ) -> None:
         """With `writable` false, `load` and `scan` change nothing."""
-        # Sparse and by pwrite: eight megabytes for three waiting messages would be seven too many.
+        # Sparse and by pwrite, because a preallocated segment of megabytes is too much for a few waiting messages.
         self._run = (
             SegmentWriter(folder, tmp, segment_bytes, fs=fs, max_mappings=8, file_mode=file_mode, sparse=True)
             if writable
@@ -164,7 +164,7 @@ class TimerLog:
         )
         self._per_segment = (segment_bytes - _BLANK.size) // UNIT_BYTES
         if self._per_segment < 1:
-            raise ValueError(f"a timer log segment of {segment_bytes} bytes holds no unit")
+            raise ValueError(f"a timer log segment of {segment_bytes} bytes is too small for a unit")
         self._written = 0
         self._buffer = bytearray()
         self._failed: OSError | None = None
@@ -172,7 +172,7 @@ class TimerLog:
 
     @property
     def _writer(self) -> SegmentWriter:
-        assert isinstance(self._run, SegmentWriter), "opened to be looked at"
+        assert isinstance(self._run, SegmentWriter), "opened for reading"
         return self._run
 
     def load(self, low: int, end: int) -> None:
@@ -183,7 +183,7 @@ class TimerLog:
         size = run.segment_bytes
         self.end = self._written = end
         if not 0 <= low <= end:
-            raise TimerFilesDamaged(f"timer log: from {low} to {end}")
+            raise TimerFilesDamaged(f"timer log: invalid bounds, {low} to {end}")
         for start in range(low - low % size, end, size) if low < end else ():
             segment = run.find(start)
             if segment is None or segment.length < size:
@@ -193,8 +193,8 @@ class TimerLog:
             run.drop_before(low)
 
     def placed_by_java(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return (physical offsets, slots) of the units in a Java broker's log up to `end`, by offset.
-        A record that it placed again has its last slot. Empty if a part of the log is missing."""
+        """Return (physical offsets, slots) of the units in a Java broker's log up to `end`, sorted by offset.
+        A record that was placed again has its last slot. Empty if a part of the log is missing."""
         try:
             self._run.load()
             self.load(self._run.min_offset, end)
@@ -207,7 +207,7 @@ class TimerLog:
         return offsets, slots_of_units(units[at])
 
     def restart(self, *, keep: bool = False) -> None:
-        """Empty the log. Positions continue behind all units that it ever held.
+        """Empty the log. Positions continue after all units that it ever had.
         With `keep` the files stay until they are dropped."""
         self._run.load()
         size = self._run.segment_bytes
@@ -244,16 +244,16 @@ class TimerLog:
             data = self._run.mapping(segment)[at : at + UNIT_BYTES]
         return decode_unit(position, data)
 
-    def find(self, physical_offset: int, low: int, behind: int) -> tuple[int, TimerUnit] | None:
+    def find(self, physical_offset: int, low: int, from_end: int) -> tuple[int, TimerUnit] | None:
         """Return position and unit of the record at `physical_offset` among the units from `low` on, or None.
-        The units must be in the order of their records. Costs one read if it is the `behind`th from the end, else a
-        binary search."""
+        The units must be in the order of their records. `from_end` is a guess, the number of units from the end. If it
+        is right, this costs one read, or else a binary search."""
         first, end = self._ordinal(low), self._ordinal(self.end)
 
         def offset_of(ordinal: int) -> int:
             return self.unit(self._nth(ordinal)).physical_offset
 
-        at = end - behind
+        at = end - from_end
         if not first <= at < end or offset_of(at) != physical_offset:
             at = bisect_left(range(end), physical_offset, first, key=offset_of)
         if at >= end or (unit := self.unit(self._nth(at))).physical_offset != physical_offset:
@@ -261,7 +261,7 @@ class TimerLog:
         return self._nth(at), unit
 
     def _ordinal(self, position: int) -> int:
-        """Return the number of units that would lie before `position` if there had been no `restart`."""
+        """Return the number of units that would be before `position` without any `restart`."""
         segment, at = divmod(position, self._run.segment_bytes)
         return segment * self._per_segment + min(at // UNIT_BYTES, self._per_segment)
 
@@ -305,8 +305,7 @@ class TimerLog:
 
     def write(self) -> None:
         """Make all units durable. May be tried again, except after a failed sync.
-        A failed sync is final (format#flush). The log stays as it was last promised, and the next opening continues
-        from there."""
+        A failed sync is final (format#flush), and the next opening continues from the last checkpoint."""
         if self._failed is not None:
             raise FlushFailedError(f"{self._run.directory}: {self._failed}; close the store and open it again")
         if not self._buffer:
@@ -330,7 +329,7 @@ class TimerLog:
         self._buffer.clear()
 
     def drop_before(self, low: int) -> None:
-        """Remove segments whose units all lie below `low`."""
+        """Remove segments whose units are all below `low`."""
         self._writer.drop_before(low)
 
     def close(self) -> None:
@@ -347,8 +346,8 @@ _BLOCK_SLOTS: Final = 2048
 
 class Slot(NamedTuple):
     """Chain of a slot: positions of its oldest and its newest unit, and the number of units.
-    `first` is the oldest unit that was ever in the chain. A relocated unit leaves the chain (`num`), and is not read
-    any more."""
+    `first` is the oldest unit that was ever in the chain. A relocated unit leaves the chain: `num` no longer counts it,
+    and it is not read any more."""
 
     first: int
     last: int
@@ -358,8 +357,8 @@ class Slot(NamedTuple):
 class TimerWheel:
     """Slots by time. Times are in ms and multiples of `PRECISION_MS`.
 
-    Times in use must lie less than the wheel's length apart (14 days of seconds). Of two times with the same place, the
-    later would replace the other. `timer.py` keeps them within half of that.
+    Times in use must be less than the wheel's length apart (14 days of seconds), because two times with the same place
+    would replace each other. `timer.py` keeps them within half of that.
     """
 
     def __init__(self, path: Path, tmp: Path, fs: FileSystem, file_mode: int) -> None:
@@ -395,7 +394,7 @@ class TimerWheel:
         self._fd = fd
 
     def _write_blocks(self, fd: int, slots: npt.NDArray[np.void]) -> None:
-        """Write scattered slots to an empty file in blocks. Half a million calls of 32 bytes take seconds."""
+        """Write scattered slots to an empty file in blocks, since half a million calls of 32 bytes take seconds."""
         places = slots["tick"].astype(np.int64) % WHEEL_SLOTS
         order = np.argsort(places, kind="stable")
         slots, places = slots[order], places[order]
@@ -445,7 +444,7 @@ class TimerWheel:
                 self._fs.pread(self._fd, count * SLOT_BYTES, place * SLOT_BYTES), _SLOT_DTYPE
             )
             if len(slots) < count:
-                raise TimerFilesDamaged("timer wheel: shorter than it was made")
+                raise TimerFilesDamaged("timer wheel: the file is too short")
             hits = np.flatnonzero((slots["tick"] == np.arange(tick, tick + count)) & (slots["num"] > 0))
             if len(hits):
                 return (tick + int(hits[0])) * PRECISION_MS

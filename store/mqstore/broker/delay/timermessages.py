@@ -1,10 +1,10 @@
-"""Outcome of a message of the timer topic when its time has come, or cannot come.
+"""Outcome of a message of the timer topic when its time has come.
 
-delivered     to REAL_TOPIC, REAL_QID, without what delayed it
-rolled        to the timer topic again: on its way, or early, as it is
-left out      it was cancelled, or its topic was deleted since
+delivered     put to REAL_TOPIC, REAL_QID, without the properties of its delay
+rolled        put to the timer topic again, half way or early
+skipped       it was cancelled, or its topic was deleted
 dead letter   it can never be delivered
-lost          its record is damaged, or retention took it: counted and logged
+lost          its record is damaged, or was deleted by retention: counted and logged
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TimerMessages:
         self._retries = Retries(parts)
 
     def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> None:
-        """Deliver, roll or leave out the message of a unit."""
+        """Deliver, roll or skip the message of a unit."""
         message = self.record(unit)
         if message is None:
             return
@@ -80,7 +80,7 @@ class TimerMessages:
             hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
             self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
             return
-        by_level = TIMER_DELAY_LEVEL in properties  # cannot be recalled, and is delivered as by its level
+        by_level = TIMER_DELAY_LEVEL in properties  # cannot be recalled, and gets the properties of its level
         if not by_level and cancelled.cover(message):
             self._parts.statistics.add("TIMER_CANCELLED", topic)
             return
@@ -92,7 +92,7 @@ class TimerMessages:
 
     def _pass_over(self, message: Message, topic: str) -> None:
         _log.warning(
-            "%s: timer: the message at %d of the log waited for %s, which was deleted since, and is passed over",
+            "%s: timer: the message at %d of the log is for topic %s, which was deleted, and is skipped",
             self._store.path,
             message.physical_offset,
             topic,
@@ -119,7 +119,7 @@ class TimerMessages:
         try:
             copy(message, topic, queue_id, {**kept, **marks}, durability="append")
         except InvalidMessageError:
-            # The message may be so large that only the added properties make it invalid.
+            # Try without the added properties, since the message may be too large only because of these.
             try:
                 copy(message, topic, queue_id, kept, durability="append")
             except InvalidMessageError as error:
@@ -131,13 +131,13 @@ class TimerMessages:
         try:
             self._retries.dead_letter(message, SCHEDULE_GROUP, text)
         except (InvalidMessageError, FormatError) as error:
-            # There is no room for it anywhere, or no body. It stays in its place until retention deletes it.
-            text += f"; and it cannot be dead-lettered: {error}"
+            # It is too large for a dead letter, or its body is lost. Retention will delete its record.
+            text += f"; it cannot be dead-lettered either ({error})"
         self.count("TIMER_UNDELIVERABLE", 1, text)
 
     def record(self, unit: TimerUnit) -> Message | None:
         """Return the record of a unit. If it is damaged or deleted, count it and return None.
-        Raises TimerFilesDamaged if the unit points to no message of the timer topic."""
+        Raises TimerFilesDamaged if the unit does not point to a message of the timer topic."""
         try:
             message = self._store.at(unit.physical_offset)
         except LookupError:
@@ -145,12 +145,12 @@ class TimerMessages:
         if message is not None and message.topic == TIMER_TOPIC and message.size == unit.record_size:
             return message
         if unit.physical_offset >= self._store.min_offset and not self._in_queue(unit):
-            raise TimerFilesDamaged(f"timer log: no record of the timer topic lies at {unit.physical_offset}")
+            raise TimerFilesDamaged(f"timer log: no record of the timer topic at {unit.physical_offset}")
         self.count("TIMER_UNREADABLE", 1, f"damaged or deleted, at {unit.physical_offset} of the log")
         return None
 
     def _whole(self, message: Message) -> Message | None:
-        """Return a message with its body. If that is damaged, in the record it refers to, count it and return None."""
+        """Return a message with its body. If its body is in another, damaged record, count it and return None."""
         try:
             return message._whole()
         except FormatError as error:
@@ -159,7 +159,7 @@ class TimerMessages:
             return None
 
     def _in_queue(self, unit: TimerUnit) -> bool:
-        """Return True if the timer topic's queue has a message there, so that its record is damaged."""
+        """Return True if the timer topic's queue has that record, so that it must be damaged."""
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         low, high = bounds or (0, 0)
         while low < high:
@@ -188,7 +188,7 @@ class TimerMessages:
         }
         names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
         if self._store.manifest.profile == "rocketmq":
-            names[wanted.unique_key] = NOWHERE  # only for a broker of 5.4 that may take over
+            names[wanted.unique_key] = NOWHERE  # only for a RocketMQ 5.4 broker that may open the store later
         for name, until_ms in names.items():
             marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
             self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})

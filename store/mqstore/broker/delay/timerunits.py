@@ -4,9 +4,9 @@
     slot before `read`   done                             done
     slot from `read` on  put again, with another unit     waits
 
-`read` is the first slot that is not read, which the timer knows (`timer.py`). The log is in the order of the timer
-topic, so the first units from `low` on hold the front of the commitlog. `low` moves over units that were put again, and
-a chain ends where its next unit is below `low`. Not thread-safe: its owner is.
+`read` is the first slot that is not read, a field of the timer (`timer.py`). The log is in the order of the timer
+topic, so the first units from `low` on keep the oldest segments. `low` moves past units that were put again, and a
+chain ends where its next unit is below `low`. Not thread-safe. The timer calls it under its lock.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from mqstore.log.message import Message
 __all__ = ["REACH_MS", "SlotReading", "TimerUnits", "due_times", "unit_times", "units_from", "waiting_units", "within"]
 
 REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
-"""Greatest distance of a slot beyond `read`: half the wheel."""
+"""Greatest distance of a slot after `read`: half the wheel."""
 _LAG_MS: Final = 86_400_000
-"""Slots this much farther ahead were never placed, since the checkpoint is a second old."""
+"""Tolerance at opening for `REACH_MS`. A slot farther ahead means damage, since the checkpoint is a second old."""
 
 
 class TimerUnits:
-    """Log and wheel together. Raises TimerFilesDamaged if they differ from what was written."""
+    """Log and wheel together. Raises TimerFilesDamaged if one of them is damaged."""
 
     def __init__(self, log: TimerLog, wheel: TimerWheel) -> None:
         self.log = log
@@ -54,14 +54,14 @@ class TimerUnits:
         self.low = log.end
         """Every unit before this position is done, or its message was put again."""
         self.waiting: Counter[int] = Counter()
-        """Number of units that wait and are no cancellations, by the hash of their topic."""
+        """Number of waiting units that are not cancellations, by the hash of their topic."""
         self.newest_ms = NOWHERE
-        """The latest slot that may hold a unit."""
+        """Latest slot that may have a unit."""
         self._next_ms: int | None = None
-        """The first slot that is not read and holds a unit, if it is known."""
+        """First unread slot with a unit, or None if it is not known."""
 
     def clear(self) -> None:
-        """Empty the wheel, so that no unit before the log's end waits any more."""
+        """Empty the wheel. No unit before the log's end waits afterwards."""
         self.wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
         self.low = self.log.end
         self.waiting, self.newest_ms, self._next_ms = Counter(), NOWHERE, None
@@ -75,7 +75,7 @@ class TimerUnits:
         slots_ms = slots_of_units(units)
         newest_ms = int(slots_ms.max(initial=NOWHERE))
         if newest_ms > progress.read_ms + REACH_MS + _LAG_MS:
-            raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
+            raise TimerFilesDamaged("timer log: a slot is too far ahead")
         waits, done_ms = waiting_units(units, progress)
         self.wheel.make(slots_ms, positions)
         self.waiting, self.newest_ms, self._next_ms = Counter(units["topic_hash"][waits].tolist()), newest_ms, None
@@ -96,7 +96,7 @@ class TimerUnits:
         return position
 
     def next_slot(self, read_ms: int) -> int | None:
-        """Return the first slot from `read_ms` on that holds a unit, or None."""
+        """Return the first slot from `read_ms` on with a unit, or None."""
         if self._next_ms is None and self.newest_ms >= read_ms:
             self._next_ms = self.wheel.first(read_ms, self.newest_ms + PRECISION_MS)
             if self._next_ms is None:
@@ -115,11 +115,11 @@ class TimerUnits:
         """Return the chain of a slot. Raises TimerFilesDamaged if it is empty."""
         slot = self.wheel.get(slot_ms)
         if slot is None:
-            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} holds nothing")
+            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} is empty")
         return slot
 
     def put_again(self, position: int, unit: TimerUnit) -> None:
-        """Skip the first unit that waits from now on, since its message was put again."""
+        """Move `low` past the first waiting unit, since its message was put again."""
         slot = self.chain(unit.slot_ms)
         self.wheel.put(unit.slot_ms, slot._replace(num=slot.num - 1))
         self.low = position + UNIT_BYTES
@@ -128,7 +128,7 @@ class TimerUnits:
 
     def old(self, physical_offset: int, read_ms: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
         """Yield (positions, units) of the written units that wait and have records below `physical_offset`.
-        These are the first from `low` on, since records of later units lie farther on in the commitlog."""
+        These are the first from `low` on, since later units have later records."""
         for positions, units in self.log.scan(self.low, max(self.low, self.log.written), verified=False):
             young = np.flatnonzero(units["physical_offset"] >= physical_offset)
             count = int(young[0]) if len(young) else len(units)
@@ -148,7 +148,7 @@ class TimerUnits:
         return None
 
     def place_again(self, read_ms: int, begin_ms: int, left: npt.NDArray[np.int64] | None) -> int:
-        """Place all waiting units behind the others again, for reading from `begin_ms`. Return their number.
+        """Append all waiting units again, for reading from `begin_ms`. Return their number.
         The log must be written. `left` are the positions of slot `read_ms` that are not done. None means that all
         wait."""
         positions, units = units_from(self.log, self.low, read_ms)
@@ -162,7 +162,7 @@ class TimerUnits:
             for unit in again:
                 self.add(within(unit, begin_ms + REACH_MS))
             self.wheel.write()
-        except OSError as error:  # some are placed and some are not
+        except OSError as error:  # only some are placed, so the files must be rebuilt
             raise TimerFilesDamaged(f"timer wheel: {error}") from error
         return len(again)
 
@@ -203,8 +203,7 @@ def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def within(unit: TimerUnit, last_ms: int) -> TimerUnit:
-    """Return `unit` for another chain. If its slot lies beyond `last_ms` it is rolled there.
-    The wheel reaches no farther."""
+    """Return `unit` for another chain. If its slot is after `last_ms`, where the wheel ends, it is rolled there."""
     due_ms, magic = unit.due_ms, unit.magic
     if unit.slot_ms > last_ms:
         due_ms, magic = last_ms + PRECISION_MS, magic | ROLLS
@@ -233,12 +232,12 @@ class SlotReading:
         complete     all units are in order: by due time, and within a millisecond by place in the log
         handled      the first unit that is due, then the next one. `done` counts them
 
-    A unit that is added meanwhile is put in order, too. Its due time is `earliest_ms` or later, which is behind all
+    A unit that is added meanwhile is put in order, too. Its due time is `earliest_ms` or later, which is after all
     units that are done. So `done` means the same units after a restart.
     """
 
     def __init__(self, slot_ms: int, units: TimerUnits, done: int = 0, done_ms: int = 0) -> None:
-        """The first `done` units by due time are done already, the last of them at `done_ms`."""
+        """The first `done` units by due time are done already. The last of these was due at `done_ms`."""
         self.slot_ms = slot_ms
         self.done = done
         self.earliest_ms = max(slot_ms + 1, done_ms)
@@ -251,8 +250,8 @@ class SlotReading:
         self._count, self._next, self._looked = chain.num, chain.last, 0
         self._turns = array("q")
         """Order of all units except cancellations that take effect here.
-        An entry is milliseconds from the slot's begin to the due time, with the position in the low bits. Sorted once
-        it is complete. A million `TimerUnit`s would fill 300 MB."""
+        An entry is the milliseconds from the slot's start to the due time, with the position in the low bits. Sorted
+        when it is complete. An array, because a million `TimerUnit`s would need 300 MB."""
 
     def look(self, count: int, record: Callable[[TimerUnit], Message | None]) -> int:
         """Examine up to `count` more units. Return how many. `record` reads the message of a unit."""
@@ -271,7 +270,7 @@ class SlotReading:
         if self._next < units.low and not self.complete:
             if self._looked != self._count:
                 raise TimerFilesDamaged(
-                    f"timer wheel: slot {self.slot_ms} does not hold the {self._looked} units of its chain"
+                    f"timer wheel: slot {self.slot_ms} has another number of units than its chain, {self._looked}"
                 )
             self._turns = array("q", np.sort(np.frombuffer(self._turns, np.int64)).tobytes())
             self.complete = True
@@ -288,7 +287,7 @@ class SlotReading:
 
     @property
     def next_ms(self) -> int:
-        """Time of the next call: the first due time or the slot's end, or its begin if it is not complete."""
+        """Time of the next call: the first due time or the slot's end, or its start if it is not complete."""
         if not self.complete:
             return self.slot_ms
         if self.done == len(self._turns):
@@ -296,7 +295,7 @@ class SlotReading:
         return self.slot_ms + (self._turns[self.done] >> _POSITION_BITS)
 
     def next_position(self, now_ms: int) -> int | None:
-        """Position of the unit to deal with now. None if none is due."""
+        """Return the position of the next due unit, or None."""
         if self.done == len(self._turns) or self.next_ms > now_ms:
             return None
         return self._turns[self.done] & _POSITION

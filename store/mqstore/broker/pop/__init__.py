@@ -1,1 +1,1 @@
-"""Pop: deliver messages by receipt, invisible to others for a time, until they are acknowledged."""
+"""Pop: deliver messages by receipt, invisible to other receivers for a time, until they are acknowledged."""

@@ -3,10 +3,9 @@
     pop time       time of the pop, or of the last change of the receipt, which names it
     visible time   time at which the message is redelivered; the time between the two is the invisible time
 
-Both are stored, so both are wall time. A clock set back by less than the invisible time makes a delivery last longer by
-as much. If the clock is set back by more, the delivery would hold its message for as long as the clock was wrong. Such
-a delivery is over, as if its time had ended. A later change uses the new clock, so that its visible time may lie before
-its pop time.
+Both are stored, so both are wall time. If the clock is set back by less than the invisible time, a delivery lasts
+longer by that much. If it is set back by more, the delivery would hide its message for as long as the clock was wrong,
+so it counts as over. A later change uses the new clock, so its visible time may be before its pop time.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Ask(NamedTuple):
     now_ms: int
     max_attempts: int | None
     skip_acked: bool
-    """FIFO: do not redeliver messages that were acknowledged behind an unsettled one."""
+    """FIFO: do not redeliver messages that were acknowledged after an unsettled one."""
 
 
 SAME_MOMENT_MS = 1_000
@@ -73,9 +72,9 @@ SAME_MOMENT_MS = 1_000
 
 
 def pop_time(now_ms: int, last_ms: int) -> int:
-    """Return `now_ms`, or `last_ms` + 1 if the two are about the same moment.
-    The pop time distinguishes two deliveries of a message. After a clock was set back it is `now_ms`, because old times
-    must not keep messages invisible."""
+    """Return `now_ms`, or `last_ms` + 1 if that is at most a second later.
+    The pop time distinguishes two deliveries of a message, so it must grow. But after a clock was set back it is
+    `now_ms`, because old times must not keep messages invisible."""
     return last_ms + 1 if now_ms <= last_ms < now_ms + SAME_MOMENT_MS else now_ms
 
 

@@ -62,7 +62,7 @@ class FifoQueues:
             known = last if ask.skip_acked else None
             messages = self._take(state, ask, room, known)
             if not messages:
-                tables.commit(state)  # behind the messages that the filter refuses
+                tables.commit(state)  # after the messages that the filter refuses
                 return False
             offsets, done, left = _with_known([message.offset for message in messages], known)
             if offsets[-1] < messages[-1].offset:  # more messages than one batch can name
@@ -80,10 +80,11 @@ class FifoQueues:
             if left:
                 record = record.given_back(left, now_ms)
             self._name(state, record, state.cursor, local=ask.local)
-        except BaseException:  # a message that no record names was not popped
+        except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
             raise
+        # Back to the first message, because redelivery reads the queue again from here.
         state.cursor = offsets[0]
         tables.put_order(state, record)
         state.pops += 1
@@ -101,7 +102,7 @@ class FifoQueues:
 
     def _take(self, state: QueueState, ask: Ask, room: int, known: OrderInfo | None) -> list[Message]:
         """Take the next messages, up to `room`, without those acknowledged in `known`.
-        The cursor is behind them afterwards."""
+        Moves the cursor past them."""
         done = known.among(known.acked) if known is not None else ()
         found: list[Message] = []
         while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, ask.filter))):
@@ -229,8 +230,8 @@ class FifoQueues:
                 if ended:
                     self._tables.comes_again(state, offset, None)
             except InvalidMessageError as error:
-                # A later try would fail, too: the record has the greatest possible length. It is delivered again and
-                # again.
+                # A later try would fail, too, because the record has the greatest possible length. So it stays in its
+                # queue and is delivered again and again.
                 group, topic, queue_id = state.key
                 _log.error(
                     "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
@@ -266,7 +267,7 @@ class FifoQueues:
         return True
 
     def put_anew(self, state: QueueState) -> None:
-        """Append the last batch again at the log end, so that a replay may begin behind its old record."""
+        """Append the last batch again at the log end, so that a replay may begin after its old record."""
         record = self._orders.get(state.key)
         if record is None or not record.offsets or record.pop_time_ms == 0:
             return
@@ -281,9 +282,9 @@ class FifoQueues:
 
 
 def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:
-    """Return the batch's offsets, and of those it does not deliver the acknowledged ones and the others.
-    The batch delivers `popped` and keeps the offsets of `known` behind the first of them. The others are free for the
-    next pop, with the counts that they would have if they were delivered now."""
+    """Return (all offsets of the batch, offsets kept as acknowledged, offsets kept as released).
+    The batch delivers `popped`, and keeps the offsets of `known` after the first one of these. Released ones are free
+    for the next pop, with the counts that they would have if they were delivered now."""
     if known is None:
         return popped, [], []
     offsets = sorted({*popped, *(offset for offset in known.offsets if offset > popped[0])})[:BATCH_MAX]

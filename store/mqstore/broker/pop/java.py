@@ -21,7 +21,7 @@ A delivery is identified by (t, c, q, so, pt, bn). Opening takes over, in these 
             also holds for copies of the checkpoint that a timer has yet to deliver, or delivers twice. One more member,
             `taken`, distinguishes it from a consumer's. The next opening must not read such a checkpoint again: its
             messages that were not taken were not consumed, though all are acknowledged
-    mark    save the revive group's offsets, together with the groups' own, before anything is delivered
+    mark    save the revive group's offsets, together with those of all groups, before anything is delivered
 
 If an opening fails on the way, the marks stay unchanged, and the next one finds the taken deliveries in the pop log. In
 a file of offsets the revive group's number is, as in Java, the last record that is done, not the next to read. Its
@@ -74,7 +74,7 @@ _BATCH_MAX = 127
 """Maximum number of messages of a checkpoint, which counts them in a signed byte."""
 _LATE_MS = 1_000
 """Number of ms from now at which the answer to an overdue checkpoint is due.
-The answer must be behind the checkpoint, whichever broker's timer delivers both."""
+The answer must come after the checkpoint in the queue, whichever broker's timer delivers both."""
 
 
 class _Marked(TagFilter):
@@ -153,8 +153,8 @@ class JavaTakeover:
                 count = sum(len(checkpoint.open_offsets) for checkpoint in checkpoints)
                 if count:
                     _log.warning(
-                        "%s: %d messages of %s/%d that a Java broker had given to group %s are left: topic or group "
-                        "was deleted",
+                        "%s: %d messages of %s/%d that a Java broker had delivered to group %s are not taken over, "
+                        "because the topic or group was deleted",
                         self._store.path,
                         count,
                         key.topic,
@@ -169,8 +169,8 @@ class JavaTakeover:
     def mark(self) -> None:
         """Record for the Java broker and the next opening which deliveries are taken. On disk on return.
 
-        Call it after the states have settled, since the same save stores how far each group is. Raises what a put or a
-        save raises."""
+        Call it after the states have settled, since the same save stores the committed offsets of all groups. Raises
+        the errors of a put or a save."""
         now_ms = self._tables.clock.now_ms()
         for checkpoint in self._answers:
             self._answer(checkpoint, now_ms)
@@ -240,8 +240,8 @@ class JavaTakeover:
             lost = int(np.count_nonzero(_MARKED.units(codes) & known)) - len(result.messages)
             if lost:
                 _log.error(
-                    "%s: %d records of %s/%d between %d and %d cannot be read; what a Java broker said there of popped "
-                    "messages is taken as not said",
+                    "%s: %d records of %s/%d between %d and %d cannot be read, so deliveries or acknowledgements of a "
+                    "Java broker may be missing; some messages may be delivered again",
                     store.path,
                     lost,
                     topic,
@@ -270,7 +270,7 @@ class JavaTakeover:
                     self._acks.setdefault(batch, []).append((broker, _acked(value, tag)))
         except (ValueError, MQStoreError) as error:
             _log.error(
-                "%s: record %d of %s/%d, a %r of a Java broker's pop, makes no sense and is passed over: %s",
+                "%s: record %d of %s/%d, a %r of a Java broker's pop, is invalid and skipped (%s)",
                 self._store.path,
                 message.offset,
                 message.topic,
@@ -293,9 +293,8 @@ class JavaTakeover:
     # -- decide -----------------------------------------------------------------------------------------------------
 
     def _lives(self, key: QueueKey) -> bool:
-        """Return True if topic and group are known.
-        If there is no group at all, the file of groups was lost, not every group deleted. Then a group is created as
-        when it consumes."""
+        """Return True if topic and group exist.
+        If the store has no group at all, the file of groups was lost. Then a group is created, as when it consumes."""
         parts = self._parts
         if parts.topics.get(key.topic) is None or parts.topics.get(popped_topic(key.group, key.topic)) is None:
             return False
@@ -306,7 +305,7 @@ class JavaTakeover:
         try:
             parts.groups.need(key.group)
         except MQStoreError as error:
-            _log.error("%s: group %r cannot be created: %s", self._store.path, key.group, error)
+            _log.error("%s: cannot create group %r (%s)", self._store.path, key.group, error)
             return False
         return True
 
@@ -316,7 +315,7 @@ class JavaTakeover:
         offsets.begin(key)  # the file of offsets may have been lost
         committed = offsets.committed(key) or 0
         cursor = self._cursor(key, committed, checkpoints)
-        if cursor > committed:  # without a delivery in flight none of our records will say so
+        if cursor > committed:  # without a delivery in flight, no record of our log has the cursor
             offsets.commit(key, cursor)
         taken = 0
         for checkpoint, mine in self._newest(key, cursor, checkpoints):
@@ -364,7 +363,7 @@ class JavaTakeover:
 
     def _answer(self, checkpoint: _Checkpoint, now_ms: int) -> None:
         """Acknowledge the whole checkpoint for the reader of the revive queue.
-        Messages that were not taken are not lost: they are behind the cursor, or in a later checkpoint."""
+        Messages that were not taken are not lost: they are after the cursor, or in a later checkpoint."""
         topic, queue_id = checkpoint.home
         key, start, pop_time_ms = checkpoint.batch
         broker = checkpoint.broker
@@ -422,7 +421,7 @@ def _checkpoint_of(value: dict[str, Any], home: tuple[str, int]) -> _Checkpoint:
     batch, broker = _batch_of(value)
     for name in (batch.key.topic, batch.key.group):
         if "@" in name or not is_path_safe(name):  # such a name cannot have offsets
-            raise ValueError(f"{name[:80]!r} is no name of a topic or a group")
+            raise ValueError(f"{name[:80]!r} is not a name of a topic or a group")
     invisible_ms = _whole(value, "it", _I64_MAX - batch.pop_time_ms)
     count = _whole(value, "n", _BATCH_MAX)
     distances = value.get("d")

@@ -1,9 +1,10 @@
-"""Housekeeping of pop: a short log, a saved summary (delivery#pop-log).
+"""Housekeeping of pop: a short log, and the order info file (delivery#pop-log).
 See also delivery#order-clean and delivery#order-file.
 
 replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes.
                    It is the offset of group CID_RMQ_SYS_POP_LOG, so it is saved together with the offsets of groups
-put again          batches too far behind the log end, so that a replay takes seconds and pins few segments
+relocation         batches too far from the log end are appended again, so that a replay takes seconds and few segments
+                   must be kept
 order info file    saved every 10 s, within 1 s of a failed orderly attempt, and at close, after a flush of the log
 """
 
@@ -42,7 +43,7 @@ class PopKeeper:
         file: ConfigFile,
         saved_version: int,
     ) -> None:
-        """Take the version of the order info that `file` has as `saved_version`."""
+        """Start housekeeping. `saved_version` is the version of the order info in `file`."""
         self._tables = tables
         self._wake = wake
         self._parts = tables.parts
@@ -68,8 +69,8 @@ class PopKeeper:
 
     def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         """Wake the housekeeper when the pop log grows. The dispatching thread calls this.
-        Messages that are popped and settled at once are not announced. Without this call the position, and the log with
-        it, would stay until the visible time of such a delivery."""
+        A message that is popped and settled at once announces no earlier run than its visible time, so without this
+        the replay position would not move until then."""
         if self._rests and topic == POP_LOG_TOPIC:
             self._rests = False
             self._wake()
@@ -79,7 +80,7 @@ class PopKeeper:
         self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
 
     def run_once(self, now_ms: int) -> int | None:
-        """Do what is due. Return the time of the next run."""
+        """Move the replay position and save the order info if they are due. Return the time of the next run."""
         if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
             self._keep_due_ms = now_ms + self._keep_ms
             self._advance()
@@ -112,18 +113,18 @@ class PopKeeper:
         """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
         units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
         if len(units):
-            why = "popped and not settled since"
+            why = "popped and not settled"
             yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
 
     def _position(self) -> int:
         return self._parts.offsets.committed(POP_LOG_KEY) or 0
 
     def _advance(self) -> None:
-        """Move the replay position up to the oldest open batch, after appending again those too far behind.
-        It never passes the records that the order info file includes. An older file, read with only a later part of the
-        log, would bring back a batch that was replaced, or that a reset ended."""
+        """Move the replay position up to the oldest open batch, after relocating batches too far from the log end.
+        It never passes the records that the order info file includes. With an older file and only a later part of the
+        log, a replay would restore a batch that was replaced, or that a reset ended."""
         log, offsets = self._tables.log, self._parts.offsets
-        # Read the end first: a batch that is added to its state later lies behind it.
+        # Read the end first: the record of a batch that is added to its state later is after this end.
         end = log.bounds()[1]
         bound = self._put_anew_before(end)
         position = end
@@ -154,14 +155,14 @@ class PopKeeper:
 
     def _put_anew_before(self, end: int) -> int:
         """Return the log position before which batches are appended again.
-        Too many records or too many segments lie behind it."""
+        It limits the records and segments that a replay reads."""
         low = self._tables.log.bounds()[0]
         bound = max(low, end - _REPLAY_RECORDS)
         far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
         low = max(low, self._position())
         if far > 0 and low < end:
             high = end
-            while low < high:  # the first record that lies at or behind `far`
+            while low < high:  # binary search for the first record at or after `far`
                 middle = (low + high) // 2
                 units = self._store.units(POP_LOG_TOPIC, 0, middle, 1)
                 if len(units) and int(units["physical_offset"][0]) < far:
@@ -176,7 +177,7 @@ class PopKeeper:
         return nullcontext() if state is None else state.lock
 
     def save(self, now_ms: int) -> None:
-        """Write `consumerOrderInfo.json`, never ahead of the log that it sums up."""
+        """Write `consumerOrderInfo.json`. The log is flushed first, because the file must not be ahead of it."""
         parts, orders = self._parts, self._orders
         with self._save_lock:
             orders.clean(

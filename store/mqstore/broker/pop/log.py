@@ -1,8 +1,8 @@
-"""The pop log: what happened to popped messages, as ordinary records of one queue (delivery#pop-log).
+"""Pop log: events of popped messages, as ordinary records of one queue (delivery#pop-log).
 
-delivery#pop-log lists the kinds of records (TAGS) and their members. `k` is the queue offset of a `ck` in this log, the
-batch's name. `cm` and `rel` say what a batch with `skip_acked` knows of messages that it does not deliver. Without
-`rst` a replay would take batches from before a reset for later ones.
+delivery#pop-log lists the kinds of records (TAGS) and their members. `k` is the batch's name, the queue offset of its
+`ck` in this log. `cm` and `rel` are the acknowledged and released messages that a batch with `skip_acked` keeps, but
+does not deliver. Without `rst` a replay would take batches from before a reset for later ones.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class PopLog:
     def put_pop(
         self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
     ) -> int:
-        """Append a batch: its ascending offsets, the cursor behind it, and further members (`more`)."""
+        """Append a batch: its ascending offsets, the cursor after it, and further members (`more`)."""
         start = offsets[0]
         distances = ",".join([str(offset - start) for offset in offsets])
         body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
@@ -132,7 +132,7 @@ class PopLog:
 
     def put_reset(self, head: str, offset: int, *, reads: bool = False) -> int:
         """Append that the queue continues at `offset` with nothing in flight. -1: the queue is forgotten.
-        `reads`: the group commits what it reads from now on, so later positions are in the offset table."""
+        `reads`: the group reads from now on instead of popping, so later positions are in the offset table."""
         more = ',"r":1' if reads else ""
         return self._put[RESET](f'{head}"o":{offset}{more}}}'.encode(), "append")[1]
 
@@ -168,11 +168,11 @@ class PopLog:
             position = found.next_offset  # also if retention has removed these records meanwhile
 
     def _log_bad(self, message: Message, why: str) -> None:
-        _log.error("%s: record %d of %s is skipped: %s", self._store.path, message.offset, POP_LOG_TOPIC, why)
+        _log.error("%s: record %d of %s is skipped (%s)", self._store.path, message.offset, POP_LOG_TOPIC, why)
 
 
 def unreadable_records(store: StoreReader) -> Iterator[Finding]:
-    """Yield a finding for each record of the pop log that an opening would read and skip, since it is not JSON."""
+    """Yield a finding for each record of the pop log that is not JSON, so that opening skips it."""
     try:
         table = load_json(store.path / "config" / "consumerOffset.json", writer=False, fs=store.fs).value or {}
         begin = int(table["offsetTable"][f"{POP_LOG_TOPIC}@{POP_LOG_GROUP}"]["0"])

@@ -199,7 +199,7 @@ class OrderInfo:
         return replace(self.moved(offsets, now_ms), released=self.released | self._bits(offsets))
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
-        """Return the record with a failed attempt noted, for operators."""
+        """Return the record with a failed attempt, for operators."""
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
         return replace(
@@ -309,7 +309,7 @@ class OrderInfoTable:
         return entry if entry is None or isinstance(entry, OrderInfo) else record_of(entry)
 
     def records(self) -> dict[QueueKey, OrderInfo]:
-        """Return all records, as of one moment."""
+        """Return a consistent copy of all records."""
         entries = dict(self.entries)
         return {queue: entry if isinstance(entry, OrderInfo) else record_of(entry) for queue, entry in entries.items()}
 
@@ -397,11 +397,11 @@ class OrderInfoTable:
         """Drop obsolete records before the file is written. `lock_of(queue)` keeps pops out.
         Compiled pops write here without our lock.
 
-        `read_queues(topic)` is None for a deleted topic. Unlike in RocketMQ an old record stays while one of its
+        `read_queues(topic)` is None for a deleted topic. Unlike in RocketMQ, an old record is kept while one of its
         messages is invisible: its receiver still works on it, and the order would break without the record. A record
-        also stays while it counts attempts of an unsettled message. Otherwise a group that rests over a weekend would
-        give a poison message all its attempts again. There is one such record a queue, and it is dropped when the queue
-        moves on."""
+        is also kept while it counts attempts of an unsettled message. Otherwise a poison message would get all its
+        attempts again if the group pauses over a weekend. There is at most one record per queue, and it is dropped when
+        the queue moves on."""
         # The callbacks take their own locks (topics, groups, offsets), so they are called without ours.
         for queue, record in self.records().items():
             group, topic, queue_id = queue
@@ -417,7 +417,7 @@ class OrderInfoTable:
                         self._put(queue, None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of ``consumerOrderInfo.json``: whole records, as of one moment."""
+        """Return the content of ``consumerOrderInfo.json``, a consistent copy of all records."""
         table: dict[str, Any] = dict(self._others)
         for (group, topic, queue_id), record in self.records().items():
             table.setdefault(f"{topic}@{group}", {})[str(queue_id)] = record.as_json()
@@ -441,7 +441,7 @@ def check_order_info(value: Mapping[str, Any]) -> None:
 
 
 def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], now_ms: int) -> OrderInfo | None:
-    """Return an attempt entry, or None if there are no attempts."""
+    """Return an attempt entry, or None without attempts."""
     left = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
     failed = {offset: suspended[offset] for offset in left if offset in suspended}
     return OrderInfo(tuple(left), 0, None, now_ms, counts=left, suspended=failed) if left else None

@@ -33,7 +33,7 @@ __all__ = [
 BROKER_NAME: Final = "mqstore"
 
 _FIFO: Final = 999
-"""Value in the place of a revive queue if the batch was popped in order."""
+"""Value of the field reviveQid if the batch was popped in order."""
 _I32_MAX = 2**31 - 1
 _I64_MAX = 2**63 - 1
 _N = "([0-9]{1,19})"  # no digits beyond ASCII, which int() would accept
@@ -54,7 +54,7 @@ class Claim(NamedTuple):
     fifo: bool
     """True if the batch was popped in order."""
     mark: int
-    """Topic that was read: 0 is the topic asked for, 1 and 2 are its retry topics of these versions."""
+    """Topic that was read: 0 is the requested topic, 1 and 2 are its retry topics of these versions."""
     queue_id: int
     start: int
     """First offset of the batch."""
@@ -80,15 +80,15 @@ def claim_of(text: str) -> Claim:
         fits = claim.pop_time_ms + int(invisible) <= _I64_MAX and int(physical or 0) <= _I64_MAX
         if fits and claim.start <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
             return claim
-    raise InvalidReceiptError(f"{_shown(text)} is no receipt; pass the `receipt` of a delivery as it was given out")
+    raise InvalidReceiptError(f"{_shown(text)} is not a receipt; pass the `receipt` of a delivery unchanged")
 
 
 def expired(texts: list[str]) -> ReceiptExpiredError:
     """Return the error for expired receipts, which has them as `receipts`."""
     more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
     error = ReceiptExpiredError(
-        f"receipt {texts[0]!r}{more} came too late: the message was given to the group again, or its visible time was "
-        f"changed under another receipt. Nothing was changed for it"
+        f"receipt {texts[0]!r}{more} has expired: the message was delivered to the group again, or its visible time "
+        f"was changed, which returned a new receipt. Nothing was changed"
     )
     error.receipts = texts
     return error
@@ -123,7 +123,7 @@ def parse_recall_handle(handle: str) -> RecallHandle:
             match = _HANDLE(data.decode("utf-8", "surrogatepass"))
     if match is None or int(match[2]) > _I64_MAX:
         raise InvalidReceiptError(
-            f"{_shown(handle)} is no recall handle; pass the `recall_handle` of a put as it was given out"
+            f"{_shown(handle)} is not a recall handle; pass the `recall_handle` of a put unchanged"
         )
     return RecallHandle(match[1], int(match[2]), match[3])
 

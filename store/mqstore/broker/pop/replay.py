@@ -1,21 +1,21 @@
-"""Start-up: rebuild the states that a crash or a close left, from order info file, offset table, log.
+"""Start-up: rebuild the states of pop from the order info file, the offset table and the pop log.
 
-    order info file     FIFO batches as of its last save; the only state of order in directories of a Java broker
-    + pop log           from the replay position: every batch with an unsettled message, and what happened to it
+    order info file     FIFO batches at its last save; the only state of order in directories of a Java broker
+    + pop log           from the replay position: every batch with an unsettled message, and its later events
     + offset table      position of queues that are not in the log
     + a Java broker's   its deliveries in flight, if there are any, which are first appended to the log (`java.py`)
 
-    cursor     = the offset of the last reset, else of the table; then every nx seen
-    committed  = the first offset that is in flight or released, else the cursor
+    cursor     = the offset of the last reset, or of the table; then the largest nx of later records
+    committed  = the first offset that is in flight or released, or the cursor
 
 Messages held by receivers of the ended process are visible at once (delivery#pop-replay): the writer lock proves that
 these receivers are gone. Failed messages are redelivered at their time.
 
-If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor moved on. The
+If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor has moved. The
 messages between count as delivered and not acknowledged, in a new batch.
 
 A FIFO batch that only the file has gets a new `ck`, because acknowledgements name one. A settled batch needs none, but
-it stays the queue's last batch, which shows that receipts of older batches are expired.
+it stays the queue's last batch, by which receipts of older batches are recognised as expired.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Replay:
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
-        """Queues whose position only the log decides, because a reset was seen, and the group has not read since."""
+        """Queues whose position only the log has, because a reset was read, and the group has not read since."""
         self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
             POP: self._pop,
             ACK: self._settled,
@@ -70,7 +70,7 @@ class Replay:
         self._is_holed = False
         """True if records are missing from the log."""
         self._unsaid: dict[QueueKey, set[int]] = {}
-        """Offsets that no batch of a log with holes has, though a later batch begins behind them."""
+        """Offsets before the start of a later batch that are in no batch of a log with holes."""
 
     def run(self, *, release: bool) -> None:
         """Rebuild the states. `release`: make deliveries of receivers in the ended process visible again."""
@@ -99,7 +99,7 @@ class Replay:
                 state.cursor = max(state.cursor, record.next_offset())
 
     def read(self) -> None:
-        """Read the log into the states, without any conclusion."""
+        """Read the log into the states, before anything is concluded from them."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
         for record in tables.log.records(max(0, begin - LOOK_BACK)):
@@ -112,8 +112,8 @@ class Replay:
                 if (handler := handlers.get(record.kind)) is not None:
                     handler(record.position, record.value)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                # No record of mqstore has such content, so it is ignored. This redelivers and never loses.
-                _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
+                # mqstore never writes such a record, so it is skipped. At worst this redelivers a message.
+                _log.error("record %d of the pop log is invalid (%r): %.200s", record.position, error, record.value)
 
     # -- contents of records ----------------------------------------------------------------------------------------
 
@@ -123,9 +123,9 @@ class Replay:
         distances = value["d"]
         numbers = (key.queue_id, start, pop_time_ms, invisible_ms, cursor, *distances)
         if not distances or not all(map(_is_number, numbers)):
-            raise ValueError("a batch of no messages")
+            raise ValueError("the batch has no messages, or an invalid number")
         if type(key.topic) is not str or type(key.group) is not str:
-            raise ValueError("a batch of nobody")
+            raise ValueError("topic and group of the batch must be names")
         offsets = [start + distance for distance in distances]
         batch = Batch(position, offsets, pop_time_ms, invisible_ms, value.get("l") == 1)
         state = self._state(key)
@@ -143,12 +143,12 @@ class Replay:
         state.cursor = max(state.cursor, cursor)
 
     def _say(self, now_ms: int) -> None:
-        """Append batches for lost records to the log, because later acknowledgements name them."""
+        """Append batches for lost records to the log, because later acknowledgements must name one."""
         for key, lost in self._unsaid.items():
             if not lost or self._tables.parts.groups.get(key.group) is None:
                 continue
             _log.error(
-                "the pop log has lost records: %d messages of %s/%d, which group %s may have had, are redelivered",
+                "the pop log has lost records: %d messages of %s/%d, perhaps delivered already, are delivered to %s",
                 len(lost),
                 key.topic,
                 key.queue_id,
@@ -165,9 +165,9 @@ class Replay:
         state.fifo = batch
         state.cursor = offsets[0]
         # The file may be newer than the batches read here: saved after its batch was logged, or by a Java broker. The
-        # pop times decide, unless a clock was set back. A batch that begins behind the file's batch was popped after
-        # it, and so was all that follows in the log. If the file's pop time is ahead of the clock, only the log can
-        # decide, which has all of our own batches.
+        # pop times decide, unless a clock was set back. A batch that begins after the file's batch was popped after
+        # it, and so was everything later in the log. If the file's pop time is ahead of the clock, only the log can
+        # decide, which has all of mqstore's batches.
         latest_ms, popped_ms = self._tables.clock.now_ms() + SAME_MOMENT_MS, batch.pop_time_ms
         newer = there is not None and popped_ms < there.pop_time_ms <= latest_ms and there.offsets[-1] >= offsets[0]
         if newer and state.key not in self._in_order:
@@ -195,7 +195,7 @@ class Replay:
         self._orders.put(state.key, record)
 
     def _order(self, state: QueueState, batch: Batch) -> OrderInfo | None:
-        """Return the order info of that FIFO batch, or None if the file has another one."""
+        """Return the order info of that FIFO batch, or None if the entry is of another batch."""
         record = self._orders.get(state.key)
         return record if record is not None and record.pop_time_ms == batch.pop_time_ms else None
 
@@ -248,7 +248,7 @@ class Replay:
     def _reset(self, _position: int, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["c"], value["t"], value["q"]), value["o"]
         if not _is_number(offset):
-            raise ValueError("a reset to nowhere")
+            raise ValueError("the offset of the reset is not a number")
         state = self._state(key)
         self._unsaid.pop(key, None)
         state.clear(offset)
@@ -294,7 +294,7 @@ class Replay:
             tables.announce(state, first_ms)
 
     def _settle_position(self, state: QueueState) -> bool:
-        """Settle the queue's position by log and table. Return False if its group, and so the state, is gone."""
+        """Set the queue's position from log and table. Return False if its group, and so the state, is deleted."""
         tables, key = self._tables, state.key
         group, topic, queue_id = key
         if tables.parts.groups.get(group) is None:
@@ -332,9 +332,9 @@ class Replay:
             self._orders.put(state.key, record.moved(held, now_ms))
 
     def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
-        """Release messages that were only fetched, and note for the others that the attempt failed.
-        No later opening then needs to know which handlers had begun. A push consumer renews its deliveries, so their
-        time had not run out, however late it is now."""
+        """Release messages that were only fetched, and record a failed attempt for the others.
+        Then later openings do not need the attempt journal. A push consumer renews its deliveries, so their time had
+        not run out when the process ended, however late it is now."""
         log = self._tables.log
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
@@ -362,7 +362,7 @@ class Replay:
             self._orders.put(state.key, record.moved(ended, now_ms))
 
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
-        """Yield the FIFO batches of existing groups, as the file has them."""
+        """Yield the FIFO batches of existing groups in the order info."""
         for key, record in self._orders.records().items():
             if record.pop_time_ms != 0 and record.offsets and self._tables.parts.groups.get(key.group) is not None:
                 yield key, record
@@ -375,7 +375,7 @@ class Replay:
             state = tables.state(key)
             if state.cursor < 0:
                 tables.open(state)
-            # The file is older than the table: offsets before `committed` were acknowledged later.
+            # The offset table is newer than the file, so offsets before its committed offset are acknowledged.
             settled = sum(1 << i for i, offset in enumerate(known.offsets) if offset < state.cursor)
             record = replace(known, acked=known.acked | settled)
             self._orders.put(key, record)
@@ -390,7 +390,7 @@ class Replay:
 
 
 def count_begun(tables: PopTables, begun: Begun) -> bool:
-    """Count an attempt of each message that handlers had begun in the queue model.
+    """Count an attempt of each message whose handler had started in the queue model.
     Returns True if there was one."""
     counted = False
     for group, addresses in begun.groups.items():
@@ -412,8 +412,8 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
 
 
 def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
-    """Return the offsets that were only fetched, and those whose handler had begun.
-    The latter are suspected from now on."""
+    """Return (offsets that were only fetched, offsets whose handler had started).
+    The latter become suspects."""
     noted = begun.groups[key.group]
     ended = [offset for offset in held if Address(key.topic, key.queue_id, offset) in noted]
     begun.suspects.add(key.group, [Address(key.topic, key.queue_id, offset) for offset in ended])

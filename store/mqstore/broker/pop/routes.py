@@ -28,10 +28,10 @@ class Route:
     quick: bool
     """True if compiled code may pop from `queues` and settle there."""
     at_once: bool
-    """True if `pop_at_once` may, too, since no topic holds redeliveries."""
+    """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
 
     def check_queue(self, queue_id: int) -> None:
-        """Raise ConfigError unless the topic has that queue."""
+        """Raise ConfigError if the topic does not have that queue."""
         if type(queue_id) is not int or not 0 <= queue_id < len(self.queues):
             last = len(self.queues) - 1
             raise ConfigError(f"topic {self.topic!r} has queues 0..{last} for readers, not {queue_id!r}")
@@ -57,12 +57,12 @@ class Routes:
             return route
         config = self._groups.need(group)
         if not config.consume_enable:
-            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
+            raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
         found = self._topics.need(topic)
         if not found.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
         if found.read_queues < 1:  # only a file can have this
-            raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
+            raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; increase read_queues")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
         queues = [self._tables.state(QueueKey(group, topic, i)) for i in range(found.read_queues)]
@@ -89,7 +89,7 @@ class Routes:
     def _topic_changed(self, topic: str) -> None:
         if self._topics.get(topic) is None:
             self._tables.drop(lambda key: key.topic == topic)
-        # A new dict: a route that is being made from old tables is then stored where nobody looks.
+        # A new dict, not `clear`: another thread may be about to store a route made from the old tables.
         self.known = {}
 
     def _group_changed(self, group: str) -> None:

@@ -9,15 +9,15 @@
     ask         arguments, deliveries as values, their times, by a clock that may be set back
     receipts    receipts as text
     routes      which queues a group pops a topic from
-    state       what is in flight in one queue, in memory
+    state       deliveries in flight in one queue, in memory
     log         form of the records
     tables      all states, locks, agenda of due queues, measurements
     standard    redelivery by copies              fifo    redelivery by reading again
     replay      start-up                          keep    a short log, consumerOrderInfo.json
 
-Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. Under it the tables' own locks
-are taken, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
-it must wait for the disk, it waits after it has released its locks.
+Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. The tables' own locks are taken
+after it, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
+it must wait for the disk, it first releases its locks, so that the wait does not block other calls.
 
 The class is long because each operation on a receipt is a method here. Their helpers are in the modules above.
 """
@@ -83,9 +83,9 @@ class PopService(Mechanism):
         rng: Callable[[], float] = random.random,
     ) -> None:
         """Open the service.
-        `dead_letter` is `Retries.dead_letter`. `begun` holds the messages that handlers had begun. If it is None, each
-        message popped in a process that ended has used an attempt. `rng` returns numbers in [0, 1), which choose the
-        first queue."""
+        `dead_letter` is `Retries.dead_letter`. `begun` has the messages whose handler had started. If it is None, each
+        message that was in flight in an ended process has used an attempt. `rng` returns numbers in [0, 1), which
+        choose the first queue."""
         self._parts = parts
         self._store = parts.store
         self._clock = parts.clock
@@ -133,46 +133,46 @@ class PopService(Mechanism):
         """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), after at most `poll_s`.
 
         queue_id    one queue, or -1: all queues, beginning at a random one, and the group's retry topic
-        order       a queue's next batch only when no message of its last is invisible. The retry topic is one more
-                    queue: it holds dead letters that were sent again
-        start       first position of a group without a committed offset in a queue. None: as the group's configuration
+        order       deliver a queue's next batch only when no message of its last batch is invisible. The retry topic
+                    is one more queue, since it has dead letters that were sent again
+        start       first position of a group without a committed offset in a queue. None: the group's configuration
         attempt_id  with `order`: the same id receives again the messages of its lost answer
         local       the receiver ends with this process: the next open redelivers its messages at once
-        skip_acked  with `order`: do not redeliver messages behind a failed one that were acknowledged or dead-lettered.
-                    The failures counted behind it are kept, however small `n` is
+        skip_acked  with `order`: do not redeliver messages after a failed one that were acknowledged or dead-lettered.
+                    The failures counted for later messages are kept, however small `n` is
 
         Each batch is in the pop log before this returns, and with durability "flush" also on disk. Raises ConfigError
-        for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises.
+        for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and the errors of a put.
         After an error nothing was delivered. If one queue delivered before another failed, its messages are returned,
         and the next call raises the error."""
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
-            raise ConfigError(f"n is {n!r}; one pop gives 1 to {MAX_BATCH} messages, so pop several times for more")
+            raise ConfigError(f"n must be 1..{MAX_BATCH}, got {n!r}; pop several times for more messages")
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             raise ConfigError(
-                f"invisible time {invisible_ms} ms does not lie in {_MIN_INVISIBLE_MS}..{_MAX_INVISIBLE_MS} ms"
+                f"invisible time must be {_MIN_INVISIBLE_MS}..{_MAX_INVISIBLE_MS} ms, got {invisible_ms} ms"
             )
         if attempt_id is not None and type(attempt_id) is not str:
-            raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
+            raise ConfigError(f"attempt_id must be a str, got {attempt_id!r:.80}")
         local, order = bool(local), bool(order)  # compiled parts accept only bool
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
-            # Looked up each time: the topic may have been altered while we waited.
+            # Looked up each time, because the topic may have been altered during the wait.
             route = self._routes.known.get((group, topic)) or self._routes.need(group, topic)
-            lucky = int(self._rng() * 100) if route.has_choice else 0
+            roll = int(self._rng() * 100) if route.has_choice else 0
             if filter is None and attempt_id is None:
-                found = self._pop_prefetched(route, queue_id, n, invisible_ms, local, order, lucky)
+                found = self._pop_prefetched(route, queue_id, n, invisible_ms, local, order, roll)
                 if found:
                     break
             now_ms, limit = self._clock.now_ms(), route.max_attempts
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
-            found = self._pop(route, ask, queue_id, n, order, lucky)
+            found = self._pop(route, ask, queue_id, n, order, roll)
             if found or not poll_s:
                 break
             left_ms = end_ms - self._clock.monotonic_ms()
             if left_ms <= 0 or not self.wait_for(group, topic, queue_id, filter, order, left_ms / 1000):
                 break
-            if self._parts.groups.get(group) is None:  # a search for messages would create the group again
+            if self._parts.groups.get(group) is None:  # the next search would create the group again
                 raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
         if not found:
             self._store.news.check_complete()
@@ -182,24 +182,24 @@ class PopService(Mechanism):
 
     def pop_at_once(self, group: str, topic: str, n: int, invisible_ms: int, order: bool) -> list[Delivery]:
         """Deliver prefetched messages to a receiver in this process, without waiting for a lock or the disk.
-        [] does not mean that the queues are empty, nor that the arguments are good: then call `pop`. It is [] for a
-        group with retry topics, too: `pop` decides when their turn is. Compiled code never pops in a store that waits
-        for the disk by default."""
+        [] does not mean that the queues are empty or the arguments valid: then call `pop`. It is always [] for a group
+        with retry topics, because only `pop` chooses between topics, and for a store that waits for the disk by
+        default."""
         route = self._routes.known.get((group, topic))
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
-        lucky = int(self._rng() * 100) if route.has_choice else 0
-        return self._pop_prefetched(route, -1, n, invisible_ms, True, order, lucky)
+        roll = int(self._rng() * 100) if route.has_choice else 0
+        return self._pop_prefetched(route, -1, n, invisible_ms, True, order, roll)
 
     def _pop_prefetched(
-        self, route: Route, queue_id: int, n: int, invisible_ms: int, local: bool, order: bool, lucky: int
+        self, route: Route, queue_id: int, n: int, invisible_ms: int, local: bool, order: bool, roll: int
     ) -> list[Delivery]:
         """Pop prefetched messages of one queue by compiled code, the simple case of `_pop`."""
-        if not route.quick or (route.retries and lucky < _RETRY_PERCENT):
+        if not route.quick or (route.retries and roll < _RETRY_PERCENT):
             return []
         if queue_id != -1:
             route.check_queue(queue_id)
-        state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
+        state = route.queues[roll % len(route.queues) if queue_id == -1 else queue_id]
         found = self._tables.hand_out(state, n, invisible_ms, route.topic, local, order)
         if found is None:
             return []
@@ -207,16 +207,18 @@ class PopService(Mechanism):
             self._waiters.wake_one(route.group, route.topic, queue_id)
         return found
 
-    def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
-        """Pop from the route's queues. `lucky` is a random number from 0 to 99."""
+    def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, roll: int) -> list[Delivery]:
+        """Pop from the route's queues. `roll` is a random number from 0 to 99.
+        Most pops read the retry topic last, so that failing messages do not delay new ones, and some read it first, so
+        that retries do not starve in a busy topic."""
         found: list[Delivery] = []
         more = False
         queues, count = route.queues, len(route.queues)
-        at = lucky % count
+        at = roll % count
         if queue_id != -1:
             route.check_queue(queue_id)
             at, count = queue_id, 1
-        retries_first = route.retries and lucky < _RETRY_PERCENT
+        retries_first = route.retries and roll < _RETRY_PERCENT
         pop = self._fifo.pop if order else self._standard.pop
         try:
             if retries_first:
@@ -235,15 +237,15 @@ class PopService(Mechanism):
         except Exception:
             if not found:
                 raise
-            # The found messages are invisible now. A receiver that does not get them cannot settle them, and each would
-            # lose an attempt.
+            # The found messages are invisible now. A receiver that does not get them cannot settle them, and each
+            # would lose an attempt.
         if more and found and self._waiters.parked:
             self._waiters.wake_one(route.group, ask.topic, queue_id)
         return found
 
     @staticmethod
     def _pop_retries(route: Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
-        # Copies passed a filter at their first delivery.
+        # Without the filter, because copies have passed one at their first delivery.
         ask = ask._replace(filter=None)
         more = False
         for mark, state in route.retries:
@@ -277,14 +279,14 @@ class PopService(Mechanism):
     ) -> Waiter:
         """Call `callback(worth_a_pop)` once, when a pop by `group` may find a message, or at `deadline_ms`.
         The dispatching thread makes the call. `deadline_ms` is monotonic time. Each message wakes one of several
-        waiters. A woken waiter that does not pop must pass it on with `Waiters.wake_one`. Raises what
-        `Waiters.add_waiter` and `pop` raise."""
-        self._routes.need(group, topic)  # first: the creation of a group is news, and must not wake a waiter
+        waiters. A woken waiter that does not pop must pass it on with `Waiters.wake_one`. Raises the errors of
+        `Waiters.add_waiter` and `pop`."""
+        self._routes.need(group, topic)  # first, because the creation of a group would wake the waiter
         also = self.retry_topics(group, topic)
         waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
         try:
             worth_a_look = self._may_find(group, topic, queue_id, order)
-        except BaseException:  # for example, the topic was deleted: nobody would ever call this waiter
+        except BaseException:  # for example, the topic was deleted, and nothing would ever call this waiter
             self._waiters.remove_waiter(waiter)
             raise
         if worth_a_look:
@@ -370,7 +372,7 @@ class PopService(Mechanism):
         renew: bool = False,
     ) -> str:
         """Make a delivery visible in `invisible_ms` (0 to 12 h) from now. Return its new receipt.
-        Raises what `ack` raises, and ConfigError for the time."""
+        Raises the errors of `ack`, and ConfigError for the time."""
         with self._durably(durability):
             _check_delay(invisible_ms)
             claim = claim_of(receipt)
@@ -389,9 +391,9 @@ class PopService(Mechanism):
         error: str = "",
     ) -> str | None:
         """Settle a delivery as failed: its message is redelivered in `delay_ms`.
-        `delay_ms` None uses the group's policy for this attempt. The last attempt ends as a dead letter, and None is
-        returned. Otherwise returns the new receipt. `error` is shown by `suspended` for a queue that is popped in
-        order. Raises what `ack` raises, and ConfigError for the time."""
+        `delay_ms` None uses the group's policy for this attempt. Returns the new receipt, or None after the last
+        attempt, which makes the message a dead letter. `suspended` reports `error` for a queue that is popped in order.
+        Raises the errors of `ack`, and ConfigError for the time."""
         with self._durably(durability):
             if delay_ms is not None:
                 _check_delay(delay_ms)
@@ -415,7 +417,7 @@ class PopService(Mechanism):
         self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
     ) -> None:
         """Move a delivery's message to the group's dead letters and settle it.
-        Raises what `ack` raises, and ReceiptExpiredError if it was settled before."""
+        Raises the errors of `ack`, and ReceiptExpiredError if it was settled before."""
         with self._durably(durability):
             claim = claim_of(receipt)
             state = self._state_of(group, topic, claim)
@@ -446,7 +448,7 @@ class PopService(Mechanism):
         route = self._routes.known.get((group, topic))
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
-            if last.offset < known.cursor:  # it was popped, so tables and queue need no check
+            if last.offset < known.cursor:  # popped, so the tables need not be checked
                 return known
         name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
         key = QueueKey(group, name, first.queue_id)
@@ -455,7 +457,7 @@ class PopService(Mechanism):
             self._parts.topics.need(topic)
             if self._parts.offsets.committed(key) is None:
                 raise InvalidReceiptError(
-                    f"receipt {first.text!r}: group {group!r} popped nothing from queue {first.queue_id} of {name!r}"
+                    f"receipt {first.text!r}: group {group!r} has never popped from queue {first.queue_id} of {name!r}"
                 )
             state = self._tables.state(key)
             with state.lock:
@@ -510,23 +512,22 @@ class PopService(Mechanism):
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, key: QueueKey, offset: int) -> None:
-        """Apply a position that `Reads.reset` has set: nothing of the queue is in flight any longer.
-        Existing receipts expire."""
+        """Apply a position that `Reads.reset` has set. All deliveries in flight end, and their receipts expire."""
         state = self._tables.states.get(key)
         if state is None:
             self._orders.put(key, None)
             return
         with state.lock:
             if not state.gone:
-                # In this order: on a full disk the reset stays pending until the next pop.
+                # In this order, so that on a full disk the reset stays pending until the next pop.
                 self._tables.reset(state, offset)
                 self._parts.offsets.take_reset(key)
         self._waiters.wake_one(*key)
 
     def end(self, key: QueueKey, *, move: bool = False) -> None:
-        """End popping from a queue that the group now reads, from its first unsettled message on.
-        With `move` the unsettled messages of a group without order move to its retry topic, so that none behind them
-        is read again. Existing receipts expire. The next pop begins at the offset up to which the group has read."""
+        """End popping from a queue that the group reads from now on, from its first unsettled message.
+        With `move` the unsettled messages of a group without order move to its retry topic, so that acknowledged ones
+        after them are not read again. Existing receipts expire. The next pop begins where the group has read to."""
         if (state := self._tables.states.get(key)) is None or state.cursor < 0:
             return
         with self._tables.moving, self._durably(None), state.lock:
@@ -542,7 +543,7 @@ class PopService(Mechanism):
         return self._orders.attempts(key)
 
     def note_attempt(self, key: QueueKey, offset: int, count: int, error: str = "") -> None:
-        """Note failed attempts as `OrderInfoTable.note_attempt` does, on disk within a second."""
+        """Save failed attempts like `OrderInfoTable.note_attempt`, on disk within a second."""
         self._orders.note_attempt(key, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
@@ -575,9 +576,9 @@ class PopService(Mechanism):
         return next_ms
 
     def _visit(self, state: QueueState, now_ms: int) -> None:
-        # Then it is the turn of the other mechanisms. The rest is announced as due at once.
+        # Limited, so that other queues and services get their turn. The rest is announced as due at once.
         for _ in range(_CHUNKS):
-            with self._tables.moving, self._durably(None), state.lock:  # released between
+            with self._tables.moving, self._durably(None), state.lock:  # released after each chunk
                 if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
                     return
                 state.announced_ms = None
@@ -600,4 +601,4 @@ class PopService(Mechanism):
 
 def _check_delay(delay_ms: int) -> None:
     if not 0 <= delay_ms <= _MAX_INVISIBLE_MS:
-        raise ConfigError(f"{delay_ms} ms does not lie in 0..{_MAX_INVISIBLE_MS} ms")
+        raise ConfigError(f"delay must be 0..{_MAX_INVISIBLE_MS} ms, got {delay_ms} ms")

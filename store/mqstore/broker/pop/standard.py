@@ -33,7 +33,7 @@ __all__ = ["StandardQueues"]
 _log = logging.getLogger("mqstore")
 
 _CHUNK = 64
-"""Batches redelivered at once. This limits how long the queue is locked."""
+"""Number of batches redelivered at once. This limits how long the queue is locked."""
 _NEAR = 8
 """Maximum distance of messages that are read together."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
@@ -67,7 +67,7 @@ class StandardQueues:
                 messages = messages + found if messages else found
             if messages:
                 self._deliver(state, ask, mark, messages, out)
-        except BaseException:  # a message that no record names was not popped
+        except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
             raise
@@ -104,7 +104,7 @@ class StandardQueues:
             out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
     def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
-        """Return released messages. One that is gone, or that the filter now refuses, is settled."""
+        """Return released messages. A message that is gone, or that the filter now refuses, is settled."""
         found: list[Message] = []
         for offset in state.first_released(room):
             message = self._tables.message(state.key, offset)
@@ -118,8 +118,8 @@ class StandardQueues:
 
     def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
         """Return the messages that have an attempt left. The others become dead letters.
-        Such copies exist if the limit was lowered, or a Java broker made them. The cursor is behind them. After a crash
-        before it is saved they are dead-lettered once more."""
+        Such copies exist if the limit was lowered, or if a Java broker made them. The cursor has passed them. After a
+        crash before it is saved they are dead-lettered a second time."""
         key = state.key
         over = [message for message in messages if message.reconsume_times >= limit]
         for message in over:
@@ -138,7 +138,7 @@ class StandardQueues:
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
         """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
-        A delivery that was settled before is no error."""
+        Settling a delivery a second time is allowed."""
         late: list[str] = []
         found: dict[Batch, list[int]] = {}
         for claim in claims:
@@ -272,7 +272,7 @@ class StandardQueues:
             while at < len(copies):
                 try:
                     count = self._tables.parts.road.copy_many(copies[at:], attempts=1)
-                except InvalidMessageError:  # about the first copy, whose fault shows again
+                except InvalidMessageError:  # of the first copy: `_move` finds the reason and handles it
                     move(sources[at][0], copies[at][0], sources[at][1])
                     at += 1
                     continue
@@ -307,13 +307,13 @@ class StandardQueues:
 
     def move_all(self, state: QueueState) -> None:
         """Copy every unsettled message to the retry topic, to be delivered at its time.
-        For a group that reads the queue from now on. It would otherwise read from the first of them, and get the
-        acknowledged messages behind it again."""
+        For a group that reads the queue from now on. Otherwise it would read from the first of them, and get the
+        acknowledged messages after it again."""
         for offset, batch in sorted((state.in_flight | state.released).items()):
             message, unseen = self._tables.message(state.key, offset), offset in state.released
             visible_ms = 0 if unseen else batch.visible_at(offset)
             if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
-                break  # it is read from here
+                break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
 
     def _limit(self, key: QueueKey) -> int | None:
@@ -322,8 +322,8 @@ class StandardQueues:
         return None if group is None else group.max_attempts
 
     def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
-        """Return the properties of a copy for the next attempt, or None if `_move` must handle the message by itself.
-        It was the last attempt, or the handler's process was killed, or the properties are too long."""
+        """Return the properties of a copy for the next attempt, or None if `_move` must handle the message.
+        Then it was the last attempt, or the handler's process was killed, or the properties are too long."""
         limit = self._limit(state.key)
         if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, message.offset):
             return None
@@ -333,7 +333,7 @@ class StandardQueues:
             return None
 
     def _retry_topic(self, state: QueueState) -> str:
-        """Return the topic for copies of the queue's messages, made if it is new."""
+        """Return the retry topic for copies of the queue's messages, which is created if it is new."""
         key, parts = state.key, self._tables.parts
         if is_retry_topic(key.topic):
             return key.topic
@@ -352,15 +352,15 @@ class StandardQueues:
         *,
         unseen: bool = False,
     ) -> bool:
-        """Copy a message away. Return False if its record has the greatest possible length, so that no copy fits.
-        It is then redelivered from its own queue."""
+        """Copy a message to the retry topic or to the dead letters. Return False if a copy would be too long.
+        Then the message is redelivered from its own queue."""
         try:
             if message is None:
                 self._tables.lost(state, offset)
             else:
                 self._put_again(state, message, batch.pop_time_ms, visible_ms, unseen=unseen)
         except InvalidMessageError as error:
-            _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+            _log.error("message %d of %s is too long for a copy and stays in its queue (%s)", offset, state.key, error)
             return False
         return True
 
@@ -390,12 +390,12 @@ class StandardQueues:
             if ended:
                 self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:
-            # A later try would fail, too: the properties leave no room for those of a copy.
+            # A later try would fail, too, because the properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"
             self._tables.file_dead_letter(key.group, message, reason)
 
     def put_anew(self, state: QueueState, batch: Batch) -> None:
-        """Append the open rest of an old batch at the log end, so that a replay may begin behind it."""
+        """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
         alike: dict[tuple[int, int, bool], list[int]] = {}
         for offset in batch.open_offsets():
@@ -413,6 +413,6 @@ class StandardQueues:
 def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:
     properties = message.stored_properties()
     for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
-        del properties[name]  # its delay has ended already
+        del properties[name]  # else the copy would be delayed again
     properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
     return properties

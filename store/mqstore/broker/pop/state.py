@@ -91,7 +91,7 @@ class Batch(BatchFields):
     __slots__ = ()
 
     name: int
-    """Position of the `ck` in the pop log. -1 for a settled batch, which is not looked for there."""
+    """Position of the `ck` in the pop log. -1 for a settled batch without a `ck`."""
     start: int
     count: int
     """Number of messages."""
@@ -258,7 +258,7 @@ class QueueState(QueueFields):
     cursor: int
     """Next offset to pop. -1 until the state is opened."""
     committed: int
-    """Smallest offset that is in flight or released. Without one, the cursor."""
+    """Smallest offset that is in flight or released, or the cursor if there is none."""
     written: int | None
     """Committed offset that the offset table has."""
     in_flight: dict[int, Batch]
@@ -276,7 +276,7 @@ class QueueState(QueueFields):
     ahead_from: int
     """Cursor value at which the rest of `ahead` is next."""
     ahead_next: int
-    """Offset behind the last unit that was read for `ahead`."""
+    """Offset after the last unit that was read for `ahead`."""
     ahead_filter: UnitFilter | None
     announced_ms: int | None
     """Time at which the housekeeper will check this queue."""
@@ -331,7 +331,7 @@ class QueueState(QueueFields):
 
     def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
         """Add a batch of offsets that were popped before.
-        It replaces what older records say about these offsets."""
+        These offsets leave their older batches."""
         for offset in offsets:
             old = self.in_flight.pop(offset, None)
             if old is not None:
@@ -407,7 +407,7 @@ class QueueState(QueueFields):
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
 
     def _compact(self) -> None:
-        # If all times of a batch were changed there may be nothing to drop. So not every call checks all entries.
+        # There may be nothing to drop, if all times of a batch were changed. So only some calls check all entries.
         self.timeline.asked += 1
         if 4 * self.timeline.asked > self.timeline.entries:
             self.timeline.compact()
@@ -444,7 +444,7 @@ class QueueState(QueueFields):
                     yield batch.visible_at(offset)
 
     def follow_clock(self, now_ms: int) -> bool:
-        """Enter deliveries as due that are over because the clock was set back.
+        """Make deliveries due that are over because the clock was set back.
         Returns True if there are any."""
         over = [
             batch
@@ -486,7 +486,7 @@ class QueueState(QueueFields):
         return min(batches, key=lambda batch: batch.name, default=None)
 
     def named_before(self, bound: int, count: int) -> list[Batch]:
-        """Return the first `count` open batches whose record lies before log position `bound`.
+        """Return the first `count` open batches whose record is before log position `bound`.
         An open batch has an unsettled message."""
         found = {batch for batch in self.released.values() if batch.left and batch.name < bound}
         found.update(takewhile(lambda batch: batch.name < bound, self.in_flight.values()))
@@ -497,7 +497,7 @@ class QueueState(QueueFields):
     # -- prefetch ---------------------------------------------------------------------------------------------------
 
     def take_ahead(self, count: int) -> list[Message]:
-        """Take up to `count` prefetched messages, and move the cursor behind them."""
+        """Take up to `count` prefetched messages, and move the cursor past them."""
         at = self.ahead_at
         found = self.ahead[at : at + count]
         if found:

@@ -4,8 +4,8 @@
     log, orders    events, and the resulting state of FIFO queues
     announce       "this queue needs the housekeeper at that time"      state --> agenda --> `due`
 
-Each state has one lock, and the locks here are leaves below it. A state is dropped with its group or topic. It is then
-marked `gone` for threads that waited for its lock.
+Each state has one lock, and no other lock is taken under the locks here. A state is dropped with its group or topic. It
+is then marked `gone` for threads that waited for its lock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PopTables(PopFields):
     _queue: Numbered
     """Queue of the pop log."""
     _pop_tail: bytes
-    """Bytes behind the body of a `ck` record."""
+    """Bytes after the body of a `ck` record."""
     _ack_tail: bytes
     _max_body: int
     _resets: dict[QueueKey, int]
@@ -157,8 +157,8 @@ class PopTables(PopFields):
         state.drop_ahead()
 
     def drop(self, concerned: Callable[[QueueKey], bool]) -> None:
-        """Forget the states of a deleted group or topic.
-        The pop log notes this. Otherwise a new group of the same name would inherit them at the next start."""
+        """Forget the states of a deleted group or topic, and append that to the pop log.
+        Otherwise a new group with the same name would inherit them at the next start."""
         for key in self.orders.records():  # also entries that only count attempts, and have no state
             if concerned(key):
                 self.orders.put(key, None)
@@ -169,9 +169,9 @@ class PopTables(PopFields):
                         try:
                             self.log.put_reset(state.head, -1)
                         except (MQStoreError, OSError) as error:
-                            # They are deleted even if the log does not say so. At worst a new group gets what this one
-                            # held.
-                            _log.error("%s: the pop log does not say that %s is gone: %s", self.store.path, key, error)
+                            # Not raised, because the group or topic is deleted already. At worst a new group with this
+                            # name gets messages again that were in flight.
+                            _log.error("%s: cannot log that %s was deleted (%s)", self.store.path, key, error)
                         state.gone = True
                         state.clear(-1)
                         counts = state.counts()
@@ -185,7 +185,7 @@ class PopTables(PopFields):
         `reads`: by offset."""
         self.log.put_reset(state.head, offset, reads=reads)
         state.clear(offset)
-        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened, but perhaps before
+        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # the last pop time before opening is unknown
         self.orders.put(state.key, None)
         self.commit(state)
 
@@ -215,7 +215,7 @@ class PopTables(PopFields):
     def read_ahead(self, state: QueueState, filter: Filter | None) -> bool:  # noqa: A002
         """Prefetch messages from the state's cursor on. Call under the state's lock.
         Returns False if no message up to the queue end, or within the reads of one pop, passes the filter. The cursor
-        is then behind the messages that were passed over."""
+        is then after the messages that were skipped."""
         group, topic, queue_id = state.key
         state.drop_ahead()
         state.ahead_filter = filter
@@ -243,7 +243,7 @@ class PopTables(PopFields):
 
     def lost(self, state: QueueState, offset: int) -> None:
         """Report a delivery whose message was lost before it was settled.
-        It is damaged, or retention was allowed to remove it."""
+        It is damaged, or retention has deleted it."""
         group, topic, queue_id = state.key
         self.parts.statistics.lost(state.key, 1)
         self.reads.note_loss(state.key, offset, offset + 1)
@@ -258,12 +258,12 @@ class PopTables(PopFields):
         )
 
     def ended_process(self, state: QueueState, offset: int) -> bool:
-        """Return True if a handler of the message had begun when a process was killed, and none has since."""
+        """Return True if a handler of the message was running when its process was killed, and none since."""
         address = Address(state.key.topic, state.key.queue_id, offset)
         return self.begun is not None and self.begun.suspects.holds(state.key.group, address)
 
     def comes_again(self, state: QueueState, offset: int, copy: SendReceipt | None) -> None:
-        """Note the new place of such a message. `copy` None: it is a dead letter."""
+        """Replace a suspect by its copy. `copy` None: it is a dead letter."""
         if self.begun is not None:
             group, suspects = state.key.group, self.begun.suspects
             if copy is not None:
@@ -291,7 +291,7 @@ class PopTables(PopFields):
         self.orders.put(state.key, state.fifo if record == record_of(state.fifo) else record)
 
     def wake_if_free(self, state: QueueState) -> None:
-        """Wake a receiver, or one that is about to wait, if the queue has a message for it. Needs no lock."""
+        """Wake a waiting receiver, or one about to wait, if the queue has a message for it. Needs no lock."""
         last = state.fifo
         if (last is None or last.left) and self.orders.blocks(state.key, self.clock.now_ms()):
             return
@@ -427,7 +427,7 @@ class PopFigures:
             return state.standing()
 
     def backlog(self, now_ms: int) -> tuple[int, int, int]:
-        """Return (overdue deliveries, ms that the first of them has waited, open batches).
+        """Return (overdue deliveries, ms that the first one has waited, open batches).
         Overdue deliveries wait to be redelivered. An open batch has a message that is not settled."""
         overdue, first_ms, batches = 0, now_ms, 0
         for state in list(self._tables.states.values()):
