@@ -26,11 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import retry_topic
-from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lease, LeaseContext, release, visibility_seconds
 from mqstore.client.groupsettings import enter_group
@@ -38,6 +34,7 @@ from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popsource import pop_retries
 from mqstore.client.waits import Wait, Waits
+from mqstore.contract import MAX_BATCH, BrokerContract, DeadLetters, Delivery, RetryPolicy
 from mqstore.errors import (
     ConfigError,
     InvalidMessageError,
@@ -134,7 +131,7 @@ class Queue:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         name: str,
         *,
         visibility: Duration = 60,
@@ -169,7 +166,7 @@ class Queue:
         """Number of threads that wait for that."""
         self._waits = Waits(broker, name, order=ordered)
         """Waits of the threads in `get`."""
-        self._log = LimitedLog(f"group {name}", broker.store.clock)
+        self._log = LimitedLog(f"group {name}", broker.clock)
         self._context = LeaseContext(broker, name, self._log, self._settled)
         self._coming: tuple[int, str] | None = None
         """Due time (wall ms) and unique key of the last delayed item that was put here."""
@@ -184,7 +181,7 @@ class Queue:
         broker.members.check_retry("this Queue", name, retry)
         topic = broker.topics.create(name, queues=1)
         if ordered and not topic.read_queues == topic.write_queues == 1:
-            place = shlex.join([str(broker.store.path), name])
+            place = shlex.join([broker.name, name])
             raise ConfigError(
                 f"topic {name!r} has {topic.read_queues} queues, and an ordered Queue has one. Choose another name, or "
                 f"consume what the topic holds (`mqstore consume {place} --group {name} --ordered --idle-exit 0`) and "
@@ -229,7 +226,7 @@ class Queue:
         """Have `join` wait for an item that was put with a delay."""
         if receipt.recall_handle is None:
             return
-        message = self._broker.store.at(receipt.physical_offset)
+        message = self._broker.message_at(receipt)
         coming = int(message.stored_properties()[TIMER_DELIVER_MS]), receipt.unique_key
         with self._changed:
             last = self._coming
@@ -241,10 +238,10 @@ class Queue:
         if self._coming is None:
             return False
         comes_ms, unique_key = self._coming
-        late_ms = self._broker.store.clock.now_ms() - comes_ms
+        late_ms = self._broker.clock.now_ms() - comes_ms
         if late_ms < 0:
             return True
-        return late_ms < _LATE_MS and not self._broker.store.find(self.name, unique_key=unique_key, limit=1)
+        return late_ms < _LATE_MS and not self._broker.find(self.name, unique_key=unique_key, limit=1)
 
     def put_nowait(self, item: Any) -> None:
         """Put an item as `put` does, but raise QueueFull instead of waiting."""
@@ -300,7 +297,7 @@ class Queue:
         if self._shut:
             return None
         visibility_ms = self._visibility_ms if visibility is None else _visibility_ms(visibility)
-        found = self._broker._pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
+        found = self._broker.pop_at_once(self.name, self.name, 1, visibility_ms, self._ordered)
         return Task(self._context, found[0], self._codec) if found else None
 
     def get_nowait(self) -> Task:
@@ -454,7 +451,7 @@ class Queue:
     def qsize(self) -> int:
         """Return the number of items that are ready, leased, or waiting for another attempt.
         Delayed items count once due. Raises StoreClosedError."""
-        self._broker.store.check_open()  # otherwise a thread that waits would wait for ever
+        self._broker.check_open()  # otherwise a thread that waits would wait for ever
         return sum(self._broker.lag(self.name).values())
 
     def __len__(self) -> int:
@@ -499,7 +496,7 @@ class Queue:
         self._log.close()  # not in `shutdown`: a signal handler may come while its lock is held
 
     def __repr__(self) -> str:
-        return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"
+        return f"<Queue {self.name!r} on {self._broker.name!r}>"
 
 
 def _visibility_ms(visibility: Duration) -> int:

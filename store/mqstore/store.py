@@ -17,23 +17,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack
 from weakref import WeakSet
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.names import is_system_topic
-from mqstore.broker.pop.log import unreadable_records
-from mqstore.broker.road import SendOptions
+from mqstore.broker.opening import CONFIG_CHECKS, findings, open_broker
 from mqstore.client.producer import Producer
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.closing import Closing
+from mqstore.contract import BrokerContract, DeadLetters, SendOptions
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -49,6 +45,9 @@ from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue
 from mqstore.signalsafe import check_holds_none
+
+if TYPE_CHECKING:
+    from mqstore.broker.broker import Broker
 
 __all__ = ["Store"]
 
@@ -79,7 +78,7 @@ def _close_all() -> None:
 
 
 def _takes_options_of(
-    kind: Callable[Concatenate[Broker, _P], _T],
+    kind: Callable[Concatenate[BrokerContract, _P], _T],
 ) -> Callable[[Callable[..., _T]], Callable[Concatenate[Any, _P], _T]]:
     """Give a method the parameters of the class `kind` behind its broker."""
     broker, *others = inspect.signature(kind).parameters.values()
@@ -129,14 +128,13 @@ class Store(Closing, Sending):
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
         self._broker: Broker | None = None
-        # Both are assigned before they open anything, so that they can be closed after any error of a signal handler.
-        broker = Broker.__new__(Broker)
         if mode not in ("rw", "r"):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
         check_durability(durability)
         if mode == "r":
             self.log = ReadOnlyMessageStore(path, profile=profile, config=config)
             return
+        # Assigned before it opens anything, so that it can be closed after any error of a signal handler.
         self.log = log = MessageStore.__new__(MessageStore)
         try:
             MessageStore.__init__(
@@ -148,15 +146,14 @@ class Store(Closing, Sending):
                 lock_timeout=lock_timeout,
                 config=config,
             )
-            Broker.__init__(broker, log)
-            self._broker = broker
-            self._sender = broker._sender
+            self._broker = open_broker(log)
+            self._sender = self._broker._sender
             # Whoever holds the log or the broker holds all of it, so that closing it finds its consumers, too.
             log.closer = self.close
             _open.add(self)
         except BaseException:
             if self._broker is not None:
-                broker.close()
+                self._broker.close()
             log.close()
             raise
 
@@ -451,7 +448,7 @@ class Store(Closing, Sending):
 
     def verify(self) -> Iterator[Finding]:
         """Check every record, unit and index entry, without changes (format#damage)."""
-        return chain(self.log.verifier(CONFIG_CHECKS).findings(), unreadable_records(self.log))
+        return findings(self.log)
 
     def snapshot(
         self, target: str | PathLike[str], *, link: bool = False, progress: Callable[[int, int], None] | None = None
@@ -485,7 +482,7 @@ class Store(Closing, Sending):
 
     def flush(self) -> None:
         """Return once everything put before is on disk."""
-        self.broker.store.flush()
+        self.broker.sync()
 
     def close(self, timeout: Duration = 30) -> None:
         """Stop all consumers, then all producers, write every table, and release the directory.

@@ -520,8 +520,8 @@ def test_only_stores_that_wait_for_no_disk_pop_at_once(tmp_path: Path, durabilit
         store.put_many("t", [b""] * 8)
         store.log.dispatch()
         popped = [*store.broker.pop("g", "t"), *store.broker.pop("g", "t")]
-        assert len(store.broker._pop_at_once("g", "t", 1, 60_000, False)) == (durability == "append")
-        assert store.broker._ack_at_once("g", "t", [popped[0].receipt]) == (durability == "append")
+        assert len(store.broker.pop_at_once("g", "t", 1, 60_000, False)) == (durability == "append")
+        assert store.broker.ack_at_once("g", "t", [popped[0].receipt]) == (durability == "append")
 
 
 @compiled

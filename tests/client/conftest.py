@@ -9,9 +9,59 @@ import pytest
 
 import mqstore
 from mqstore import Store
+from mqstore.broker import opening
 from mqstore.broker.broker import Broker
 from mqstore.log.store import MessageStore
+from tests.client.pipe import RemoteBroker
 from tests.client.pushsupport import PushBench
+
+_OVER_A_PIPE = ("producer", "pull_consumer", "pop_push", "push_consumer", "queue", "simple_consumer", "suspended")
+"""Files of tests that run with the broker of another side, too. That shows what `contract.py` promises: clients need
+nothing else of a broker. Of a test with many parameters one goes over the pipe."""
+
+_LISTENERS = "counts the listeners in the broker's tables"
+_LOG = "looks into the log by `broker.store`"
+_HERE_ONLY = {
+    "test_a_callback_of_a_future_may_submit_and_flush": _LOG,
+    "test_after_a_crash_it_goes_on": "the stand-in keeps no attempt notes, as a broker of another side may do",
+    "test_consumers_that_were_never_started_are_forgotten": _LISTENERS,
+    "test_each_thread_s_submits_keep_their_order": _LOG,
+    "test_it_is_a_member_from_its_first_receive_to_its_end": _LISTENERS,
+    "test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes": _LOG,
+    "test_options_that_cannot_be_leave_no_trace": _LISTENERS,
+    "test_starting_and_stopping_leaves_nothing_behind": "counts threads, and the stand-in has some of its own",
+    "test_submit_blocks_when_so_much_is_in_flight_and_not_before": _LOG,
+    "test_submitted_messages_are_stored_in_order": _LOG,
+    "test_with_closes_and_stores_what_was_submitted_even_when_it_raises": _LOG,
+}
+"""Tests that cannot, and why."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".test_")[2] in _OVER_A_PIPE:
+        why = _HERE_ONLY.get(metafunc.function.__name__)
+        pipe = pytest.param("pipe", marks=pytest.mark.skip(reason=why) if why else ())
+        metafunc.parametrize("_broker_at", ["here", pipe], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: set[object] = set()
+    kept = []
+    for item in items:
+        place = getattr(item, "callspec", None)
+        if place is None or place.params.get("_broker_at") != "pipe" or item.obj not in seen:
+            kept.append(item)
+        if place is not None and place.params.get("_broker_at") == "pipe":
+            seen.add(item.obj)
+    items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def _broker_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(request, "param", "here") == "pipe":
+        here = opening.open_broker
+        for module in ("mqstore.store", "mqstore.broker.opening"):
+            monkeypatch.setattr(f"{module}.open_broker", lambda store: RemoteBroker(here(store)))
 
 
 @pytest.fixture
@@ -25,8 +75,9 @@ def bench(tmp_path: Path) -> Iterator[PushBench]:
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """A broker that has its threads."""
-    with Broker(MessageStore(tmp_path / "store")) as broker:
-        yield broker
+    broker = opening.open_broker(MessageStore(tmp_path / "store"))
+    yield broker
+    broker.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Interceptor, Message, PushConsumer, QueueRef, SimulatedClock
+from mqstore.broker import opening
 from mqstore.broker.broker import Broker
 from mqstore.client.assignment import Assignment
 from mqstore.files.filesystem import FileSystem
@@ -72,12 +73,12 @@ class PushBench:
     def open(self) -> None:
         new = not (self.path / "commitlog").exists()
         config = self.config if new else {k: v for k, v in self.config.items() if k != "segment_bytes"}
-        self.broker = Broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
+        self.broker: Broker = opening.open_broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
         self.consumers.clear()
-        kill(self.broker.store)
+        kill(support.behind(self.broker).store)
 
     def close(self) -> None:
         for consumer in self.consumers:

@@ -137,13 +137,13 @@ def settle(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsum
     """Run all that is due now, until nothing is, and return when the next is (wall ms)."""
     quiet = 0
     for _ in range(10_000):
-        end = broker.store.max_offset
+        end = behind(broker).store.max_offset
         times = [broker.run_once()]
         for consumer in list(consumers):
             due_ms = consumer.run_once()
             times.append(None if due_ms is None else due_ms + clock.now_ms() - clock.monotonic_ms())
         known = [due_ms for due_ms in times if due_ms is not None]
-        rests = broker.store.max_offset == end and all(due_ms > clock.now_ms() for due_ms in known)
+        rests = behind(broker).store.max_offset == end and all(due_ms > clock.now_ms() for due_ms in known)
         quiet = quiet + 1 if rests else 0
         if quiet == 2:  # in the first round one may have woken another that had had its turn
             return min(known, default=None)
@@ -162,9 +162,14 @@ def advance(broker: Broker, clock: SimulatedClock, consumers: Sequence[PushConsu
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
+def behind(broker: Broker) -> Broker:
+    """Return the broker itself, if `broker` stands for one at the other end of a pipe."""
+    return getattr(broker, "behind", broker)
+
+
 def parked(broker: Broker) -> int:
     """Return the number of parked readers and receivers."""
-    return len(broker._waiters.parked)
+    return len(behind(broker)._waiters.parked)
 
 
 def waits_of(receiver: Queue | SimpleConsumer | PushConsumer) -> Waits:

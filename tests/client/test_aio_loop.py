@@ -14,7 +14,6 @@ import pytest
 import mqstore
 from mqstore import aio
 from mqstore.client import delivery
-from mqstore.log.commitlog import CommitLog
 from tests.client.aiosupport import in_store, on_thread, slow_flush
 from tests.without import compiled
 
@@ -122,13 +121,13 @@ async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store)
     broker = store.sync.broker
     await (await store.queue("jobs")).put_many([b"0", b"1", b"2"])
     [delivery] = broker.pop("jobs", "jobs")
-    assert broker._pop_at_once("nobody", "jobs", 1, 60_000, False) == []
+    assert broker.pop_at_once("nobody", "jobs", 1, 60_000, False) == []
     for n, invisible_ms in ((33, 60_000), (1, 50), (1, 50_000_000)):
-        assert broker._pop_at_once("jobs", "jobs", n, invisible_ms, False) == []
+        assert broker.pop_at_once("jobs", "jobs", n, invisible_ms, False) == []
     assert broker.groups.get("nobody") is None
     assert broker.stats().in_flight == 1
-    assert len(broker._pop_at_once("jobs", "jobs", 1, 60_000, False)) == 1
-    assert broker._ack_at_once("jobs", "jobs", [delivery.receipt]) == 1
+    assert len(broker.pop_at_once("jobs", "jobs", 1, 60_000, False)) == 1
+    assert broker.ack_at_once("jobs", "jobs", [delivery.receipt]) == 1
     assert broker.stats().in_flight == 1
 
 
@@ -190,7 +189,7 @@ async def test_a_put_behind_a_full_segment_waits_on_the_thread(
     await store.put("t", b"first", queue_id=0)
     with busy(store):
         here = await store.put("t", b"there is room", queue_id=0)
-        monkeypatch.setattr(CommitLog, "has_room", lambda log, size: False)
+        monkeypatch.setattr(store.sync.broker, "has_room", lambda size: False)
         waiting = asyncio.ensure_future(store.put("t", b"there is none", queue_id=0))
         await turns()
         assert not waiting.done()

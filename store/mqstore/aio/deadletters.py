@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from mqstore import contract
 from mqstore.aio.twin import Twin, Value, called, paged
-from mqstore.broker import deadletters
 
 __all__ = ["DeadLetters"]
 
 
-class DeadLetters(Twin[deadletters.DeadLetters]):
+class DeadLetters(Twin[contract.DeadLetters]):
     """Dead letters of a group: list, replay and purge them, as with the synchronous class.
 
     >>> import asyncio, mqstore, mqstore.aio, tempfile
@@ -27,11 +27,11 @@ class DeadLetters(Twin[deadletters.DeadLetters]):
 
     group = Value[str]()
     topic = Value[str]()
-    select = paged(deadletters.DeadLetters.select)
-    replay = called(deadletters.DeadLetters.replay)
-    purge = called(deadletters.DeadLetters.purge)
-    count = called(deadletters.DeadLetters.__len__)
-    __aiter__ = paged(deadletters.DeadLetters.__iter__)
+    select = paged(contract.DeadLetters.select)
+    replay = called(contract.DeadLetters.replay)
+    purge = called(contract.DeadLetters.purge)
+    count = called(contract.DeadLetters.__len__)
+    __aiter__ = paged(contract.DeadLetters.__iter__)
 
     async def bounds(self) -> tuple[int, int]:
         """Return the offsets of the first letter and of the next one to come."""

@@ -16,9 +16,9 @@ from typing import Any, Unpack
 
 from mqstore.aio.puts import Puts, owned, size_of
 from mqstore.aio.twin import Closable, Value, apart, called, in_order, to_its_end
-from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
+from mqstore.contract import SendOptions
 from mqstore.errors import SendError, StoreIOError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body
@@ -80,7 +80,7 @@ class Producer(Closable[producer.Producer]):
         self._max_bytes = check_whole("max_inflight_bytes", max_inflight_bytes, 1)
         sync = bridge.store.producer(*args, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options)
         super().__init__(bridge, sync)
-        self._flushes = (options.get("durability") or bridge.store.broker.store.durability) == "flush"
+        self._flushes = (options.get("durability") or bridge.store.broker.durability) == "flush"
         self._lingers = bool(seconds(options.get("linger", 0), "linger"))
         self._held: dict[asyncio.Future[SendReceipt], int] = {}
         """Submitted messages that are not stored, oldest first, with their sizes."""

@@ -56,7 +56,7 @@ class Puts(Bridge):
             not self._on_thread
             and size <= _LARGE
             and broker.topics.get(topic) is not None
-            and broker.store.wakeups.log.has_room(_LARGEST_RECORD)
+            and broker.has_room(_LARGEST_RECORD)
         )
 
     async def put(self, topic: str, body: Body, **options: Any) -> SendReceipt:
@@ -64,7 +64,7 @@ class Puts(Bridge):
         self.check()
         broker = self.store.broker
         put: Callable[..., Any] = broker.put
-        flushes = (options.get("durability") or broker.store.durability) == "flush"
+        flushes = (options.get("durability") or broker.durability) == "flush"
         if flushes:
             put = broker.put_async
         if self.here(topic, size_of(body)):

@@ -25,10 +25,10 @@ from mqstore.aio.deadletters import DeadLetters
 from mqstore.aio.lease import Task
 from mqstore.aio.puts import Puts
 from mqstore.aio.twin import Closable, Value, called, in_order, limit, to_its_end
-from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import release
 from mqstore.client.interceptors import Settled
+from mqstore.contract import SendOptions
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration

@@ -29,8 +29,8 @@ from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.twin import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
-from mqstore.broker.road import SendOptions
 from mqstore.client.waits import Ready
+from mqstore.contract import SendOptions
 from mqstore.errors import InvalidMessageError
 from mqstore.files.beneath import resolved
 from mqstore.log.commitlog import SendReceipt

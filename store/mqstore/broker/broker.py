@@ -1,8 +1,5 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
-"""The broker: the door of delivery, with one method for each operation of clients.
-
-Clients use only these operations (clients#contract). Arguments and results are plain values that a socket could carry:
-times are integer milliseconds, receipts are strings. Only `wait` and a `pop` with `poll` block.
+"""The broker: the engine contract (`contract.py`) on a store of this process.
 
     put ---> road ---> log ---> dispatcher ---> waiters ---> read, pop
               ^                     |
@@ -10,7 +7,8 @@ times are integer milliseconds, receipts are strings. Only `wait` and a `pop` wi
 
 One thread, the housekeeper, drives every mechanism. A store with its own clock has no thread: call `run_once`.
 
-The module is long because it has the whole contract of clients. A method checks its arguments and calls a mechanism.
+The module is long because it has the whole contract. A method checks its arguments and calls a mechanism. The contract
+says what its operations do. The others are administration.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime
+from operator import attrgetter
 from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
@@ -31,15 +29,16 @@ from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
-from mqstore.broker.localoffsets import clients_of, refuse_clients
+from mqstore.broker.localoffsets import LocalOffsets, clients_of, refuse_clients
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.mechanism import Housekeeper, Mechanism, Pin
 from mqstore.broker.members import Members, Mode
 from mqstore.broker.names import QueueKey, check_user_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import Parts, delete_group, open_parts
+from mqstore.broker.pop.ask import Delivery, Pending
 from mqstore.broker.pop.orderinfo import Suspended
-from mqstore.broker.pop.service import Delivery, PopService
+from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
@@ -48,6 +47,7 @@ from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.closing import Closing
+from mqstore.contract import BrokerContract, Limits, News, Start
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -59,6 +59,7 @@ from mqstore.errors import (
 )
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
@@ -71,7 +72,6 @@ __all__ = ["Broker"]
 _log = logging.getLogger("mqstore")
 
 Result = TypeVar("Result")
-Start = Literal["earliest", "latest"] | datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class BrokerStats:
     """Error of each mechanism that failed in its last run."""
 
 
-class Broker(Closing, Sending):
+class Broker(Closing, Sending, BrokerContract):
     """Delivery on a store that is open for writing. Closing the broker closes the store.
 
     >>> import mqstore, tempfile
@@ -114,8 +114,14 @@ class Broker(Closing, Sending):
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
         store.room.bound = lambda policy: 0  # nothing is deleted before it is known what consumers need
         self.store = store
+        self.name = str(store.path)
+        self.clock = store.clock
+        self.own_clock = store.config.clock is not None
+        self.limits = Limits(store.manifest.max_message_size, store.config.max_delay)
+        self.durability = store.durability
+        self.shared = {}
         self._closed = False
-        self._housekeeper = Housekeeper(str(store.path), store.clock)
+        self._housekeeper = Housekeeper(self.name, store.clock)
         try:
             self._open(store)
         except BaseException:  # the broker owns the store, and with it the lock of its directory
@@ -129,12 +135,14 @@ class Broker(Closing, Sending):
         self.topics: TopicTable = parts.topics
         self.groups: GroupTable = parts.groups
         self.offsets: OffsetTable = parts.offsets
-        self._clock = parts.clock
         self.locks = QueueLocks(parts.clock, self._check_open)
-        """Leases on queues for orderly consumers: `try_lock_batch`, `unlock_batch`."""
         self.members = Members(self._may_join, parts.groups)
-        """Registry of members: `register`, `unregister`, `members`, `on_change`.
-        A member may unregister after the store was closed."""
+        self._listeners: Mapping[News, list[Any]] = {
+            "topics": self.topics.on_change,
+            "members": self.members.on_change,
+            "locks": self.locks.on_release,
+            "save": self.members.on_save,
+        }
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -144,15 +152,15 @@ class Broker(Closing, Sending):
         self._delay = DelayService(parts, wake("delay"), self._retries.dead_letter)
         self._timer = TimerService(parts, wake("timer"))
         self.begun = Begun(parts)
-        """Notes of the messages that handlers have begun, in this process and the one before."""
         self._pop = PopService(
             parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self.begun
         )
         # Not methods: a call between costs as much as some of the work.
-        self._pop_at_once = self._pop.pop_at_once
-        self._ack_at_once = self._pop.ack_at_once
+        self.pop_at_once = self._pop.pop_at_once
+        self.ack_at_once = self._pop.ack_at_once
+        self.has_room = store.wakeups.log.has_room
+        self.save_offsets = parts.offsets.save
         self.transactions = Transactions(parts, wake("transactions"))
-        """Half messages: `begin`, `end`, `on_check`."""
         keepers: dict[str, Mechanism] = {
             "offsets": parts.offsets,
             "waiters": self._waiters,
@@ -177,10 +185,23 @@ class Broker(Closing, Sending):
         self._sender = parts.road._sender
         # First: nothing is delivered or counted before the messages that an ended process held are back.
         self._housekeeper.run("pop")
-        if store.config.clock is None:
+        if not self.own_clock:
             self._housekeeper.start()
         store.room.settle = lambda: self._housekeeper.soon(self._save)
         store.room.start()
+
+    closed = property(attrgetter("store.closed"))  # producers look with each message
+
+    def check_open(self) -> None:
+        self.store.check_open()
+
+    def listen(self, news: News, callback: Callable[..., object]) -> None:
+        if callback not in self._listeners[news]:
+            self._listeners[news].append(callback)
+
+    def unlisten(self, news: News, callback: Callable[..., object]) -> None:
+        if callback in self._listeners[news]:
+            self._listeners[news].remove(callback)
 
     def _topic_changed(self, topic: str) -> None:
         if (config := self.topics.get(topic)) is None:
@@ -203,7 +224,6 @@ class Broker(Closing, Sending):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """Append one message as `Road.put` does."""
         return self._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
@@ -215,27 +235,27 @@ class Broker(Closing, Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
-        Raises what `put` raises. `options` are those of one message: InvalidMessageError says which method takes
-        them."""
         return self._parts.road.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> Future[SendReceipt]:
-        """Append one message as `put` does, without waiting for the disk.
-        With durability "flush" the future is done at the next sync, which all waiting puts share. Otherwise it is done
-        on return. A signal handler may call this at any time. If the message cannot be stored before the handler has
-        returned, a thread does it afterwards."""
         synced = (options.get("durability") or self.store.durability) == "flush"
         if synced:
             options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
 
+    def sync(self) -> None:
+        self.store.flush()
+
     def recall(self, recall_handle: str) -> bool:
-        """Cancel a message delayed to a moment. Return True if it was still waiting.
-        Raises InvalidReceiptError if `recall_handle` is not a handle."""
         return self._timer.recall(recall_handle)
+
+    def message_at(self, receipt: SendReceipt) -> Message:
+        return self.store.at(receipt.physical_offset)
+
+    def find(self, topic: str, *, unique_key: str, limit: int = 32) -> list[Message]:
+        return self.store.find(topic, unique_key=unique_key, limit=limit)
 
     # -- out, by offset ---------------------------------------------------------------------------------------------
 
@@ -250,15 +270,11 @@ class Broker(Closing, Sending):
         filter: Filter | str | None = None,
         group: str | None = None,
     ) -> ReadResult:
-        """Return a queue's messages from `offset` on that pass `filter`. Never blocks.
-        With `group` its permissions count, a pending reset is applied, and messages lost to retention are counted."""
         return self._reads.read(
             topic, queue_id, offset, max_messages, max_bytes=max_bytes, filter=as_filter(filter), group=group
         )
 
     def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
-        """Return the filter for an expression over tags or properties, for `read`, `wait` and `pop`.
-        Returns None if all messages pass. Raises FilterError with the position of the mistake."""
         return parse_filter(expression, kind)
 
     def wait(
@@ -269,21 +285,16 @@ class Broker(Closing, Sending):
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the first message that still counts, or `max_offset` of an empty queue. Raises
-        TopicNotFoundError."""
         self._check_open()
         return self._reads.min_offset(topic, queue_id)
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
         self._check_open()
         return self._reads.max_offset(topic, queue_id)
 
     def offset_for_time(
         self, topic: str, queue_id: int, timestamp_ms: int, bound: Literal["lower", "upper"] = "lower"
     ) -> int:
-        """Return the offset of the first message stored at or after `timestamp_ms`.
-        With bound "upper" it is the last message stored at or before `timestamp_ms`."""
         return self._reads.offset_for_time(topic, queue_id, timestamp_ms, bound)
 
     def add_waiter(
@@ -296,9 +307,6 @@ class Broker(Closing, Sending):
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
     ) -> Waiter:
-        """Call `callback(worth_a_read)` once, when `wait` would return.
-        The dispatching thread calls it, or after the timeout the housekeeper, with False. The callback may only wake
-        another thread. It must not block, put or read."""
         return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
 
     def add_pop_waiter(
@@ -312,28 +320,23 @@ class Broker(Closing, Sending):
         order: bool = False,
         timeout: Duration | None = None,
     ) -> Waiter:
-        """Call `callback(worth_a_pop)` once, when a pop may find a message, under the rules of `add_waiter`.
-        Each message wakes one of several waiters."""
         deadline_ms = self._deadline(timeout)
         return self._pop.add_waiter(group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order)
 
     def remove_waiter(self, waiter: Waiter) -> bool:
-        """Remove a waiter. Return False if its callback has been called, or is about to be."""
         return self._waiters.remove_waiter(waiter)
 
     def wake_one(self, group: str, topic: str, queue_id: int = -1) -> None:
-        """Pass a turn on to another waiting receiver, if the one called back will not pop."""
         self._waiters.wake_one(group, topic, queue_id)
 
     def _deadline(self, timeout: Duration | None) -> int | None:
         if timeout is None or timeout == math.inf:
             return None
-        return self._clock.monotonic_ms() + milliseconds(timeout, "timeout")
+        return self.clock.monotonic_ms() + milliseconds(timeout, "timeout")
 
     # -- committed offsets ------------------------------------------------------------------------------------------
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
-        """Return the group's committed offset, or None if it never committed."""
         self._check_open()
         return self.offsets.committed(QueueKey(group, topic, queue_id))
 
@@ -347,10 +350,6 @@ class Broker(Closing, Sending):
         durability: Durability | None = None,
         owner: str | None = None,
     ) -> None:
-        """Note that the group has consumed everything below `offset`.
-        With "flush" it is on disk before this returns. A group that commits reads, so what it has popped from the queue
-        ends, and receipts expire. With `owner`, raises NotPermittedError if another client holds the queue's lock.
-        Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
         self._check_open()
         self.groups.need(group)
         config = self.topics.need(topic)
@@ -364,10 +363,11 @@ class Broker(Closing, Sending):
         self.offsets.commit(key, offset, durability=durability)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
-        """Return the group's committed offset, or commit and return the offset where it begins.
-        `start` decides where a group begins that never committed; None: the group's configuration does."""
         self._check_open()
         return self._reads.first_position(QueueKey(group, topic, queue_id), start)
+
+    def local_offsets(self, client_id: str, group: str) -> LocalOffsets:
+        return LocalOffsets(self.store, client_id, group)
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue or all of a topic. Return the offsets set.
@@ -382,10 +382,6 @@ class Broker(Closing, Sending):
         return offsets
 
     def lag(self, group: str) -> dict[QueueRef, int]:
-        """Return the number of messages of each queue that the group has not consumed.
-        Messages in flight and retries count, also retries that wait. A queue in which the group has not started is left
-        out. Raises GroupNotFoundError for a group without settings and committed offsets, whose lag is not known, and
-        ConfigError for one that broadcasts."""
         self._check_open()
         self.members.check_clustering(group)
         if not (lags := self._metrics.lag(group)):
@@ -407,22 +403,16 @@ class Broker(Closing, Sending):
         self._metrics.forget(group=group)
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
-        """Return the failed attempts of an orderly group, by offset."""
         self._check_open()
         return self._pop.attempts(QueueKey(group, topic, queue_id))
 
     def note_attempt(
         self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
     ) -> None:
-        """Note the number of failed attempts of an orderly group at a message, and the last error.
-        It is on disk within a second."""
         self._check_open()
         self._pop.note_attempt(QueueKey(group, topic, queue_id), offset, attempts, error)
 
     def suspended(self, group: str) -> dict[QueueRef, Suspended]:
-        """Return the queues of an ordered group that a failed message blocks.
-        A queue is listed from the first failure of its message until that message is settled, also while the next
-        attempt runs. The group may pop with `order=True` or have ordered push consumers."""
         self._check_open()
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
@@ -445,10 +435,6 @@ class Broker(Closing, Sending):
         durability: Durability | None = None,
         skip_acked: bool = False,
     ) -> list[Delivery]:
-        """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
-        A message is redelivered unless it is acknowledged by then. With `order`, nothing behind an unsettled message of
-        its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
-        with those that were not acknowledged. Waits up to `poll` seconds for a first message."""
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
@@ -475,9 +461,6 @@ class Broker(Closing, Sending):
         return found
 
     def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
-        """Acknowledge deliveries. Settling one again is harmless.
-        Raises ReceiptExpiredError for a message that was redelivered, InvalidReceiptError for a receipt that is not one
-        of this group and topic."""
         self._pop.ack(group, topic, receipts, durability)
 
     def change_invisible(
@@ -489,7 +472,6 @@ class Broker(Closing, Sending):
     def renew(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
-        """Extend a delivery that is still being handled. The receipt stays valid, and is returned."""
         return self._pop.renew(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def nack(
@@ -502,52 +484,37 @@ class Broker(Closing, Sending):
         error: str = "",
         durability: Durability | None = None,
     ) -> str | None:
-        """Settle a delivery as failed: it is redelivered after `delay`.
-        `delay` None uses the group's retry policy. `error` is shown by `suspended` for a queue that is popped in
-        order."""
         delay_ms = None if delay is None else milliseconds(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
-        """Release unseen deliveries: they are redelivered at once, and the attempt does not count."""
         self._pop.release(group, topic, receipts, durability)
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, *, durability: Durability | None = None
     ) -> None:
-        """Move a delivery to the group's dead letters and settle it."""
         self._pop.dead_letter(group, topic, receipt, reason, durability)
 
     def take_losses(self, group: str) -> tuple[Loss, ...]:
-        """Return the messages that the group, by popping, has lost since the last call.
-        Retention removed them before they were popped or settled. Each loss is returned once, to the first caller. A
-        consumer with an interceptor for `on_offset_reset` calls this itself. `stats().counters.lost` is the sum. A
-        reader finds its losses in the result of `read`."""
         return self._reads.take_losses(group)
 
-    def pending(self, group: str) -> list[Any]:
-        """Return the group's deliveries in flight, by topic, queue and offset."""
+    def pending(self, group: str) -> list[Pending]:
         self._check_open()
         return self._pop.pending(group)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def end_pops(self, group: str, topic: str, queue_id: int) -> None:
-        """End popping from a queue that the group now reads by offset, with its pop retry topics.
-        Messages popped without order and not settled move there, to be delivered at their time. In order they are read
-        from the first on. Existing receipts expire. Raises what a put raises."""
         self._check_open()
         self._pop.end(QueueKey(group, topic, queue_id), move=True)
 
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
-        """Return the names of the topics that hold failed messages of `topic` for a group that pops.
-        The topics need not exist. A group that reads has its failed messages of any topic in `%RETRY%group`."""
         return self._pop.retry_topics(group, topic)
 
     def send_back(
         self,
         group: str,
-        physical_offset: int,
+        message: Message | SendReceipt | int,
         *,
         delay_level: int = 0,
         delay: Duration | None = None,
@@ -556,13 +523,9 @@ class Broker(Closing, Sending):
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
-        """Redeliver a failed message to this group only, or dead-letter it.
-        The delay is `delay`, a level, or with level 0 the group's policy. The message becomes a dead letter if it has
-        no attempt left, or `delay_level` is negative. `attempts` is the number of attempts that have ended; None: one
-        more than the message's `reconsume_times`."""
         return self._retries.send_back(
             group,
-            physical_offset,
+            message if isinstance(message, int) else message.physical_offset,
             delay_level=delay_level,
             delay_ms=None if delay is None else milliseconds(delay, "delay"),
             max_reconsume=max_reconsume,
@@ -572,7 +535,6 @@ class Broker(Closing, Sending):
         )
 
     def dead_letters(self, group: str) -> DeadLetters:
-        """Return the group's dead letters, to list, replay or purge."""
         self._check_open()
         return DeadLetters(self._parts, group)
 
@@ -617,10 +579,10 @@ class Broker(Closing, Sending):
     def run_once(self, now_ms: int | None = None) -> int | None:
         """Run all due work: dispatch, mechanisms, the store. Return the time of the next run (wall ms).
         For applications that own the clock."""
-        now_ms = self._clock.now_ms() if now_ms is None else now_ms
+        now_ms = self.clock.now_ms() if now_ms is None else now_ms
         self.store.dispatch()
         due_ms = self._housekeeper.run_once(now_ms)
-        self.store.run_once(self._clock.monotonic_ms())
+        self.store.run_once(self.clock.monotonic_ms())
         self.store.dispatch()
         return due_ms if due_ms is None else self._housekeeper.next_due_ms(now_ms)
 
@@ -629,7 +591,6 @@ class Broker(Closing, Sending):
         self.saved(lambda: None)
 
     def saved(self, work: Callable[[], Result]) -> Result:
-        """Save as `save` does, and return `work()`. No mechanism runs in between, so snapshots have what was saved."""
         self._check_open()
         with self._housekeeper.turn:
             self._save()
@@ -640,9 +601,6 @@ class Broker(Closing, Sending):
             raise errors[0]
 
     def close(self, timeout: Duration = 30) -> None:
-        """Wait for running work, save every table, and close the store.
-        Calling it again only closes the store, as `MessageStore.close` does. In a forked child it does nothing. Raises
-        StoreBusyError in a signal handler that interrupted a call with a lock."""
         timeout_s = seconds(timeout, "timeout")
         if self._housekeeper.turn.is_inherited:
             return

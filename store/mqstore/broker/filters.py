@@ -79,6 +79,9 @@ class TagSubscription(TagFilter):
     def matches(self, properties: Mapping[str, str]) -> bool:
         return properties.get(TAGS) in self.tags
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return parse_filter, (self.expression, self.kind)
+
     def __repr__(self) -> str:
         return f"TagSubscription({self.expression!r})"
 
@@ -112,6 +115,9 @@ class SqlSubscription:
 
     def matches(self, properties: Mapping[str, str]) -> bool:
         return self._expression.matches(properties)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return parse_filter, (self.expression, self.kind)
 
     def __repr__(self) -> str:
         return f"SqlSubscription({self.expression!r})"

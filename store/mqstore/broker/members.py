@@ -63,8 +63,8 @@ class Member:
     client_id: str
     mode: Mode
     subscriptions: Subscriptions
-    owner: object = field(default=None, compare=False, repr=False)
-    """Consumer of this process that registered, or None."""
+    owner: str | None = field(default=None, compare=False, repr=False)
+    """Text that only the consumer knows that registered, or None."""
 
 
 class Members:
@@ -91,7 +91,7 @@ class Members:
         self._groups: dict[str, dict[str, Member]] = {}
         self.on_change: list[Callable[[str], None]] = []
         """Functions called with the name of a group whose members or subscriptions have changed."""
-        self.on_save: set[Callable[[], object]] = set()
+        self.on_save: list[Callable[..., object]] = []
         """Functions that save positions which consumers have not committed yet, or keep themselves."""
 
     def register(
@@ -101,7 +101,7 @@ class Members:
         subscriptions: Subscriptions,
         mode: Mode,
         *,
-        owner: object = None,
+        owner: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> bool:
         """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed.
@@ -134,7 +134,7 @@ class Members:
         subscriptions: Subscriptions | None,
         mode: Mode,
         *,
-        owner: object = None,
+        owner: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Raise what `register` would raise. `subscriptions` is None if they are not known yet."""
@@ -148,7 +148,7 @@ class Members:
         group: str,
         wanted: Subscriptions | None,
         mode: Mode,
-        owner: object,
+        owner: str | None,
         retry: RetryPolicy | None,
     ) -> Member | None:
         """Return the registration of `client_id`, after checking that it may register."""
@@ -156,7 +156,7 @@ class Members:
         if not client_id or not isinstance(client_id, str):
             raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
         known = self._groups.get(group, {}).get(client_id)
-        if known is not None and known.owner is not owner:
+        if known is not None and known.owner != owner:
             raise GroupInUseError(
                 f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
             )
@@ -200,13 +200,13 @@ class Members:
     def get(self, client_id: str, group: str) -> Member | None:
         return self._groups.get(group, {}).get(client_id)
 
-    def unregister(self, client_id: str, group: str, *, owner: object = None) -> bool:
+    def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool:
         """Remove `client_id` from `group`. Return False if it was not a member, or of another owner.
         `owner` None removes it for any owner."""
         with self._lock:
             members = self._groups.get(group, {})
             known = members.get(client_id)
-            if known is None or (owner is not None and known.owner is not owner):
+            if known is None or (owner is not None and known.owner != owner):
                 return False
             del members[client_id]
             if not members:

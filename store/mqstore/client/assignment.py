@@ -21,15 +21,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from mqstore.broker.filters import Filter
-from mqstore.broker.reading import ReadResult
-from mqstore.broker.waiting import Waiter
 from mqstore.client.chunks import Context
 from mqstore.client.groupsettings import Progress, Start, place
 from mqstore.client.handling import Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import ProcessQueue, QueueInfo
 from mqstore.client.workers import Flow, Worker
+from mqstore.contract import Filter, ReadResult, Waiter
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -117,7 +115,7 @@ class Assignment:
         """Join the group and take our share. Call it before the workers start."""
         self._join(subscriptions)
         self.progress.reload()
-        self._broker.members.on_save.add(self.save)
+        self._broker.listen("save", self.save)
         if self._paused:  # nothing is taken yet, but later messages are found
             for share in self.membership.share().values():
                 for ref in share:
@@ -198,7 +196,7 @@ class Assignment:
                 self._commit_rest(queue)
                 queue.dropped = True
             queue.clear()
-        self._broker.members.on_save.discard(self.save)
+        self._broker.unlisten("save", self.save)
         try:
             self.progress.save()
         finally:

@@ -23,11 +23,11 @@ from functools import partial
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
-from mqstore.broker.broker import Broker
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.processqueue import Limits
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.clock import Clock
+from mqstore.contract import BrokerContract
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
 
@@ -55,7 +55,7 @@ C = TypeVar("C", bound="Chunk")
 class Context:
     """What the parts of one push consumer share."""
 
-    broker: Broker
+    broker: BrokerContract
     group: str
     workers: Workers
     handling: Handling
@@ -68,7 +68,7 @@ class Context:
 
     @property
     def clock(self) -> Clock:
-        return self.broker.store.clock
+        return self.broker.clock
 
 
 class Home(Protocol):

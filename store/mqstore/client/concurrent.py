@@ -177,9 +177,7 @@ class ConcurrentService:
 
     def _file(self, message: Message, reason: str, **delay: Any) -> Settled:
         """Have the broker put a message into the retry topic or the dead letters. Return which."""
-        receipt = self._broker.send_back(
-            self._group, message.physical_offset, attempts=message.attempt, reason=reason, **delay
-        )
+        receipt = self._broker.send_back(self._group, message, attempts=message.attempt, reason=reason, **delay)
         return "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
-from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, PULL_US
 from mqstore.client.processqueue import QueueInfo
+from mqstore.contract import Suspended
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["ConsumerStats", "QueueStats", "TopicStats", "topic_stats"]

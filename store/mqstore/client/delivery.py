@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
-from mqstore.broker.pop import service as pop
 from mqstore.broker.retry import origin_topic
 from mqstore.client.handlers import Reject, Retry, retry_delay, shortened
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
+from mqstore.contract import BrokerContract
+from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
@@ -105,13 +105,13 @@ class LeaseContext:
     __slots__ = ("broker", "clock", "group", "log", "told")
 
     def __init__(
-        self, broker: Broker, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
+        self, broker: BrokerContract, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
     ) -> None:
         """`told` is called for each lease that was settled. The owner of `log` closes it."""
         self.broker = broker
         self.group = group
         self.log = log
-        self.clock = broker.store.clock
+        self.clock = broker.clock
         self.told = told
 
 
@@ -120,7 +120,7 @@ class Lease:
 
     __slots__ = ("_context", "_delivery", "_expires_at", "_message", "_verb")
 
-    def __init__(self, context: LeaseContext, delivery: pop.Delivery) -> None:
+    def __init__(self, context: LeaseContext, delivery: Popped) -> None:
         self._context = context
         self._delivery = delivery
         self._message: Message | None = None
@@ -171,7 +171,7 @@ class Lease:
         context, delivery = self._context, self._delivery
         if self._verb is not None:
             return False
-        if not context.broker._ack_at_once(context.group, delivery.topic, [delivery.receipt]):
+        if not context.broker.ack_at_once(context.group, delivery.topic, [delivery.receipt]):
             return False
         self._note("ack", "ack")
         return True
@@ -277,7 +277,7 @@ class Delivery(Lease):
 
     __slots__ = ("received_at",)
 
-    def __init__(self, context: LeaseContext, delivery: pop.Delivery, received_at: float) -> None:
+    def __init__(self, context: LeaseContext, delivery: Popped, received_at: float) -> None:
         super().__init__(context, delivery)
         self.received_at = received_at
         """Time of receipt, on the scale of `expires_at`."""
@@ -291,7 +291,7 @@ class Delivery(Lease):
         return self.message
 
 
-def as_delivered(delivery: pop.Delivery) -> Message:
+def as_delivered(delivery: Popped) -> Message:
     """Return the message as a handler sees it, with its attempts.
     A message from a retry topic is shown under the topic it was sent to."""
     message, _, _, topic, _, redeliveries = delivery
@@ -300,7 +300,7 @@ def as_delivered(delivery: pop.Delivery) -> Message:
     return shown(message, topic, redeliveries)
 
 
-def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:
+def fail(broker: BrokerContract, group: str, delivery: Popped, reason: str, delay: Duration | None = None) -> Settled:
     """Give back a failed delivery, or dead-letter it with the reason after its last attempt."""
     limit = broker.groups.need(group).max_attempts
     if limit is not None and delivery.attempt >= limit:

@@ -17,12 +17,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from mqstore.broker.broker import Broker, Start
-from mqstore.broker.filters import Filter, as_filter
-from mqstore.broker.groups import GroupConfig, RetryPolicy
-from mqstore.broker.localoffsets import LocalOffsets
-from mqstore.broker.members import Expression
+from mqstore.broker.filters import as_filter
 from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
+from mqstore.contract import BrokerContract, Expression, Filter, GroupConfig, RetryPolicy, Start
 from mqstore.errors import ConfigError, FilterError, OffsetOutOfRangeError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms
@@ -50,7 +47,7 @@ class GroupProgress:
     always exact. A kill loses only what the broker had not written yet.
     """
 
-    def __init__(self, broker: Broker, group: str, client_id: str, start: Start | None) -> None:
+    def __init__(self, broker: BrokerContract, group: str, client_id: str, start: Start | None) -> None:
         """`start` is where the group begins in a new topic. None means the group's own start."""
         self._broker = broker
         self._group = group
@@ -73,15 +70,17 @@ class GroupProgress:
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
-        self._broker.offsets.save()
+        self._broker.save_offsets()
 
 
-class LocalProgress(LocalOffsets):
+class LocalProgress:
     """Offsets of a broadcasting client, with the methods of `GroupProgress`. Retention ignores them."""
 
-    def __init__(self, broker: Broker, client_id: str, group: str, start: Start | None) -> None:
+    def __init__(self, broker: BrokerContract, client_id: str, group: str, start: Start | None) -> None:
         """`start` is where the client begins in a new topic. None means its group's start."""
-        super().__init__(broker.store, client_id, group)
+        offsets = broker.local_offsets(client_id, group)
+        self.reload, self.save = offsets.reload, offsets.save
+        self.committed, self.commit = offsets.committed, offsets.commit
         self._broker = broker
         self._group = group
         self._start = start
@@ -116,7 +115,7 @@ def check_start(start: object) -> None:
         raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
 
 
-def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
+def place(broker: BrokerContract, queue: QueueRef, to: int | Start) -> int:
     """Return the offset that a number, a word or a time names in a queue.
     Raises OffsetOutOfRangeError for a number that the queue does not have, ConfigError for anything else."""
     if type(to) is int:
@@ -134,7 +133,7 @@ def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
     raise ConfigError(f"a place in a queue is an offset, 'earliest', 'latest' or an aware datetime, not {to!r}")
 
 
-def order_of(broker: Broker, group: str, ordered: bool | None) -> bool:
+def order_of(broker: BrokerContract, group: str, ordered: bool | None) -> bool:
     """Return True if a consumer of `group` consumes in order.
     With None it follows the group. A new group has no order."""
     if ordered is not None:
@@ -154,7 +153,12 @@ def check_order(known: GroupConfig, ordered: bool) -> None:
 
 
 def enter_group(
-    broker: Broker, group: str, *, ordered: bool = False, start: Start | None = None, retry: RetryPolicy | None = None
+    broker: BrokerContract,
+    group: str,
+    *,
+    ordered: bool = False,
+    start: Start | None = None,
+    retry: RetryPolicy | None = None,
 ) -> GroupConfig:
     """Return the group, created with these settings if it is new. Raises what `GroupTable.create` raises."""
     settings: dict[str, Any] = {"orderly": ordered}
@@ -173,7 +177,7 @@ class Wanted(NamedTuple):
     filter: Filter | None
 
 
-def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
+def wanted(broker: BrokerContract, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
     """Return the choice of messages of `topic` by tags or by an SQL92 expression.
     Raises InvalidMessageError or NotPermittedError for a name that no user topic has, FilterError, and ConfigError for
     both.

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mqstore.broker.admin.statistics import Statistics
-from mqstore.broker.begun import Address, Suspects, note, note_run
+from mqstore.broker.begun import note, note_run
 from mqstore.client.groupsettings import Wanted
 from mqstore.client.handlers import COMMIT, BatchFailure, Decision, Reject, Retry, check_has_run, retry_delay
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
+from mqstore.contract import Address, Suspects
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 

@@ -20,13 +20,10 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy, name_of
+from mqstore.contract import BrokerContract, Mode, News, RetryPolicy, Subscriptions
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.signalsafe import Lock
@@ -69,7 +66,7 @@ class Membership:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str,
         client_id: str,
         mode: Mode,
@@ -89,6 +86,8 @@ class Membership:
         self._lock = Lock()
         self._joined = False
         self._subscriptions: Subscriptions = {}
+        self._token = uuid.uuid4().hex
+        """Owner of the registration: another consumer may have the same client id."""
         self._seats = f"@{group}"
         """Group of the leases on seats in the table of locks. No other group has this name."""
         self._seat = QueueRef(client_id, 0)
@@ -115,9 +114,8 @@ class Membership:
         """
         self._clear_seats()  # members that hang need not agree
         changed = self._register(subscriptions)
-        for listeners, listener in self._listening():
-            if listener not in listeners:
-                listeners.append(listener)
+        for news, listener in self._listeners():
+            self._broker.listen(news, listener)
         with self._lock:
             first, self._joined = not self._joined, True
             self._subscriptions = dict(subscriptions)
@@ -127,44 +125,38 @@ class Membership:
 
     def _register(self, subscriptions: Subscriptions) -> bool:
         return self._broker.members.register(
-            self.client_id, self.group, subscriptions, self._mode, owner=self, retry=self._retry
+            self.client_id, self.group, subscriptions, self._mode, owner=self._token, retry=self._retry
         )
 
     def _is_taken(self) -> bool:
         """Return True if another consumer has registered with this client id."""
         member = self._broker.members.get(self.client_id, self.group)
-        return member is not None and member.owner is not self
+        return member is not None and member.owner != self._token
 
-    def _listening(self) -> list[tuple[list[Any], Callable[..., None]]]:
-        """Return the lists of listeners, each with the listener that a member has there."""
-        return [
-            (self._broker.members.on_change, self._members_changed),
-            (self._broker.topics.on_change, self._topic_changed),
-            (self._broker.locks.on_release, self._lock_released),
-        ]
+    def _listeners(self) -> tuple[tuple[News, Callable[[str], None]], ...]:
+        return ("members", self._members_changed), ("topics", self._topic_changed), ("locks", self._lock_released)
 
     def leave(self) -> None:
         """Leave the group and release every lock, except of queues at work. Repeating it is harmless.
         Offsets must be committed before. The end of work releases the remaining locks."""
         with self._lock:
             self._joined = False
-        for listeners, listener in self._listening():
-            if listener in listeners:
-                listeners.remove(listener)
+        for news, listener in self._listeners():
+            self._broker.unlisten(news, listener)
         # Locks first, so that members whose share grows find them free.
         with self._lock:
             queues, self._held, self._wanted = self._held, set(), set()
         if not self._is_taken():  # otherwise another consumer with our client id has the locks
             self._broker.locks.unlock_batch(self.group, queues, self.client_id)
             self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
-        self._broker.members.unregister(self.client_id, self.group, owner=self)
+        self._broker.members.unregister(self.client_id, self.group, owner=self._token)
 
     def _sit(self) -> None:
         """Renew the seat, or take it again if it was lost. Raises what `join` raises."""
         if self._mode.broadcasting or not self._joined:
             return
         member = self._broker.members.get(self.client_id, self.group)
-        if member is None or member.owner is not self:
+        if member is None or member.owner != self._token:
             self._register(self._subscriptions)  # raises if another consumer has taken the client id
         self._broker.locks.try_lock(self._seats, self._seat, self.client_id)
 

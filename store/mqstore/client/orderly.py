@@ -244,9 +244,7 @@ class OrderlyService:
             )
         else:
             try:
-                self._broker.send_back(
-                    self._group, message.physical_offset, delay_level=-1, attempts=message.attempt, reason=why
-                )
+                self._broker.send_back(self._group, message, delay_level=-1, attempts=message.attempt, reason=why)
             except StoreClosedError:
                 return False
             except Exception as error:

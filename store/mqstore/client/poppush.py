@@ -27,11 +27,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
-from mqstore.broker.broker import Start
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_retry_topic
-from mqstore.broker.pop import service as pop
-from mqstore.broker.pop.service import Delivery
 from mqstore.client.chunks import WORTH_MS, Chunk, ChunkRunner, Context, Home
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.groupsettings import Wanted
@@ -42,6 +38,8 @@ from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import QueueInfo
 from mqstore.client.renewal import Held, Renewer
 from mqstore.client.workers import Flow, Worker
+from mqstore.contract import MAX_BATCH, Delivery, RetryPolicy, Start
+from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
@@ -130,7 +128,7 @@ class PopEngine:
         self._fetcher: object | None = None
         """Token of the worker that fetches, of which there is at most one."""
         self._fetch_worker: Worker | None = None
-        self._fetch_max = pop.MAX_BATCH
+        self._fetch_max = MAX_BATCH
         """Number of messages to fetch at once: as many of the last size as fit into a quarter of the limit."""
         self._is_full = False
         self._is_paused = False
@@ -146,7 +144,7 @@ class PopEngine:
         """Join the group. Raises GroupInUseError, SubscriptionConflictError or NotPermittedError."""
         self._source.change(self._wanted(subscriptions), join=True)
         self._handling.subscriptions = subscriptions
-        self._broker.members.on_save.add(self._runner.settle_done)
+        self._broker.listen("save", self._runner.settle_done)
         self._rouse()
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
@@ -167,7 +165,7 @@ class PopEngine:
 
     def close(self) -> None:
         """Release messages that were not begun, try once more to settle the others, and leave the group."""
-        self._broker.members.on_save.discard(self._runner.settle_done)
+        self._broker.unlisten("save", self._runner.settle_done)
         self._runner.settle_done()
         with self._lock:
             self.closing = self.dropped = True
@@ -243,7 +241,7 @@ class PopEngine:
         while room := self._begin_fetch(token, worker):
             rings = waits.rings  # before the look, so that later changes end the wait
             begin = time.perf_counter()
-            found: list[pop.Delivery] = []
+            found: list[Popped] = []
             try:
                 topics = self._source.topics(turn)
                 found = [] if topics is None else self._source.look(topics, turn, room, VISIBILITY_MS / 1000)
@@ -302,8 +300,8 @@ class PopEngine:
         each = max(2, int(HOLD_MS / max(self._runner.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._context.batch_size)
 
-    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
-        groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
+    def _take_in(self, found: list[Popped], took_ms: float) -> list[Unit]:
+        groups: dict[tuple[str, str | int], list[Popped]] = {}
         for (topic, _), together in groupby(found, _QUEUE):
             if not self._ordered and not is_retry_topic(topic):  # usually a whole pop
                 groups.setdefault((topic, topic), []).extend(together)
@@ -324,7 +322,7 @@ class PopEngine:
                 self._size += size
                 if not self._ordered:  # an ordered queue gives nothing after the first pop
                     fitting = self._limits.size * len(found) // (4 * size)
-                    self._fetch_max = max(pop.MAX_BATCH, min(fitting, FETCH_MAX))
+                    self._fetch_max = max(MAX_BATCH, min(fitting, FETCH_MAX))
         if is_closed:
             self._source.give_back(found)
             return []

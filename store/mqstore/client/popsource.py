@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import logging
 import random
+import uuid
 from collections.abc import Callable, Container, Mapping
 
-from mqstore.broker.broker import Broker, Start
-from mqstore.broker.filters import Filter
-from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import retry_topic
-from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.broker.retry import origin_topic
 from mqstore.client.delivery import fail
 from mqstore.client.groupsettings import Wanted, check_start
 from mqstore.client.waits import Waits
+from mqstore.contract import MAX_BATCH, BrokerContract, Delivery, Filter, Mode, RetryPolicy, Start, Subscriptions
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import milliseconds
@@ -52,7 +49,7 @@ class PopSource:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str,
         client_id: str,
         *,
@@ -73,6 +70,7 @@ class PopSource:
         self._broker = broker
         self._group = group
         self._client_id = client_id
+        self._token = uuid.uuid4().hex
         self._mode = Mode("pop", ordered)
         self._start = start
         self._retry = retry
@@ -102,9 +100,8 @@ class PopSource:
                 self._join(after)
             self.wanted = dict(after)
             self._topics = [(topic, each.filter) for topic, each in after.items()]
-            listeners = self._broker.topics.on_change
-            if self._topic_changed not in listeners:  # not earlier: a consumer that never receives may never be closed
-                listeners.append(self._topic_changed)
+            # Not earlier: a consumer that never receives may never be closed.
+            self._broker.listen("topics", self._topic_changed)
         self.waits.ring()
 
     def check_open(self) -> None:
@@ -114,11 +111,13 @@ class PopSource:
     def check(self, after: Mapping[str, Wanted] | None) -> None:
         """Raise what `change` with `join` would raise because of other members. None: not known yet."""
         wanted = None if after is None else _subscriptions(after)
-        self._broker.members.check(self._client_id, self._group, wanted, self._mode, owner=self, retry=self._retry)
+        self._broker.members.check(
+            self._client_id, self._group, wanted, self._mode, owner=self._token, retry=self._retry
+        )
 
     def _join(self, after: Mapping[str, Wanted]) -> None:
         self._broker.members.register(
-            self._client_id, self._group, _subscriptions(after), self._mode, owner=self, retry=self._retry
+            self._client_id, self._group, _subscriptions(after), self._mode, owner=self._token, retry=self._retry
         )
         self._is_member = True
 
@@ -142,9 +141,8 @@ class PopSource:
         """Find no more messages, and leave the group. Repeating it is harmless."""
         with self._lock:
             self.closed = True
-        if self._topic_changed in self._broker.topics.on_change:
-            self._broker.topics.on_change.remove(self._topic_changed)
-        self._broker.members.unregister(self._client_id, self._group, owner=self)
+        self._broker.unlisten("topics", self._topic_changed)
+        self._broker.members.unregister(self._client_id, self._group, owner=self._token)
         self._is_member = False
         self.waits.ring()
 
@@ -218,7 +216,7 @@ class PopSource:
         found = []
         if only is None:
             visibility_ms = milliseconds(visibility_s, "visibility")
-            found = self._broker._pop_at_once(self._group, topic, count, visibility_ms, order)
+            found = self._broker.pop_at_once(self._group, topic, count, visibility_ms, order)
         if not found:
             found = self._broker.pop(
                 self._group, topic, count, invisible=visibility_s, filter=only, order=order, start="earliest"
@@ -239,7 +237,7 @@ def _subscriptions(wanted: Mapping[str, Wanted]) -> Subscriptions:
 
 
 def pop_retries(
-    broker: Broker,
+    broker: BrokerContract,
     group: str,
     topics: Container[str],
     count: int,

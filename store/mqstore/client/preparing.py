@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, NamedTuple, cast
 
-from mqstore.broker.broker import Broker
 from mqstore.broker.delay.route import routed_properties
-from mqstore.broker.road import SendOptions
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.client.interceptors import Interceptors
+from mqstore.contract import BrokerContract, SendOptions
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -168,7 +167,7 @@ class Preparer:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         hooks: Interceptors,
         check_open: Callable[[], None],
         *,
@@ -179,7 +178,7 @@ class Preparer:
     ) -> None:
         """`check_open` raises once sending has ended. With `compress_over` None nothing is compressed."""
         self._broker = broker
-        self._clock = broker.store.clock
+        self._clock = broker.clock
         self._for_send = broker.topics.for_send
         self._turns = RoundRobin()
         self._hooks = hooks
@@ -238,7 +237,7 @@ class Preparer:
         flat = flat_body(body)
         if len(flat) < self.compress_over:
             return flat
-        check_size(flat, self._broker.store.manifest.max_message_size)  # before compression
+        check_size(flat, self._broker.limits.max_message_size)  # before compression
         small = zlib.compress(flat, _LEVEL)
         if len(small) * 20 > len(flat) * 19:
             return flat
@@ -247,13 +246,13 @@ class Preparer:
 
     def _check(self, body: Body, options: SendOptions) -> bytes:
         """Check all that does not depend on the topic. Return the body as bytes."""
-        config = self._broker.store.config
+        limits = self._broker.limits
         return check_options(
             body,
             options,
             now_ms=self._clock.now_ms(),
-            max_delay=config.max_delay,
-            max_message_size=self._broker.store.manifest.max_message_size,
+            max_delay=limits.max_delay,
+            max_message_size=limits.max_message_size,
         )
 
     def ready(
@@ -290,7 +289,7 @@ class Preparer:
             queue_id, retries = self.place(topic, queue_id, options, batch, selector)
             if batch is None:
                 flat = cast(bytes, self.compressed(flat, options))
-            flush = (options.get("durability") or self._broker.store.durability) == "flush"
+            flush = (options.get("durability") or self._broker.durability) == "flush"
             return Ready(topic, flat, queue_id, options, flush, retries, sent)
         except BaseException as error:
             self.tell(sent, None, error)

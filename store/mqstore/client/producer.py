@@ -20,11 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from typing import Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
-from mqstore.broker.broker import Broker
 from mqstore.broker.delay.route import routed_properties
 from mqstore.broker.names import check_group
-from mqstore.broker.road import SendOptions
-from mqstore.broker.transactions import TransactionHandle
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.preparing import (
@@ -41,6 +38,7 @@ from mqstore.client.preparing import (
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
 from mqstore.closing import Closing
+from mqstore.contract import BrokerContract, SendOptions, TransactionHandle
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
@@ -105,7 +103,7 @@ class Producer(Closing):
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str = "default",
         *,
         retries: int = 2,
@@ -132,9 +130,9 @@ class Producer(Closing):
             raise ConfigError(f"linger is at most {_MAX_LINGER_S} s, not {linger!r}")
         check_whole("linger_bytes", linger_bytes, 1, _MAX_LINGER_BYTES)
         self._broker = broker
-        self._clock = broker.store.clock
+        self._clock = broker.clock
         self._put = broker.put
-        self._log = LimitedLog(f"producer {group!r}", broker.store.clock)
+        self._log = LimitedLog(f"producer {group!r}", broker.clock)
         self._preparer = preparer = Preparer(
             broker,
             Interceptors(interceptors, self._log),
@@ -146,18 +144,18 @@ class Producer(Closing):
         )
         self._place, self._complete, self._compressed = preparer.place, preparer.complete, preparer.compressed
         self._hooked, self._compresses = preparer.hooked, compression is not None
-        self._checks: GroupChecks = checks_of(broker.transactions, group)
+        self._checks: GroupChecks = checks_of(broker, group)
         self._checker = checker
         self._joined = False
         self._closed = False
         self._closing = Gate()
         self._lock = Lock()
-        threaded = broker.store.config.clock is None
+        threaded = not broker.own_clock
         self._pause: Callable[[float], object] = self._closing.wait if threaded else _no_pause
         self._submitter: Submitter[_Load] = Submitter(
             self._store,
             self._clock,
-            name=f"producer {group!r} of {broker.store.path}",
+            name=f"producer {group!r} of {broker.name}",
             threaded=threaded,
             alive=self._check_open,
             max_loads=check_whole("max_inflight", max_inflight, 1),
@@ -414,7 +412,7 @@ class Producer(Closing):
             self._complain(failures)
 
     def _sync(self) -> None:
-        self._broker.store.flush()
+        self._broker.sync()
 
     def _sync_failure(self) -> Exception | None:
         try:
@@ -520,18 +518,18 @@ class Producer(Closing):
     @property
     def closed(self) -> bool:
         """True if it was closed, its store was closed, or this is a forked child."""
-        return self._closed or self._broker.store.closed
+        return self._closed or self._broker.closed
 
     def _check_open(self) -> None:
-        if self._closed or self._broker.store.closed:
+        if self._closed or self._broker.closed:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        self._broker.store.check_closed()
+        self._broker.check_open()
         raise StoreClosedError(f"producer {self.group!r} was closed")
 
     def __repr__(self) -> str:
-        return f"<Producer {self.group!r} on {str(self._broker.store.path)!r}{' closed' if self.closed else ''}>"
+        return f"<Producer {self.group!r} on {self._broker.name!r}{' closed' if self.closed else ''}>"
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------

@@ -23,9 +23,6 @@ from functools import partial
 from types import TracebackType
 from typing import Final
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.filters import Filter
-from mqstore.broker.members import Mode
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.groupsettings import Start, Wanted, check_start, enter_group, place, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors
@@ -34,6 +31,7 @@ from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.preparing import one_of
 from mqstore.client.pullpositions import Positions, named
 from mqstore.client.waits import Ready
+from mqstore.contract import BrokerContract, Filter, Mode
 from mqstore.errors import ConfigError, MQStoreError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
@@ -82,7 +80,7 @@ class PullConsumer:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str,
         *,
         auto_commit: bool = True,
@@ -99,14 +97,14 @@ class PullConsumer:
         self.client_id = client_id_of(client_id)
         """Name of this consumer in its group."""
         self._broker = broker
-        self._clock = broker.store.clock
-        self._threads_time_themselves = broker.store.config.clock is None
+        self._clock = broker.clock
+        self._threads_time_themselves = not broker.own_clock
         self._auto_commit = auto_commit
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
         self.fetch_max = check_whole("fetch_max", fetch_max, 1, _FETCH_MAX)
         """Maximum number of messages of one poll."""
-        self._log = LimitedLog(f"group {group}", broker.store.clock)
+        self._log = LimitedLog(f"group {group}", broker.clock)
         self._hooks = Interceptors(interceptors, self._log)
         self._seat = Membership(
             broker, group, self.client_id, Mode("queue"), strategy_named(strategy), self._shares_changed
@@ -501,7 +499,7 @@ class PullConsumer:
                 for position, offset in self._positions.checked(offsets, self._lost).items():
                     self._positions.commit(position, offset)
             if durability == "flush":
-                self._broker.offsets.save()
+                self._broker.save_offsets()
             if self._lost:
                 raise NotPermittedError(
                     f"{named(self._lost)}: other members of group {self.group!r} go on with these since this one did "

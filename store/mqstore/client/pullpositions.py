@@ -15,10 +15,8 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.filters import Filter
-from mqstore.broker.reading import ReadResult
 from mqstore.client.interceptors import Interceptors
+from mqstore.contract import BrokerContract, Filter, ReadResult
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,
@@ -61,7 +59,12 @@ class Positions:
     """All positions of one consumer. Callers hold the consumer's lock, except for `save`."""
 
     def __init__(
-        self, broker: Broker, group: str, client_id: str, hooks: Interceptors, filter_of: Callable[[str], Filter | None]
+        self,
+        broker: BrokerContract,
+        group: str,
+        client_id: str,
+        hooks: Interceptors,
+        filter_of: Callable[[str], Filter | None],
     ) -> None:
         """`filter_of` returns the filter of a topic."""
         self._broker = broker
@@ -90,7 +93,7 @@ class Positions:
             position = self.by_queue[queue] = Position(queue, begins[queue])
             self.turns.append(position)
         if self.auto_commit:
-            self._broker.members.on_save.add(self.save)
+            self._broker.listen("save", self.save)
 
     def drop(self, queues: Iterable[QueueRef]) -> None:
         for queue in queues:
@@ -101,7 +104,7 @@ class Positions:
                 self.uncommitted.discard(position)
                 self.read_again(position)
         if not self.by_queue:
-            self._broker.members.on_save.discard(self.save)
+            self._broker.unlisten("save", self.save)
 
     def chosen(self, queues: Sequence[QueueRef]) -> list[Position]:
         """Return the positions of `queues`, or all. Raises ConfigError as `own` does."""

@@ -29,12 +29,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from mqstore.broker.begun import Notes
-from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
-from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
+from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.chunks import Context
@@ -61,6 +57,7 @@ from mqstore.client.poppush import PopEngine
 from mqstore.client.preparing import one_of
 from mqstore.client.processqueue import Limits
 from mqstore.client.workers import Workers, at_signals
+from mqstore.contract import BrokerContract, Mode, Notes, RetryPolicy, Suspended
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
@@ -133,7 +130,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str,
         *,
         workers: int | None = None,
@@ -212,8 +209,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._starts_with_topic = False
         self._notes: Notes | None = None
         """Notes of the messages in handlers, while it runs."""
-        clock = broker.store.clock
-        self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
+        clock = broker.clock
+        self._workers = Workers(f"mqstore-{group}", clock, number, threads=not broker.own_clock)
         self._workers.on_exit = self._exited
         self._log = LimitedLog(f"group {group}", clock)
         hooks = Interceptors(interceptors, self._log)
@@ -498,7 +495,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
         self._left = self._left or error
         self._engine.halt()  # before another worker begins the next message
-        if self._broker.store.config.clock is not None:
+        if self._broker.own_clock:
             self.stop()
             return
         threading.Thread(target=self.stop, name=f"mqstore-{self.group}-stop", daemon=True).start()

@@ -16,9 +16,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.pop.service import Delivery
 from mqstore.client.limitedlog import LimitedLog
+from mqstore.contract import BrokerContract, Delivery
 from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
 from mqstore.log.message import Message
 from mqstore.signalsafe import Lock
@@ -61,7 +60,7 @@ class Renewer:
     (40000, 80000, 120000, 1)
     """
 
-    def __init__(self, broker: Broker, group: str, visibility_ms: int, log: LimitedLog | None = None) -> None:
+    def __init__(self, broker: BrokerContract, group: str, visibility_ms: int, log: LimitedLog | None = None) -> None:
         self._broker = broker
         self._group = group
         self._visibility_ms = visibility_ms

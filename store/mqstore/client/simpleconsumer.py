@@ -21,9 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from mqstore.broker.broker import Broker, Start
-from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.pop import service as pop
 from mqstore.client.delivery import Delivery, LeaseContext, visibility_seconds
 from mqstore.client.groupsettings import check_order, enter_group, order_of, wanted
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
@@ -32,6 +29,8 @@ from mqstore.client.membership import client_id_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
 from mqstore.closing import Closing
+from mqstore.contract import BrokerContract, RetryPolicy, Start
+from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
@@ -97,7 +96,7 @@ class SimpleConsumer(Closing):
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         group: str,
         topics: Mapping[str, str] | None = None,
         *,
@@ -114,7 +113,7 @@ class SimpleConsumer(Closing):
         """Name of this consumer in its group."""
         self._broker = broker
         self._visibility_s = visibility_seconds(visibility)
-        self._clock = broker.store.clock
+        self._clock = broker.clock
         self._log = LimitedLog(f"group {group}", self._clock)
         self._hooks = Interceptors(interceptors, self._log)
         self._changing = Lock()
@@ -203,7 +202,7 @@ class SimpleConsumer(Closing):
                 return []
             turn = waits.wait(topics, left_s, rings)
 
-    def _filtered(self, found: Sequence[pop.Delivery], deliveries: list[Delivery]) -> list[Delivery]:
+    def _filtered(self, found: Sequence[Popped], deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries that the interceptors leave. The others are acknowledged."""
         left = {id(message) for message in self._hooks.receiving([each.message for each in deliveries])}
         for popped, each in zip(found, deliveries, strict=True):

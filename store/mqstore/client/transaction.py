@@ -27,11 +27,9 @@ import logging
 from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Unpack
-from weakref import WeakKeyDictionary
 
-from mqstore.broker.road import SendOptions
-from mqstore.broker.transactions import NOT_ASKED, NotAsked, TransactionHandle, Transactions
 from mqstore.client.preparing import Preparer, Ready
+from mqstore.contract import NOT_ASKED, BrokerContract, NotAsked, SendOptions, TransactionCalls, TransactionHandle
 from mqstore.errors import FlushTimeoutError, MQStoreError, TransactionStateError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -61,13 +59,13 @@ class GroupChecks:
         self._decided: dict[str, bool] = {}
         """Outcome of half messages that could not be committed or rolled back: True for a commit."""
 
-    def join(self, transactions: Transactions, checker: Checker | None) -> None:
+    def join(self, transactions: TransactionCalls, checker: Checker | None) -> None:
         """Add a producer of the group."""
         with self._lock:
             self._checkers.append(checker)
         transactions.on_check(self._group, self.answer)
 
-    def leave(self, transactions: Transactions, checker: Checker | None) -> None:
+    def leave(self, transactions: TransactionCalls, checker: Checker | None) -> None:
         """Remove a producer. Decided outcomes are still answered. Running blocks are not asked about."""
         with self._lock:
             self._checkers.remove(checker)
@@ -77,7 +75,7 @@ class GroupChecks:
         with self._lock:
             self._running.add(unique_key)
 
-    def end(self, transactions: Transactions, unique_key: str, decided: bool | None = None) -> None:
+    def end(self, transactions: TransactionCalls, unique_key: str, decided: bool | None = None) -> None:
         """Note that a block has ended. `decided` is an outcome that could not be carried out."""
         with self._lock:
             self._running.discard(unique_key)
@@ -85,7 +83,7 @@ class GroupChecks:
                 self._decided[unique_key] = decided
         self._withdraw(transactions)
 
-    def _withdraw(self, transactions: Transactions) -> None:
+    def _withdraw(self, transactions: TransactionCalls) -> None:
         with self._lock:
             self._decided = {key: how for key, how in self._decided.items() if transactions.get(key) is not None}
             if self._checkers or self._running or self._decided:
@@ -111,14 +109,10 @@ class GroupChecks:
         return None if checker is None else checker(message)
 
 
-# State that the producers of an engine share, deleted with the engine. A `GroupChecks` must not hold its key, so each
-# call passes the engine.
-_shared: WeakKeyDictionary[Transactions, dict[str, GroupChecks]] = WeakKeyDictionary()
-
-
-def checks_of(transactions: Transactions, group: str) -> GroupChecks:
-    """Return the checks of that group of that engine. Without a lock, since each `setdefault` is one step."""
-    return _shared.setdefault(transactions, {}).setdefault(group, GroupChecks(group))
+def checks_of(broker: BrokerContract, group: str) -> GroupChecks:
+    """Return the checks of that group of that engine. Without a lock, since `setdefault` is one step."""
+    checks: GroupChecks = broker.shared.setdefault(group, GroupChecks(group))
+    return checks
 
 
 class Transaction:
@@ -136,7 +130,7 @@ class Transaction:
 
     def __init__(
         self,
-        transactions: Transactions,
+        transactions: TransactionCalls,
         checks: GroupChecks,
         *,
         preparer: Preparer,

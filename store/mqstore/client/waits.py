@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.filters import Filter
-from mqstore.broker.waiting import Waiter
+from mqstore.contract import BrokerContract, Filter, Waiter
 from mqstore.signalsafe import Bell, Lock
 
 __all__ = ["Ready", "Wait", "Waits"]
@@ -76,7 +74,7 @@ class Ready:
 
     def park(
         self,
-        broker: Broker,
+        broker: BrokerContract,
         topic: str,
         queue_id: int,
         offset: int,
@@ -86,7 +84,7 @@ class Ready:
         call = broker.add_waiter(topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s)
         self._add(broker, call)
 
-    def _add(self, broker: Broker, waiter: Waiter) -> None:
+    def _add(self, broker: BrokerContract, waiter: Waiter) -> None:
         self._parked.append(partial(broker.remove_waiter, waiter))
         if self.over:  # ended meanwhile, perhaps without this waiter
             broker.remove_waiter(waiter)
@@ -142,7 +140,7 @@ class Wait(Ready):
 class Waits:
     """All waits for one group's messages by one object of the application. Thread-safe."""
 
-    def __init__(self, broker: Broker, group: str, *, order: bool = False) -> None:
+    def __init__(self, broker: BrokerContract, group: str, *, order: bool = False) -> None:
         self.broker = broker
         self._group = group
         self._order = order

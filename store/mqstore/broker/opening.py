@@ -1,0 +1,25 @@
+"""Door of the room for `Store`: a broker on an open log, and what can be checked in a store without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.pop.log import unreadable_records
+from mqstore.log.reader import StoreReader
+from mqstore.log.recovery.report import Finding
+from mqstore.log.store import MessageStore
+
+__all__ = ["CONFIG_CHECKS", "findings", "open_broker"]
+
+
+def open_broker(store: MessageStore) -> Broker:
+    """Return delivery on a store that is open for writing. After an error the store is closed."""
+    return Broker(store)
+
+
+def findings(store: StoreReader) -> Iterator[Finding]:
+    """Check every record, unit, index entry and table of a store (format#damage)."""
+    return chain(store.verifier(CONFIG_CHECKS).findings(), unreadable_records(store))

@@ -1,0 +1,601 @@
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""The engine contract: every operation that clients, queues, asyncio and `Store` use of a broker (clients#contract).
+
+`broker/broker.py` implements it in this process. Another implementation may send each call over a socket: arguments
+and results are plain values. Times are integer milliseconds, receipts are strings. A filter travels as its `expression`
+and `kind`, and a message as its record. Callbacks are called in any thread, and must only wake another one. Only `put`
+with durability "flush", `sync` and a `pop` with `poll` block.
+
+    Broker ── topics, groups           configuration, by name
+         ├─── members, locks           who consumes in a group, and who holds which queue
+         ├─── transactions             half messages, and the callback that is asked about them
+         └─── begun                    notes of the messages that handlers have begun
+
+A few members make calls fast in one process. An implementation that does not have them answers with nothing, and the
+caller takes the ordinary way: `_sender` None, `pop_at_once` [], `ack_at_once` 0, `has_room` False.
+
+Clients import the types of these values from here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
+
+from mqstore.broker.begun import Address, Notes, Suspects
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.filters import Filter
+from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.halves import TransactionHandle
+from mqstore.broker.locks import QueueLock
+from mqstore.broker.members import Expression, Member, Mode, Subscriptions
+from mqstore.broker.pop.ask import Delivery, Pending
+from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.pop.service import MAX_BATCH
+from mqstore.broker.reading import Loss, ReadResult
+from mqstore.broker.road import SendOptions
+from mqstore.broker.topics import TopicConfig
+from mqstore.broker.transactions import NOT_ASKED, NotAsked, Outcome
+from mqstore.broker.waiting import Callback, Waiter
+from mqstore.clock import Clock
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.options import Durability, Duration
+
+__all__ = [
+    "MAX_BATCH",
+    "NOT_ASKED",
+    "Address",
+    "BrokerContract",
+    "DeadLetters",
+    "Delivery",
+    "Expression",
+    "Filter",
+    "GroupCalls",
+    "GroupConfig",
+    "Limits",
+    "LockCalls",
+    "Loss",
+    "Member",
+    "MemberCalls",
+    "Mode",
+    "News",
+    "NotAsked",
+    "NoteCalls",
+    "Notes",
+    "OffsetCalls",
+    "Pending",
+    "QueueLock",
+    "ReadResult",
+    "RetryPolicy",
+    "SendOptions",
+    "Start",
+    "Subscriptions",
+    "Suspects",
+    "Suspended",
+    "TopicCalls",
+    "TopicConfig",
+    "TransactionCalls",
+    "TransactionHandle",
+    "Waiter",
+]
+
+T = TypeVar("T")
+
+Start = Literal["earliest", "latest"] | datetime
+"""Position where a group begins in a queue without a committed offset."""
+News = Literal["topics", "members", "locks", "save"]
+"""Kind of events that `listen` reports."""
+
+
+class Limits(NamedTuple):
+    """Limits of messages."""
+
+    max_message_size: int
+    """Largest body in bytes."""
+    max_delay: Duration
+    """Longest delay in seconds."""
+
+
+class TopicCalls(Protocol):
+    """Topics by name (`broker/topics.py`)."""
+
+    def get(self, name: str) -> TopicConfig | None:
+        """Return the topic, or None. It may be known only by its messages."""
+
+    def entered(self, name: str) -> TopicConfig | None:
+        """Return the topic if somebody has created it, or None."""
+
+    def need(self, name: str) -> TopicConfig:
+        """Return the topic. Raises TopicNotFoundError."""
+
+    def for_send(self, name: str) -> TopicConfig:
+        """Return the topic that a user sends to, and create it if necessary. It was checked and may be written."""
+
+    def names(self, system: bool = False) -> list[str]:
+        """Return the topic names, sorted."""
+
+    def create(
+        self,
+        name: str,
+        *,
+        queues: int | None = None,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = 6,
+        message_type: str | None = None,
+        exist_ok: bool = True,
+    ) -> TopicConfig:
+        """Create a topic. An existing one is returned unchanged with `exist_ok`."""
+
+
+class GroupCalls(Protocol):
+    """Consumer groups by name (`broker/groups.py`)."""
+
+    def get(self, name: str) -> GroupConfig | None:
+        """Return the group, or None."""
+
+    def need(self, name: str) -> GroupConfig:
+        """Return the group for a consumer, and create it if necessary."""
+
+    def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
+        """Create a group. `settings` are fields of `GroupConfig`. An existing one is returned with `exist_ok`."""
+
+
+class MemberCalls(Protocol):
+    """Members of consumer groups (`broker/members.py`). `owner` is a text that no other consumer has."""
+
+    def register(
+        self,
+        client_id: str,
+        group: str,
+        subscriptions: Subscriptions,
+        mode: Mode,
+        *,
+        owner: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> bool:
+        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed."""
+
+    def check(
+        self,
+        client_id: str,
+        group: str,
+        subscriptions: Subscriptions | None,
+        mode: Mode,
+        *,
+        owner: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """Raise what `register` would raise."""
+
+    def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool:
+        """Remove a member. Return False if it is not one, or has another owner. None removes it for any owner."""
+
+    def check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None:
+        """Raise GroupInUseError if `retry` is not the policy of `group`, which has other members."""
+
+    def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None:
+        """Make `retry` the policy of `group`."""
+
+    def get(self, client_id: str, group: str) -> Member | None:
+        """Return a member, or None."""
+
+    def members(self, group: str) -> list[str]:
+        """Return the client ids of `group`, sorted."""
+
+    def mode(self, group: str) -> Mode | None:
+        """Return the mode of the members of `group`, or None without members."""
+
+
+class LockCalls(Protocol):
+    """Leases on queues for members that own them (`broker/locks.py`)."""
+
+    def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Lock a queue or renew its lock. Return False while another client holds it."""
+
+    def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Lock queues as `try_lock` does. Return those that the client holds now."""
+
+    def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Renew locks. Return those that the client has not lost."""
+
+    def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Release the client's locks on queues. Return the released ones."""
+
+    def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Keep a lock until `end_work`. Return False if it was lost."""
+
+    def end_work(self, group: str, queue: QueueRef) -> None:
+        """Let a lock expire again."""
+
+    def owner(self, group: str, queue: QueueRef) -> str | None:
+        """Return the client that holds a queue, or None."""
+
+    def snapshot(self) -> list[QueueLock]:
+        """Return all locks, expired ones included."""
+
+
+class TransactionCalls(Protocol):
+    """Half messages (`broker/transactions.py`)."""
+
+    def prepare(
+        self,
+        topic: str,
+        body: Body,
+        properties: Mapping[str, str],
+        *,
+        producer_group: str,
+        queue_id: int | None = None,
+        flag: int = 0,
+        sys_flag: int = 0,
+        durability: Durability | None = None,
+    ) -> TransactionHandle:
+        """Store a message that is invisible until `end(handle, "commit")`."""
+
+    def end(
+        self,
+        transaction: TransactionHandle | str,
+        outcome: Outcome,
+        *,
+        from_check: bool = False,
+        durability: Durability | None = None,
+    ) -> SendReceipt | None:
+        """Commit or roll back. Return the receipt of the visible message, if there is one."""
+
+    def on_check(
+        self, producer_group: str | None, callback: Callable[[Message], bool | NotAsked | None] | None
+    ) -> None:
+        """Set the callback that is asked about a producer group's open transactions. None removes it."""
+
+    def half_message(self, transaction: TransactionHandle) -> Message:
+        """Return the half message, as checks get it. Raises LookupError if its record is damaged."""
+
+    def get(self, transaction_id: str) -> TransactionHandle | None:
+        """Return the open transaction of that id, or None."""
+
+
+class NoteCalls(Protocol):
+    """Notes of the messages that handlers have begun (`broker/begun.py`).
+    The next process learns from them which message may have ended this one. An implementation may keep none."""
+
+    suspects: Suspects
+    """Messages that may have ended a process: handled one at a time."""
+
+    def open(self, group: str, workers: int, cells: int) -> Notes:
+        """Return the notes of one consumer, with `cells` cells for each worker."""
+
+
+class OffsetCalls(Protocol):
+    """Offsets of one broadcasting client (`broker/localoffsets.py`)."""
+
+    def reload(self) -> None:
+        """Load the saved offsets again, because another object may have saved some since."""
+
+    def committed(self, queue: QueueRef) -> int | None:
+        """Return the client's offset in a queue, or None if it is not known, which is not 0."""
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        """Note that everything below `offset` is consumed."""
+
+    def save(self) -> None:
+        """Return once the offsets are on disk."""
+
+
+class BrokerContract(Protocol):
+    """Delivery, as clients see it."""
+
+    name: str
+    """Where the messages are, for texts: the path of the store."""
+    clock: Clock
+    own_clock: bool
+    """True if the application moves the clock. Then no thread runs by itself."""
+    limits: Limits
+    durability: Durability
+    """Durability of a put that names none."""
+    topics: TopicCalls
+    groups: GroupCalls
+    members: MemberCalls
+    locks: LockCalls
+    transactions: TransactionCalls
+    begun: NoteCalls
+    shared: dict[str, Any]
+    """State that the clients of this object share, by producer group. It begins empty."""
+    _sender: object
+    """Compiled put (`log/writer.py`), or None."""
+    # Not methods: a call between costs as much as some of the work.
+    pop_at_once: Callable[[str, str, int, int, bool], list[Delivery]]
+    """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for a lock or the disk.
+    [] does not mean that there are none."""
+    ack_at_once: Callable[[str, str, Sequence[str]], int]
+    """(group, topic, receipts) -> number of receipts, from the front, that were settled without waiting. The others are
+    for `ack`."""
+    has_room: Callable[[int], bool]
+    """(bytes) -> True if a put of a record of that size need not wait."""
+    save_offsets: Callable[[], None]
+    """Return once all commits so far are on disk."""
+
+    @property
+    def closed(self) -> bool:
+        """True if the engine was closed, or this is a forked child of the process that opened it."""
+
+    def check_open(self) -> None:
+        """Raise StoreClosedError if the engine was closed, and MissingFileError if its directory is gone."""
+
+    def listen(self, news: News, callback: Callable[..., object]) -> None:
+        """Call `callback` at each event of a kind. Listening again with the same callback changes nothing.
+
+        "topics"    (topic) was created, altered or deleted
+        "members"   the members of (group), or their subscriptions, have changed
+        "locks"     locks of (group) were released
+        "save"      () offsets will be saved: commit those that are due
+        """
+
+    def unlisten(self, news: News, callback: Callable[..., object]) -> None:
+        """Stop calling `callback`. Repeating it is harmless."""
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    def put(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """Append one message as `Road.put` does."""
+
+    def put_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        durability: Durability | None = None,
+        **options: object,
+    ) -> Sequence[SendReceipt]:
+        """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
+        Raises what `put` raises. `options` are those of one message: InvalidMessageError says which method takes
+        them."""
+
+    def put_async(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> Future[SendReceipt]:
+        """Append one message as `put` does, without waiting for the disk.
+        With durability "flush" the future is done at the next sync, which all waiting puts share. Otherwise it is done
+        on return. A signal handler may call this at any time. If the message cannot be stored before the handler has
+        returned, a thread does it afterwards."""
+
+    def sync(self) -> None:
+        """Return once everything put before is on disk."""
+
+    def recall(self, recall_handle: str) -> bool:
+        """Cancel a message delayed to a moment. Return True if it was still waiting.
+        Raises InvalidReceiptError if `recall_handle` is not a handle."""
+
+    def message_at(self, receipt: SendReceipt) -> Message:
+        """Return the stored message of a receipt. Raises LookupError if it is gone."""
+
+    def find(self, topic: str, *, unique_key: str, limit: int = 32) -> list[Message]:
+        """Return the messages of `topic` with this unique key, newest first."""
+
+    # -- out, by offset ---------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        filter: Filter | str | None = None,
+        group: str | None = None,
+    ) -> ReadResult:
+        """Return a queue's messages from `offset` on that pass `filter`. Never blocks.
+        With `group` its permissions count, a pending reset is applied, and messages lost to retention are counted."""
+
+    def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
+        """Return the filter for an expression over tags or properties, for `read`, `wait` and `pop`.
+        Returns None if all messages pass. Raises FilterError with the position of the mistake."""
+
+    def min_offset(self, topic: str, queue_id: int) -> int:
+        """Return the offset of the first message that still counts, or `max_offset` of an empty queue. Raises
+        TopicNotFoundError."""
+
+    def max_offset(self, topic: str, queue_id: int) -> int:
+        """Return the offset of the next message that will be put. Raises TopicNotFoundError."""
+
+    def offset_for_time(
+        self, topic: str, queue_id: int, timestamp_ms: int, bound: Literal["lower", "upper"] = "lower"
+    ) -> int:
+        """Return the offset of the first message stored at or after `timestamp_ms`.
+        With bound "upper" it is the last message stored at or before `timestamp_ms`."""
+
+    def add_waiter(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        callback: Callback,
+        *,
+        filter: Filter | str | None = None,
+        timeout: Duration | None = None,
+    ) -> Waiter:
+        """Call `callback(worth_a_read)` once: a message at or behind `offset` passes `filter`, or a read would move on.
+        The dispatching thread calls it, or after the timeout the housekeeper, with False. The callback may only wake
+        another thread. It must not block, put or read."""
+
+    def add_pop_waiter(
+        self,
+        group: str,
+        topic: str,
+        callback: Callback,
+        *,
+        queue_id: int = -1,
+        filter: Filter | str | None = None,
+        order: bool = False,
+        timeout: Duration | None = None,
+    ) -> Waiter:
+        """Call `callback(worth_a_pop)` once, when a pop may find a message, under the rules of `add_waiter`.
+        Each message wakes one of several waiters."""
+
+    def remove_waiter(self, waiter: Waiter) -> bool:
+        """Remove a waiter. Return False if its callback has been called, or is about to be."""
+
+    def wake_one(self, group: str, topic: str, queue_id: int = -1) -> None:
+        """Pass a turn on to another waiting receiver, if the one called back will not pop."""
+
+    # -- committed offsets ------------------------------------------------------------------------------------------
+
+    def committed(self, group: str, topic: str, queue_id: int) -> int | None:
+        """Return the group's committed offset, or None if it never committed."""
+
+    def commit(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        *,
+        durability: Durability | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """Note that the group has consumed everything below `offset`.
+        With "flush" it is on disk before this returns. A group that commits reads, so what it has popped from the queue
+        ends, and receipts expire. With `owner`, raises NotPermittedError if another client holds the queue's lock.
+        Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
+
+    def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
+        """Return the group's committed offset, or commit and return the offset where it begins.
+        `start` decides where a group begins that never committed; None: the group's configuration does."""
+
+    def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
+        """Return the offsets of a broadcasting client, which are kept in a file of its own.
+        Raises ConfigError for names that cannot be those of a folder and a file, CorruptStoreError, StoreIOError."""
+
+    def lag(self, group: str) -> dict[QueueRef, int]:
+        """Return the number of messages of each queue that the group has not consumed.
+        Messages in flight and retries count, also retries that wait. A queue in which the group has not started is left
+        out. Raises GroupNotFoundError for a group without settings and committed offsets, whose lag is not known, and
+        ConfigError for one that broadcasts."""
+
+    def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
+        """Return the failed attempts of an orderly group, by offset."""
+
+    def note_attempt(
+        self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
+    ) -> None:
+        """Note the number of failed attempts of an orderly group at a message, and the last error.
+        It is on disk within a second."""
+
+    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+        """Return the queues of an ordered group that a failed message blocks.
+        A queue is listed from the first failure of its message until that message is settled, also while the next
+        attempt runs. The group may pop with `order=True` or have ordered push consumers."""
+
+    # -- out, by receipt --------------------------------------------------------------------------------------------
+
+    def pop(
+        self,
+        group: str,
+        topic: str,
+        n: int = 1,
+        *,
+        queue_id: int = -1,
+        invisible: Duration = 60,
+        poll: Duration = 0,
+        filter: Filter | str | None = None,
+        order: bool = False,
+        start: Start | None = None,
+        attempt_id: str | None = None,
+        local: bool = True,
+        durability: Durability | None = None,
+        skip_acked: bool = False,
+    ) -> list[Delivery]:
+        """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
+        A message is redelivered unless it is acknowledged by then. With `order`, nothing behind an unsettled message of
+        its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
+        with those that were not acknowledged. Waits up to `poll` seconds for a first message."""
+
+    def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
+        """Acknowledge deliveries. Settling one again is harmless.
+        Raises ReceiptExpiredError for a message that was redelivered, InvalidReceiptError for a receipt that is not one
+        of this group and topic."""
+
+    def renew(
+        self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
+    ) -> str:
+        """Extend a delivery that is still being handled. The receipt stays valid, and is returned."""
+
+    def nack(
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        delay: Duration | None = None,
+        *,
+        error: str = "",
+        durability: Durability | None = None,
+    ) -> str | None:
+        """Settle a delivery as failed: it is redelivered after `delay`.
+        `delay` None uses the group's retry policy. `error` is shown by `suspended` for a queue that is popped in
+        order."""
+
+    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
+        """Release unseen deliveries: they are redelivered at once, and the attempt does not count."""
+
+    def dead_letter(
+        self, group: str, topic: str, receipt: str, reason: str, *, durability: Durability | None = None
+    ) -> None:
+        """Move a delivery to the group's dead letters and settle it."""
+
+    def take_losses(self, group: str) -> tuple[Loss, ...]:
+        """Return the messages that the group, by popping, has lost since the last call.
+        Retention removed them before they were popped or settled. Each loss is returned once, to the first caller. A
+        consumer with an interceptor for `on_offset_reset` calls this itself. `stats().counters.lost` is the sum. A
+        reader finds its losses in the result of `read`."""
+
+    def pending(self, group: str) -> list[Pending]:
+        """Return the group's deliveries in flight, by topic, queue and offset."""
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def end_pops(self, group: str, topic: str, queue_id: int) -> None:
+        """End popping from a queue that the group now reads by offset, with its pop retry topics.
+        Messages popped without order and not settled move there, to be delivered at their time. In order they are read
+        from the first on. Existing receipts expire. Raises what a put raises."""
+
+    def pop_retry_topics(self, group: str, topic: str) -> list[str]:
+        """Return the names of the topics that hold failed messages of `topic` for a group that pops.
+        The topics need not exist. A group that reads has its failed messages of any topic in `%RETRY%group`."""
+
+    def send_back(
+        self,
+        group: str,
+        message: Message | SendReceipt | int,
+        *,
+        delay_level: int = 0,
+        delay: Duration | None = None,
+        max_reconsume: int | None = None,
+        attempts: int | None = None,
+        reason: str | None = None,
+        durability: Durability | None = None,
+    ) -> SendReceipt:
+        """Redeliver a failed message to this group only, or dead-letter it.
+        `message` may be given by its receipt, or by its physical offset. The delay is `delay`, a level, or with level 0
+        the group's policy. The message becomes a dead letter if it has no attempt left, or `delay_level` is negative.
+        `attempts` is the number of attempts that have ended; None: one more than the message's `reconsume_times`."""
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        """Return the group's dead letters, to list, replay or purge."""
+
+    # -- the store --------------------------------------------------------------------------------------------------
+
+    def saved(self, work: Callable[[], T]) -> T:
+        """Write to disk everything that `close` would write, and return `work()`.
+        No mechanism runs in between, so snapshots have what was saved."""
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Wait for running work, save every table, and close the engine.
+        Calling it again only closes the store, as `MessageStore.close` does. In a forked child it does nothing. Raises
+        StoreBusyError in a signal handler that interrupted a call with a lock."""
