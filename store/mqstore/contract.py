@@ -118,17 +118,7 @@ class TopicCalls(Protocol):
     def names(self, system: bool = False) -> list[str]:
         """Return the topic names, sorted."""
 
-    def create(
-        self,
-        name: str,
-        *,
-        queues: int | None = None,
-        read_queues: int | None = None,
-        write_queues: int | None = None,
-        perm: int = 6,
-        message_type: str | None = None,
-        exist_ok: bool = True,
-    ) -> TopicConfig:
+    def create(self, name: str, *, queues: int | None = None, exist_ok: bool = True) -> TopicConfig:
         """Create a topic. An existing one is returned unchanged with `exist_ok`."""
 
 

@@ -551,7 +551,7 @@ def test_attempt_id_must_be_a_str(tmp_path: Path) -> None:
     """As above: order info with another one cannot be read."""
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"")
-        with pytest.raises(ConfigError, match="attempt id"):
+        with pytest.raises(ConfigError, match="attempt_id"):
             broker.pop("g", "t", order=True, attempt_id=5)  # type: ignore[arg-type]
         assert len(broker.pop("g", "t", order=True, attempt_id="5")) == 1
     Bench(tmp_path).broker.close()

@@ -321,7 +321,7 @@ def test_retries_are_always_read_from_the_first(parts: Parts, reads: Reads, star
 
 @pytest.mark.parametrize("start", ["first", True, 1.5])
 def test_a_start_that_is_none(parts: Parts, reads: Reads, start: Any) -> None:
-    with pytest.raises(ConfigError, match="start is"):
+    with pytest.raises(ConfigError, match="start must be"):
         reads.first_position(QueueKey("g", "t", 0), start)
     assert parts.offsets.committed(QueueKey("g", "t", 0)) is None
 
@@ -382,5 +382,5 @@ def test_a_reset_needs_a_topic_and_a_group(parts: Parts, reads: Reads) -> None:
         reads.reset("g", "nowhere", 0, "latest")
     with pytest.raises(ConfigError):
         reads.reset("g", "t", 2, "latest")
-    with pytest.raises(ConfigError, match="start is"):
+    with pytest.raises(ConfigError, match="start must be"):
         reads.reset("g", "t", 0, True)

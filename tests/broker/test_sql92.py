@@ -328,14 +328,14 @@ def test_a_property_is_read_as_java_reads_a_number(
 @pytest.mark.parametrize(
     ("expression", "position", "says"),
     [
-        ("", 0, "the filter ends where a property, a literal or ( is expected"),
+        ("", 0, "expected a property, a literal or (, but the filter ends"),
         ("a >3 and", 8, "the filter ends"),
         ("a != 3", 2, "not equal is written <>"),
         ("a == 3", 3, "equal is written ="),
         ("a = 'x", 4, "string is not closed"),
         ("a = 3 /* x", 6, "comment is not closed"),
         ("a = 3 -- x", 6, "ends with a line end"),
-        ("a = 3 garbage", 6, "found 'garbage' where the end, AND or OR is expected"),
+        ("a = 3 garbage", 6, "expected the end, AND or OR, but found 'garbage'"),
         ("a like 'x%'", 2, "use CONTAINS, STARTSWITH or ENDSWITH"),
         ("a + 1 > 2", 2, "arithmetic is not supported"),
         ("a.b = 1", 1, "a property name has"),

@@ -236,15 +236,15 @@ def test_queues_are_removed_from_writers_first(topics: _Topics) -> None:
         with pytest.raises(ConfigError, match=r"write_queues|written and never read"):
             topics.table.alter("a", **both_at_once)  # type: ignore[arg-type]
     topics.table.alter("a", write_queues=2)
-    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+    with pytest.raises(ConfigError, match=r"queues 3 have"):
         topics.table.alter("a", read_queues=2)  # no group was ever there
     topics.offsets.commit(QueueKey("g", "a", 3), 2)
     topics.offsets.commit(QueueKey("h", "a", 3), 1)
-    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+    with pytest.raises(ConfigError, match=r"queues 3 have"):
         topics.table.alter("a", read_queues=2)
     topics.offsets.commit(QueueKey("h", "a", 3), 2)
     topics.offsets.commit(QueueKey("k", "a", 0), 0)  # was never in queue 3, so it has all of it before it
-    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+    with pytest.raises(ConfigError, match=r"queues 3 have"):
         topics.table.alter("a", read_queues=2)
     topics.offsets.commit(QueueKey("k", "a", 3), 2)
     assert topics.table.alter("a", read_queues=2).read_queues == 2

@@ -520,7 +520,7 @@ def test_fifteen_times_unknown_gives_it_up_into_its_own_topic(bench: Bench, capl
     properties = kept.stored_properties()
     assert (kept.body, kept.tag, properties["TRANSACTION_CHECK_TIMES"]) == (b"lost", "t", "15")
     assert (properties["REAL_TOPIC"], properties["PGROUP"]) == ("orders", GROUP)
-    assert "given up" in caplog.text
+    assert "is discarded" in caplog.text
     assert (bench.bodies(), bench.transactions.open_count()) == ([], 0)
     bench.reopen()
     assert bench.transactions.open_count() == 0

@@ -15,21 +15,32 @@ from mqstore.log.store import MessageStore
 from tests.client.pipe import RemoteBroker
 from tests.client.pushsupport import PushBench
 
-_OVER_A_PIPE = ("producer", "pull_consumer", "pop_push", "push_consumer", "queue", "simple_consumer", "suspended")
+_OVER_A_PIPE = (
+    "aio_clients",
+    "producer",
+    "pull_consumer",
+    "pop_push",
+    "push_consumer",
+    "queue",
+    "simple_consumer",
+    "suspended",
+)
 """Files of tests that run with the broker of another side, too. That shows what `contract.py` promises: clients need
 nothing else of a broker. Of a test with many parameters one goes over the pipe."""
 
 _LISTENERS = "counts the listeners in the broker's tables"
+_THREADS = "counts threads, and the stand-in has some of its own"
 _LOG = "looks into the log by `broker.store`"
 _HERE_ONLY = {
     "test_a_callback_of_a_future_may_submit_and_flush": _LOG,
     "test_after_a_crash_it_goes_on": "the stand-in keeps no attempt notes, as a broker of another side may do",
     "test_consumers_that_were_never_started_are_forgotten": _LISTENERS,
     "test_each_thread_s_submits_keep_their_order": _LOG,
+    "test_handlers_that_run_hold_no_thread": _THREADS,
     "test_it_is_a_member_from_its_first_receive_to_its_end": _LISTENERS,
     "test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes": _LOG,
     "test_options_that_cannot_be_leave_no_trace": _LISTENERS,
-    "test_starting_and_stopping_leaves_nothing_behind": "counts threads, and the stand-in has some of its own",
+    "test_starting_and_stopping_leaves_nothing_behind": _THREADS,
     "test_submit_blocks_when_so_much_is_in_flight_and_not_before": _LOG,
     "test_submitted_messages_are_stored_in_order": _LOG,
     "test_with_closes_and_stores_what_was_submitted_even_when_it_raises": _LOG,

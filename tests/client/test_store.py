@@ -67,8 +67,8 @@ def test_lock_holder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("propertys", "properties")])
-def test_option_of_none_differs_from_the_default(store: Store, wrong: str, right: str) -> None:
-    with pytest.raises(TypeError, match=f"no option '{wrong}' of a message; did you mean '{right}'"):
+def test_unknown_message_option_is_refused_with_a_hint(store: Store, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown message option '{wrong}'; did you mean '{right}'"):
         store.put("t", b"x", **{wrong: "x"})  # type: ignore[arg-type]
 
 

@@ -456,7 +456,7 @@ def test_log_scan_distinguishes_loss_and_retention(tmp_path: Path) -> None:
         offsets = [row["queue_offset"] for row in rows if row["topic"] == "t"]
         assert len(offsets) == len({*offsets})
         assert 70 < len(offsets) < 90
-        with pytest.raises(CorruptStoreError, match="no file has"):
+        with pytest.raises(CorruptStoreError, match="no file holds"):
             [*ColumnReader(store, ["body"]).log(0, end)]
     with ReadOnlyMessageStore(path) as store:  # another, which has none of them mapped
         segments[0].unlink()

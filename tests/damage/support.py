@@ -188,10 +188,10 @@ def overwrite(file: Path, at: int, data: bytes) -> None:
 class Shape(NamedTuple):
     """Sizes of a store, and the seed of its messages."""
 
-    messages: int = 120
+    messages: int = 300
     topics: int = 3
-    body_bytes: int = 1000
-    segment_bytes: int = 1 << 14
+    body_bytes: int = 2000
+    segment_bytes: int = 1 << 16
     seed: int = 1
 
 

@@ -246,7 +246,7 @@ def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_pa
         ("other", "store", NotAStoreError, "letters.txt"),
         ("other/letters.txt", "store", NotAStoreError, "is a file"),
         ("other/letters.txt", "set", NotAStoreError, "is a file"),
-        ("nowhere", "inbox", ConfigError, "is no store, .* use target=store, which creates it"),
+        ("nowhere", "inbox", ConfigError, "is not a store, .* use target=store, which creates it"),
     ]
     for name, target, kind, says in cases:
         with pytest.raises(kind, match=says):

@@ -450,7 +450,7 @@ def test_a_bundle_for_queues_that_its_topic_has_no_more_is_refused(tmp_path: Pat
     with open_store(tmp_path) as store:
         assert bodies(store) == [b"1", b"2"]
     reason = (tmp_path / "inbox" / "refused" / "job-0" / "reason.txt").read_text()
-    assert "queue 2 of topic 'orders', which has 2 queues now" in reason
+    assert "queue 2 of topic 'orders', which was altered and now has 2 queues" in reason
 
 
 @pytest.mark.parametrize("create", [{"a/b": 1}, {"orders": 16_385}, {"SCHEDULE_TOPIC_XXXX": 4}, {"%RETRY%g": 1}])

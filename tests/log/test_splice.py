@@ -315,7 +315,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "other queues": (_say_queues({"orders": {"0": 60}}), "queues: shard.json says"),
     "a queue that cannot be": (_say_queues({"orders": {"16384": 60}}), "0..16383"),
     "a queue that is no number": (_say_queues({"orders": {"-1": 60}}), "0..16383"),
-    "a count that is none": (_say_queues({"orders": {"0": "60"}}), "gets '60' records"),
+    "a count that is none": (_say_queues({"orders": {"0": "60"}}), "has '60' records"),
     "a topic that cannot be": (_say_queues({"../up": {"0": 60}}), "topic"),
     "a larger record said": (lambda f: _say(f, largest=5000), "largest record has 5000 bytes"),
     "another largest": (lambda f: _say(f, largest=4000), "largest"),

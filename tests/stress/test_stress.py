@@ -40,10 +40,11 @@ import mqstore.aio
 from mqstore import Message
 from mqstore.client import concurrent
 from tests.holding import new_threads, open_files
+from tests.waiting import until
 
 SECONDS = float(os.environ.get("MQSTORE_STRESS_SECONDS", "5"))
 SEED = int(os.environ.get("MQSTORE_STRESS_SEED", "7"))
-SHIPPED_SECONDS = SECONDS / 6
+SHIPPED_SECONDS = max(1.7, SECONDS / 6)
 """Of these for the group whose queues change hands as quickly as in earnest; the rest for everything at once."""
 MAIN_SECONDS = SECONDS - SHIPPED_SECONDS
 STILL_S = 60.0
@@ -619,6 +620,7 @@ def test_with_the_shipped_pauses_only_what_was_slow_comes_twice(
         members.start()
         producer.start()
         time.sleep(SHIPPED_SECONDS)
+        until(lambda: ledger.hung)
         stop_producing.set()
         producer.join(30)
         seen, still_since = -1, time.monotonic()

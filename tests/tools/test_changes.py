@@ -65,7 +65,7 @@ REFUSED = {
     "groups delete nonesuch --yes": "no group",
     "offsets reset --group nonesuch --topic orders --to latest --yes": "no group",
     "offsets reset --group billing --topic nonesuch --to latest --yes": "no topic",
-    "offsets reset --group billing --topic orders --to 11 --yes": "from 0 to 10",
+    "offsets reset --group billing --topic orders --to 11 --yes": "must be 0..10",
     "offsets reset --group billing --topic orders --to -1 --yes": "neither a time",
     "offsets reset --group billing --topic orders --to noon --yes": "neither a time",
     "offsets reset --group billing --topic orders --to 0 --queue-id 2 --yes": "queues 0..1",

@@ -220,21 +220,21 @@ def test_json_has_counts_and_offsets(tmp_path: Path) -> None:
 # -- bad lines ---------------------------------------------------------------------------------------------------------
 
 _BAD = [
-    ("jsonl", b'{"body":"1"}', b"{", "line 2: no JSON"),
+    ("jsonl", b'{"body":"1"}', b"{", "line 2: not JSON"),
     ("jsonl", b'{"body":"1"}', b"[1]", "line 2: a JSON value, but not an object"),
     ("jsonl", b'{"body":"1"}', b"{}", "line 2: no field 'body'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":"a|b"}', "line 2: tag 'a|b'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":["a"]}', "line 2: field 'tag' is neither"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":true}', "line 2: field 'tag' is neither"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":"soon"}', "line 2: field 'delay' is not a number"),
-    ("jsonl", b'{"body":"1"}', b'{"body":"x","flag":1.5}', "line 2: field 'flag' is no whole number"),
+    ("jsonl", b'{"body":"1"}', b'{"body":"x","flag":1.5}', "line 2: field 'flag' is not a whole number"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":"p"}', "line 2: field 'properties' is not an object"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":{"UNIQ_KEY":"u"}}', "line 2: property 'UNIQ_KEY'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":1,"message_group":"g"}', "line 2: message_group and delay"),
     ("jsonl", b'{"body":"1"}', b'{"body":"\\ud800"}', "line 2: "),
-    ("csv", b"body\n1", b"a,b", "line 3: 2 fields, and the header has 1"),
+    ("csv", b"body\n1", b"a,b", "line 3: 2 fields, but the header has 1"),
     ("csv", b"body,tag\n1,", b"x,a|b", "line 3: tag 'a|b'"),
-    ("csv", b"body\n1", b'"a"b', "line 3: no CSV"),
+    ("csv", b"body\n1", b'"a"b', "line 3: not CSV"),
     ("lines", b"1", b"x" * ((4 << 20) + 1), "line 2: the body has 4194305 bytes"),
 ]
 
@@ -268,7 +268,7 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
     result = run(tmp_path / "s", "{\n" * 30, "--format", "jsonl", "--skip-bad")
 
     assert result.exit_code == 1
-    assert result.stderr.count("left out") == 10
+    assert result.stderr.count("skipped") == 10
     assert "30 bad lines were skipped" in result.stdout
 
 

@@ -237,7 +237,7 @@ def test_records_whose_properties_no_checksum_covers_are_counted(golden: Golden,
 
     assert found["ok"]
     assert found["body_checksum_only"] == (0 if covered else found["messages"])
-    assert ("altered properties" in shown.stdout) == (not covered)
+    assert ("changed properties" in shown.stdout) == (not covered)
     assert shown.exit_code == 0
 
 

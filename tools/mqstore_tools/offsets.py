@@ -98,7 +98,7 @@ Examples:
   mqstore offsets reset var/mq --group billing --topic orders --queue-id 2 --to 1500""",
 )
 @directory_argument
-@click.option("--group", required=True)
+@click.option("--group", required=True, help="Consumer group to move.")
 @click.option("--topic", required=True)
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option(

@@ -188,13 +188,14 @@ class StandardQueues:
         return 1 if message is None else message.attempt
 
     def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
-        """Dead-letter the message, then settle it."""
+        """Dead-letter the message, then settle it: a crash between the two makes a second copy, and loses none."""
         batch = self._need(state, claim)
         self._tables.move_to_dead_letters(state, claim.offset, reason)
         self._settle(state, REVIVE, batch, [claim.offset])
         state.note_revived([claim.offset])
 
     def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+        # Logged before memory changes, so that memory is always what a replay makes of the log.
         self._log.put_settled(kind, batch.name, offsets)
         state.settle(batch, offsets)
         self._tables.commit(state)
@@ -279,7 +280,7 @@ class StandardQueues:
                 for offset, batch in sources[at : at + count]:
                     done.setdefault(batch, []).append(offset)
                 at += count
-        finally:
+        finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
             for batch, offsets in done.items():
                 self._settle(state, REVIVE, batch, offsets)
                 state.note_revived(offsets)
