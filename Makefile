@@ -78,6 +78,7 @@ lint: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m scripts.tics
 
 # The jars of RocketMQ's store are those of `make interop`. Without them that side is left out, with a word.
 bench: $(VENV)/stamp-bench

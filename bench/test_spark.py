@@ -20,8 +20,8 @@ import pytest
 import mqstore
 from bench.harness import Ask, Load, ready, scratch
 from mqstore.layout.record import Record, check_record, decode_record
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.tip import QueueRef
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.writing.log_tail import QueueRef
 
 pa = pytest.importorskip("pyarrow")
 

@@ -16,7 +16,7 @@ from bench import peers, servers
 from bench.harness import Ask, Load, Side, Work, each
 from bench.peers import BATCH
 from bench.sides import PUT, READ, fill, filled, outgoing, put, read, run_together
-from mqstore.broker.road import SendOptions
+from mqstore.broker.router import SendOptions
 
 BODIES = pytest.mark.parametrize("body", [128, 1024])
 SEGMENTS = 200

@@ -49,20 +49,20 @@ from rich.text import Text
 import mqstore
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import inspect_broker
-from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.selection import group_queue
+from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.engine import Finding
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
 from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS
 from mqstore.layout.record import BODY_AT_V4
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
 from mqstore_tools import render
 from mqstore_tools.inspect import show_store
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_told, json_option
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_on_stderr, json_option
 
 __all__ = ["Source", "demo", "read_sources"]
 
@@ -327,7 +327,7 @@ class _Demo:
         shutil.copytree(self.store, copy)
         (*flips, unit), queue, damaged = self._flip_three(copy)
         before, _ = _verify(copy)
-        with render.progress("recovering") as progress, findings_told():
+        with render.progress("recovering") as progress, findings_on_stderr():
             report = recover_store(copy, RecoverOptions(), progress=progress)
         after, _ = _verify(copy)
         told, left = ({(each.kind, each.file) for each in findings} for findings in (before, after))

@@ -80,9 +80,10 @@ def with_tables(text: str) -> str:
 
 def native_table() -> str:
     """Return table.h: each integer of these modules, without the underscore of a private name."""
-    from mqstore.broker.pop import ask, state
+    from mqstore.broker.pop import request as ask
+    from mqstore.broker.pop import state
     from mqstore.layout import consumequeue, hosts, indexfile, properties, record
-    from mqstore.log import outgoing
+    from mqstore.log.writing import outgoing
 
     lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
     for module in (hosts, properties, record, consumequeue, indexfile, outgoing, ask, state):

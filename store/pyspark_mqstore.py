@@ -1,5 +1,5 @@
 """Found by Spark, which imports every top-level module called `pyspark_*` when it looks for a data source: so
-`spark.read.format("mqstore")` works with no call before it. See `mqstore.spark` for what is behind it.
+`spark.read.format("mqstore")` works with no call before it. `mqstore.spark` has the data source.
 
 One such module that fails hides the sources of all others. So this one never raises, and imports nothing that Spark has
 not imported by then: numpy, pyarrow and the store come with the first query.

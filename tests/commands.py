@@ -9,7 +9,15 @@ __all__ = ["CHANGING", "looking"]
 
 CHANGING = {
     *("produce", "consume", "recover", "topics create", "topics alter", "topics delete", "groups create"),
-    *("groups alter", "groups delete", "offsets reset", "delay cancel", "dlq replay", "dlq purge", "cut restore"),
+    *(
+        "groups alter",
+        "groups delete",
+        "offsets reset",
+        "delay cancel",
+        "dlq replay",
+        "dlq purge",
+        "quarantine restore",
+    ),
     *("spark clean", "spark sql", "spark shell", "bench"),
 }
 """Commands that change a store, make one of their own, or start Spark. `looking` has dry runs of some."""
@@ -36,9 +44,9 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "dlq list": "DIR",
         "dlq list, a group": f"DIR --group {group}",
         "dlq show": f"DIR --group {group}",
-        "cut list": "DIR",
-        "cut export": "DIR",
-        "cut restore, dry": "DIR --dry-run",
+        "quarantine list": "DIR",
+        "quarantine export": "DIR",
+        "quarantine restore, dry": "DIR --dry-run",
         "recover, dry": "DIR --dry-run",
         "recover, dry, config": "DIR --dry-run --rebuild config",
         "recover, dry, index": "DIR --dry-run --rebuild index",

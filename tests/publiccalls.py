@@ -13,12 +13,12 @@ import mqstore
 from mqstore import Delivery, Producer, PullConsumer, PushConsumer, Queue, QueueRef, SimpleConsumer, Store, Task
 from mqstore.admin import DeadLetters
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import GroupTable
-from mqstore.broker.locks import QueueLocks
-from mqstore.broker.members import Members, Mode
-from mqstore.broker.topics import TopicTable
-from mqstore.broker.transactions import Transactions
-from mqstore.client.transaction import Transaction
+from mqstore.broker.tables.groups import GroupTable
+from mqstore.broker.tables.locks import QueueLocks
+from mqstore.broker.tables.members import Members, Mode
+from mqstore.broker.tables.topics import TopicTable
+from mqstore.broker.transactions.service import Transactions
+from mqstore.client.send.transaction import Transaction
 
 __all__ = ["CALLS", "CLOSING", "Things", "names_of", "opened"]
 
@@ -48,6 +48,7 @@ USED_BY_AIO = frozenset(
             "PullConsumer._take",
         ),
         *("Task._ack_at_once", "Delivery._ack_at_once"),
+        *("Store._close_stopped", "Store._stop_handlers", "PushConsumer._stop_handlers"),
     ]
 )
 """Private methods that do what the public ones of `mqstore.aio` do."""
@@ -105,8 +106,21 @@ def opened(**options: Any) -> Iterator[Things]:
 
 CLOSING = frozenset(
     [
-        *("Store.close", "Store.close_halted", "Store.halt", "Broker.close", "Transactions.close", "Queue.shutdown"),
-        *("Producer.close", "PushConsumer.halt", "PushConsumer.stop", "SimpleConsumer.close", "PullConsumer.close"),
+        *(
+            "Store.close",
+            "Store._close_stopped",
+            "Store._stop_handlers",
+            "Broker.close",
+            "Transactions.close",
+            "Queue.shutdown",
+        ),
+        *(
+            "Producer.close",
+            "PushConsumer._stop_handlers",
+            "PushConsumer.stop",
+            "SimpleConsumer.close",
+            "PullConsumer.close",
+        ),
     ]
 )
 """Calls after which others are refused."""
@@ -131,7 +145,7 @@ def _transact(x: Things) -> None:
 CALLS: dict[str, Callable[[Things], Any]] = {
     "Store.broker": lambda x: x.store.broker,
     "Store.close": lambda x: x.store.close(),
-    "Store.close_halted": lambda x: x.store.close_halted(1, 0),
+    "Store._close_stopped": lambda x: x.store._close_stopped(1, 0),
     "Store.closed": lambda x: x.store.closed,
     "Store.commit_offset": lambda x: x.store.commit_offset("c", _ONE, 0),
     "Store.committed": lambda x: x.store.committed("c", _ONE),
@@ -140,7 +154,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Store.find": lambda x: x.store.find("t", key="k"),
     "Store.flush": lambda x: x.store.flush(),
     "Store.get": lambda x: x.store.get(x.receipt.message_id),
-    "Store.halt": lambda x: x.store.halt(),
+    "Store._stop_handlers": lambda x: x.store._stop_handlers(),
     "Store.iter": lambda x: list(x.store.iter("t", 0, stop=3)),
     "Store.lag": lambda x: x.store.lag("g"),
     "Store.mode": lambda x: x.store.mode,
@@ -167,16 +181,22 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Broker.add_waiter": lambda x: x.broker.remove_waiter(_waiter(x)),
     "Broker.attempts": lambda x: x.broker.attempts("g", "t", 0),
     "Broker.change_invisible": lambda x: x.broker.change_invisible("g", "t", x.pop_receipt, 60),
+    "Broker.check_open": lambda x: x.broker.check_open(),
     "Broker.close": lambda x: x.broker.close(),
+    "Broker.closed": lambda x: x.broker.closed,
     "Broker.commit": lambda x: x.broker.commit("c", "t", 0, 0),
     "Broker.committed": lambda x: x.broker.committed("c", "t", 0),
     "Broker.dead_letter": lambda x: x.broker.dead_letter("g", "t", x.pop_receipt, "why"),
     "Broker.dead_letters": lambda x: x.broker.dead_letters("jobs"),
     "Broker.delete_group": lambda x: x.broker.delete_group("unused"),
-    "Broker.end_pops": lambda x: x.broker.end_pops("c", "t", 0),
+    "Broker.release_all": lambda x: x.broker.release_all("c", "t", 0),
     "Broker.filter": lambda x: x.broker.filter("a > 1", "SQL92"),
+    "Broker.find": lambda x: x.broker.find("t", unique_key=x.receipt.unique_key),
     "Broker.lag": lambda x: x.broker.lag("g"),
+    "Broker.listen": lambda x: x.broker.listen("topics", _nothing),
+    "Broker.local_offsets": lambda x: x.broker.local_offsets("me", "c"),
     "Broker.max_offset": lambda x: x.broker.max_offset("t", 0),
+    "Broker.message_at": lambda x: x.broker.message_at(x.receipt),
     "Broker.min_offset": lambda x: x.broker.min_offset("t", 0),
     "Broker.nack": lambda x: x.broker.nack("g", "t", x.pop_receipt),
     "Broker.note_attempt": lambda x: x.broker.note_attempt("c", "t", 0, 0, 1),
@@ -200,7 +220,9 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Broker.start_of": lambda x: x.broker.start_of(x.new(), "t", 0),
     "Broker.stats": lambda x: x.broker.stats(),
     "Broker.suspended": lambda x: x.broker.suspended("g"),
+    "Broker.sync": lambda x: x.broker.sync(),
     "Broker.take_losses": lambda x: x.broker.take_losses("g"),
+    "Broker.unlisten": lambda x: x.broker.unlisten("topics", _nothing),
     "Broker.wait": lambda x: x.broker.wait("t", 0, 1 << 40, 0),
     "Broker.wake_one": lambda x: x.broker.wake_one("g", "t"),
     "TopicTable.alter": lambda x: x.broker.topics.alter("t", perm=6),
@@ -213,7 +235,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.for_send": lambda x: x.broker.topics.for_send(x.new()),
     "TopicTable.get": lambda x: x.broker.topics.get("t"),
     "TopicTable.names": lambda x: x.broker.topics.names(),
-    "TopicTable.need": lambda x: x.broker.topics.need("t"),
+    "TopicTable.require": lambda x: x.broker.topics.require("t"),
     "TopicTable.problems": lambda x: x.broker.topics.problems,
     "GroupTable.alter": lambda x: x.broker.groups.alter("g", consume_enable=True),
     "GroupTable.create": lambda x: x.broker.groups.create(x.new()),
@@ -222,7 +244,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "GroupTable.get": lambda x: x.broker.groups.get("g"),
     "GroupTable.may_read": lambda x: x.broker.groups.may_read("g", "t"),
     "GroupTable.names": lambda x: x.broker.groups.names(),
-    "GroupTable.need": lambda x: x.broker.groups.need(x.new()),
+    "GroupTable.require": lambda x: x.broker.groups.require(x.new()),
     "QueueLocks.begin_work": lambda x: x.broker.locks.begin_work("pull", _ONE, "one"),
     "QueueLocks.end_work": lambda x: x.broker.locks.end_work("pull", _ONE),
     "QueueLocks.forget": lambda x: x.broker.locks.forget("unused"),
@@ -295,7 +317,7 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "Producer.transaction": lambda x: x.producer.transaction(),
     "Transaction.send": _transact,
     "PushConsumer.assignment": lambda x: x.push.assignment(),
-    "PushConsumer.halt": lambda x: x.push.halt(),
+    "PushConsumer._stop_handlers": lambda x: x.push._stop_handlers(),
     "PushConsumer.pause": lambda x: x.push.pause(),
     "PushConsumer.resume": lambda x: x.push.resume(),
     "PushConsumer.seek": lambda x: x.push.seek(QueueRef("none", 0), 0),

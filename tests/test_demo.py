@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from examples import demo as demo_module
 from examples.demo import demo
 from mqstore.broker.selection import group_queue
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.tools.support import environment
 
 CHECKS = {"killed", "acknowledged", "complete", "once", "files", "keys", "verified", "found", "mended", "passed_over"}

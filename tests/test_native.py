@@ -27,10 +27,10 @@ from mqstore import Message, SimulatedClock, StoreConfig, native
 from mqstore.errors import StoreIOError
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.scan import gather, read_run
-from mqstore.log.outgoing import SLOTS
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.records import Request
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.records import Request
 from mqstore.log.store import MessageStore
+from mqstore.log.writing.outgoing import SLOTS
 from tests.faults import FaultyFileSystem
 from tests.records import encode_record
 from tests.without import append_compiled, compiled, read_by_compiled_put, tip_put
@@ -128,7 +128,7 @@ _OUT = np.zeros(1, np.bool_)
 _END = np.zeros(1, np.int64)
 _BUFFER = bytes(200)
 _UNITS = (_BUFFER, _ONE, _ONE, _ONE)
-_OTHER_SLOT = kernel and kernel.Tip.end
+_OTHER_SLOT = kernel and kernel.LogTail.end
 
 
 @compiled
@@ -384,7 +384,7 @@ def test_odd_copy_is_left_to_python(copy: Any) -> None:
 
 @compiled
 def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None:
-    text, short = kernel.Numbered(), kernel.Numbered()
+    text, short = kernel.QueueTail(), kernel.QueueTail()
     text.plain_tail, short.plain_tail = "", b"1"
     with MessageStore(tmp_path / "s") as store:
         store.put("t", b"body", 0, tag="a")
@@ -508,7 +508,7 @@ def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None
     outside = kernel.Located(type("RecordBatch", (), {"buffer": b"short"}), 0, 0, 1000)
     with pytest.raises(IndexError):
         _ = outside.body
-    bare_tip, bare_queue = kernel.Tip(), kernel.Numbered()
+    bare_tip, bare_queue = kernel.LogTail(), kernel.QueueTail()
     assert tip_put(bare_tip, bare_queue, b"", b"", None) is None
 
 

@@ -15,7 +15,7 @@ Everything begins with `mqstore.open`. Then
     store.producer()                 send: batches, retries, transactions          help(mqstore.Producer)
     store.put, store.read            messages of a topic, by number                help(mqstore.Store)
     mqstore.aio                      all of it for asyncio                         help(mqstore.aio)
-    mqstore.errors                   what all of it raises                         help(mqstore.errors)
+    mqstore.errors                   all errors                                     help(mqstore.errors)
     mqstore.admin                    look into a directory, and change it          help(mqstore.admin)
     mqstore.engine                   messages and damage in its files, clocks      help(mqstore.engine)
 
@@ -28,22 +28,22 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from mqstore.broker.groups import RetryPolicy, backoff, exponential
+from mqstore.broker.tables.groups import RetryPolicy, backoff, exponential
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
-from mqstore.client.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
-from mqstore.client.interceptors import Consumed, Interceptor
-from mqstore.client.producer import Producer
-from mqstore.client.pullconsumer import PullConsumer
-from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.interceptors import DeliveryResult, Interceptor
+from mqstore.client.pull.consumer import PullConsumer
+from mqstore.client.push.consumer import PushConsumer
+from mqstore.client.push.handlers import COMMIT, ROLLBACK, BatchFailure, Reject, Retry
+from mqstore.client.push.workers import cancelled
+from mqstore.client.send.producer import Producer
 from mqstore.client.simpleconsumer import SimpleConsumer
-from mqstore.client.workers import cancelled
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
 from mqstore.queue import Queue, Task
 from mqstore.store import Store
@@ -62,8 +62,8 @@ __all__ = [
     "BatchFailure",
     "Body",
     "Codec",
-    "Consumed",
     "Delivery",
+    "DeliveryResult",
     "Durability",
     "Interceptor",
     "MQStoreError",
@@ -109,16 +109,16 @@ def open(
     """Open a store directory.
 
     "rw" takes the exclusive lock: StoreLockedError (with the holder's pid) if another process has it for longer than
-    `lock_timeout` seconds; it delivers what is due from then on. "r" takes no lock and can only read; a writer may be
-    at work meanwhile. A store that was not closed cleanly is recovered first; `store.recovery` tells what was found.
-    `profile` None: the directory's own, "mqstore" for a new one. `durability` is what `put` promises when it returns:
-    "append", in the page cache; "flush", on disk. A killed process loses neither. Close the store, best by `with`: one
+    `lock_timeout` seconds; it delivers due messages from then on. "r" takes no lock and can only read; a writer may be
+    at work meanwhile. A store that was not closed cleanly is recovered first; `store.recovery` is the report.
+    `profile` None: the directory's own, "mqstore" for a new one. When `put` returns, a message is in the page cache
+    (`durability` "append") or on disk ("flush"). A killed process loses neither. Close the store, best by `with`: one
     that nobody refers to closes itself, with a ResourceWarning. If its directory is removed or moved meanwhile, every
     call raises MissingFileError within a second.
 
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """
-    # Built by hand: behind a call of the class a signal handler may raise, and nobody could close the store then.
+    # Built by hand: after a call of the class a signal handler may raise, and nobody could close the store then.
     store = Store.__new__(Store)
     Store.__init__(
         store,

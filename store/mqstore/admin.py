@@ -1,8 +1,8 @@
-"""Administration of a store: topics, groups, dead letters, what consumers have in flight, and store directories.
+"""Administration of a store: topics, groups, dead letters, messages in flight, and store directories.
 
 `Store.broker` is the broker of a store that is open for writing. The first names are the types that it takes and
-returns. The others work on a directory, for operators: `look` and `inspect_store` read it, also beside a broker, and
-`offline` changes it while no broker runs.
+returns. The others work on a directory, for operators: `look` and `inspect_store` read it, also while a broker runs,
+and `offline` changes it while none runs.
 
 >>> import mqstore, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -25,16 +25,16 @@ from mqstore.broker.admin import contents
 from mqstore.broker.admin.cut import cut_messages, restore_cut
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.admin.offline import Offline, look, offline
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.groups import default_retry
 from mqstore.broker.names import check_group, check_user_topic, retry_topics
-from mqstore.client.preparing import check_options, options_of
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.tables.configchecks import CONFIG_CHECKS
+from mqstore.broker.tables.groups import default_retry
+from mqstore.client.send.preparing import check_options, options_of
 from mqstore.files.filesystem import REAL
-from mqstore.files.quiet import QUIET
-from mqstore.log.outgoing import OutgoingMessage
+from mqstore.files.readonly_fs import QUIET
 from mqstore.log.recovery import repair
-from mqstore.log.snapshot.take import SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.snapshot.copy import SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.writing.outgoing import OutgoingMessage
 from mqstore.options import DEFAULT_MESSAGE_BYTES, StoreConfig
 
 __all__ = [
@@ -71,15 +71,15 @@ def check_message(message: OutgoingMessage, max_message_size: int | None = None)
 def inspect_store(
     path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Return what the store at `path` contains, as `mqstore inspect --json` prints it. Changes nothing.
+    """Return the contents of the store at `path`, as `mqstore inspect --json` prints it. Changes nothing.
     `progress` is called with (bytes done, all bytes). Raises NotAStoreError, CorruptStoreError (the manifest),
     UnsupportedStoreError, and StoreIOError."""
     return {**contents.inspect_store(path, progress=progress), "broker": inspect_broker(path)}
 
 
 def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False) -> list[str]:
-    """Replace the bad JSON files of a store by defaults, and return a sentence about each. What they had is lost.
-    With `dry_run` return what would be done. Raises NotAStoreError, and StoreLockedError if a writer has the store."""
+    """Replace the bad JSON files of a store by defaults, and return a sentence about each. Their contents are lost.
+    With `dry_run` only describe the changes. Raises NotAStoreError, and StoreLockedError if a writer has the store."""
     fs = QUIET if dry_run else REAL
     return repair.rebuild_config(path, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=fs)
 

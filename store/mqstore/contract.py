@@ -9,7 +9,7 @@ with durability "flush", `sync` and a `pop` with `poll` block.
     Broker ── topics, groups           configuration, by name
          ├─── members, locks           who consumes in a group, and who holds which queue
          ├─── transactions             half messages, and the callback that is asked about them
-         └─── begun                    notes of the messages that handlers have begun
+         └─── begun                    notes of the messages that handlers have started
 
 A few members make calls fast in one process. An implementation that does not have them answers with nothing, and the
 caller takes the ordinary way: `_sender` None, `pop_at_once` [], `ack_at_once` 0, `has_room` False.
@@ -24,32 +24,35 @@ from concurrent.futures import Future
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
-from mqstore.broker.begun import Address, Notes, Suspects
-from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.filters import Filter
-from mqstore.broker.groups import GroupConfig, RetryPolicy
-from mqstore.broker.halves import TransactionHandle
-from mqstore.broker.locks import QueueLock
-from mqstore.broker.members import Expression, Member, Mode, Subscriptions
-from mqstore.broker.pop.ask import Delivery, Pending
-from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.filters.filter import Filter
+from mqstore.broker.pop.orderinfo import BlockedQueue
+from mqstore.broker.pop.request import Delivery, Pending
 from mqstore.broker.pop.service import MAX_BATCH
 from mqstore.broker.reading import Loss, ReadResult
-from mqstore.broker.road import SendOptions
-from mqstore.broker.topics import TopicConfig
-from mqstore.broker.transactions import NOT_ASKED, NotAsked, Outcome
+from mqstore.broker.redelivery.attempt_journal import Address, AttemptNotes, Suspects
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.router import SendOptions
+from mqstore.broker.tables.groups import GroupConfig, RetryPolicy
+from mqstore.broker.tables.locks import QueueLock
+from mqstore.broker.tables.members import Expression, Member, Mode, Subscriptions
+from mqstore.broker.tables.topics import TopicConfig
+from mqstore.broker.transactions.prepared import TransactionHandle
+from mqstore.broker.transactions.service import NOT_ASKED, NobodyAsked, Outcome
 from mqstore.broker.waiting import Callback, Waiter
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.writing.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration
 
 __all__ = [
     "MAX_BATCH",
     "NOT_ASKED",
     "Address",
+    "AttemptNotes",
+    "BlockedQueue",
     "BrokerContract",
+    "ChangeFeed",
     "DeadLetters",
     "Delivery",
     "Expression",
@@ -62,10 +65,8 @@ __all__ = [
     "Member",
     "MemberCalls",
     "Mode",
-    "News",
-    "NotAsked",
+    "NobodyAsked",
     "NoteCalls",
-    "Notes",
     "OffsetCalls",
     "Pending",
     "QueueLock",
@@ -75,7 +76,6 @@ __all__ = [
     "Start",
     "Subscriptions",
     "Suspects",
-    "Suspended",
     "TopicCalls",
     "TopicConfig",
     "TransactionCalls",
@@ -87,7 +87,7 @@ T = TypeVar("T")
 
 Start = Literal["earliest", "latest"] | datetime
 """Position where a group begins in a queue without a committed offset."""
-News = Literal["topics", "members", "locks", "save"]
+ChangeFeed = Literal["topics", "members", "locks", "save"]
 """Kind of events that `listen` reports."""
 
 
@@ -101,7 +101,7 @@ class Limits(NamedTuple):
 
 
 class TopicCalls(Protocol):
-    """Topics by name (`broker/topics.py`)."""
+    """Topics by name (`broker/tables/topics.py`)."""
 
     def get(self, name: str) -> TopicConfig | None:
         """Return the topic, or None. It may be known only by its messages."""
@@ -109,7 +109,7 @@ class TopicCalls(Protocol):
     def entered(self, name: str) -> TopicConfig | None:
         """Return the topic if somebody has created it, or None."""
 
-    def need(self, name: str) -> TopicConfig:
+    def require(self, name: str) -> TopicConfig:
         """Return the topic. Raises TopicNotFoundError."""
 
     def for_send(self, name: str) -> TopicConfig:
@@ -123,12 +123,12 @@ class TopicCalls(Protocol):
 
 
 class GroupCalls(Protocol):
-    """Consumer groups by name (`broker/groups.py`)."""
+    """Consumer groups by name (`broker/tables/groups.py`)."""
 
     def get(self, name: str) -> GroupConfig | None:
         """Return the group, or None."""
 
-    def need(self, name: str) -> GroupConfig:
+    def require(self, name: str) -> GroupConfig:
         """Return the group for a consumer, and create it if necessary."""
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
@@ -136,7 +136,7 @@ class GroupCalls(Protocol):
 
 
 class MemberCalls(Protocol):
-    """Members of consumer groups (`broker/members.py`). `owner` is a text that no other consumer has."""
+    """Members of consumer groups (`broker/tables/members.py`). `owner` is a text that no other consumer has."""
 
     def register(
         self,
@@ -160,7 +160,7 @@ class MemberCalls(Protocol):
         owner: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """Raise what `register` would raise."""
+        """Raise the errors of `register`, without a change."""
 
     def unregister(self, client_id: str, group: str, *, owner: str | None = None) -> bool:
         """Remove a member. Return False if it is not one, or has another owner. None removes it for any owner."""
@@ -182,7 +182,7 @@ class MemberCalls(Protocol):
 
 
 class LockCalls(Protocol):
-    """Leases on queues for members that own them (`broker/locks.py`)."""
+    """Leases on queues for members that own them (`broker/tables/locks.py`)."""
 
     def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
         """Lock a queue or renew its lock. Return False while another client holds it."""
@@ -210,7 +210,7 @@ class LockCalls(Protocol):
 
 
 class TransactionCalls(Protocol):
-    """Half messages (`broker/transactions.py`)."""
+    """Half messages (`broker/transactions/service.py`)."""
 
     def prepare(
         self,
@@ -237,7 +237,7 @@ class TransactionCalls(Protocol):
         """Commit or roll back. Return the receipt of the visible message, if there is one."""
 
     def on_check(
-        self, producer_group: str | None, callback: Callable[[Message], bool | NotAsked | None] | None
+        self, producer_group: str | None, callback: Callable[[Message], bool | NobodyAsked | None] | None
     ) -> None:
         """Set the callback that is asked about a producer group's open transactions. None removes it."""
 
@@ -249,18 +249,18 @@ class TransactionCalls(Protocol):
 
 
 class NoteCalls(Protocol):
-    """Notes of the messages that handlers have begun (`broker/begun.py`).
+    """Notes of the messages that handlers have started (`broker/redelivery/attempt_journal.py`).
     The next process learns from them which message may have ended this one. An implementation may keep none."""
 
     suspects: Suspects
     """Messages that may have ended a process: handled one at a time."""
 
-    def open(self, group: str, workers: int, cells: int) -> Notes:
+    def open(self, group: str, workers: int, cells: int) -> AttemptNotes:
         """Return the notes of one consumer, with `cells` cells for each worker."""
 
 
 class OffsetCalls(Protocol):
-    """Offsets of one broadcasting client (`broker/localoffsets.py`)."""
+    """Offsets of one broadcasting client (`broker/tables/localoffsets.py`)."""
 
     def reload(self) -> None:
         """Load the saved offsets again, because another object may have saved some since."""
@@ -279,7 +279,7 @@ class BrokerContract(Protocol):
     """Delivery, as clients see it."""
 
     name: str
-    """Where the messages are, for texts: the path of the store."""
+    """Place of the messages, for texts: the path of the store."""
     clock: Clock
     own_clock: bool
     """True if the application moves the clock. Then no thread runs by itself."""
@@ -295,7 +295,7 @@ class BrokerContract(Protocol):
     shared: dict[str, Any]
     """State that the clients of this object share, by producer group. It begins empty."""
     _sender: object
-    """Compiled put (`log/writer.py`), or None."""
+    """Compiled put (`log/writing/writer.py`), or None."""
     # Not methods: a call between costs as much as some of the work.
     pop_at_once: Callable[[str, str, int, int, bool], list[Delivery]]
     """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for a lock or the disk.
@@ -315,7 +315,7 @@ class BrokerContract(Protocol):
     def check_open(self) -> None:
         """Raise StoreClosedError if the engine was closed, and MissingFileError if its directory is gone."""
 
-    def listen(self, news: News, callback: Callable[..., object]) -> None:
+    def listen(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
         """Call `callback` at each event of a kind. Listening again with the same callback changes nothing.
 
         "topics"    (topic) was created, altered or deleted
@@ -324,7 +324,7 @@ class BrokerContract(Protocol):
         "save"      () offsets will be saved: commit those that are due
         """
 
-    def unlisten(self, news: News, callback: Callable[..., object]) -> None:
+    def unlisten(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
         """Stop calling `callback`. Repeating it is harmless."""
 
     # -- in ---------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class BrokerContract(Protocol):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
-        """Append one message as `Road.put` does."""
+        """Append one message as `Router.put` does."""
 
     def put_many(
         self,
@@ -344,7 +344,7 @@ class BrokerContract(Protocol):
         **options: object,
     ) -> Sequence[SendReceipt]:
         """Append many messages to one queue, with one flush wait. `queue_id` None: the next queue in turn.
-        Raises what `put` raises. `options` are those of one message: InvalidMessageError says which method takes
+        Raises the errors of `put`. `options` are those of one message: InvalidMessageError says which method takes
         them."""
 
     def put_async(
@@ -359,7 +359,7 @@ class BrokerContract(Protocol):
         """Return once everything put before is on disk."""
 
     def recall(self, recall_handle: str) -> bool:
-        """Cancel a message delayed to a moment. Return True if it was still waiting.
+        """Cancel a message delayed to a given time. Return True if it was still waiting.
         Raises InvalidReceiptError if `recall_handle` is not a handle."""
 
     def message_at(self, receipt: SendReceipt) -> Message:
@@ -411,7 +411,7 @@ class BrokerContract(Protocol):
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
     ) -> Waiter:
-        """Call `callback(worth_a_read)` once: a message at or behind `offset` passes `filter`, or a read would move on.
+        """Call `callback(worth_a_read)` once: a message at or after `offset` passes `filter`, or a read would move on.
         The dispatching thread calls it, or after the timeout the housekeeper, with False. The callback may only wake
         another thread. It must not block, put or read."""
 
@@ -451,8 +451,8 @@ class BrokerContract(Protocol):
         owner: str | None = None,
     ) -> None:
         """Note that the group has consumed everything below `offset`.
-        With "flush" it is on disk before this returns. A group that commits reads, so what it has popped from the queue
-        ends, and receipts expire. With `owner`, raises NotPermittedError if another client holds the queue's lock.
+        With "flush" it is on disk before this returns. A group that commits reads, so its deliveries by pop end,
+        and their receipts expire. With `owner`, raises NotPermittedError if another client holds the queue's lock.
         Raises OffsetOutOfRangeError for an offset or a queue that does not exist."""
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
@@ -460,7 +460,7 @@ class BrokerContract(Protocol):
         `start` decides where a group begins that never committed; None: the group's configuration does."""
 
     def local_offsets(self, client_id: str, group: str) -> OffsetCalls:
-        """Return the offsets of a broadcasting client, which are kept in a file of its own.
+        """Return the offsets of a broadcasting client, which are kept in a separate file.
         Raises ConfigError for names that cannot be those of a folder and a file, CorruptStoreError, StoreIOError."""
 
     def lag(self, group: str) -> dict[QueueRef, int]:
@@ -478,7 +478,7 @@ class BrokerContract(Protocol):
         """Note the number of failed attempts of an orderly group at a message, and the last error.
         It is on disk within a second."""
 
-    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+    def suspended(self, group: str) -> dict[QueueRef, BlockedQueue]:
         """Return the queues of an ordered group that a failed message blocks.
         A queue is listed from the first failure of its message until that message is settled, also while the next
         attempt runs. The group may pop with `order=True` or have ordered push consumers."""
@@ -503,7 +503,7 @@ class BrokerContract(Protocol):
         skip_acked: bool = False,
     ) -> list[Delivery]:
         """Deliver up to `n` (at most 32) messages, each invisible to the group for `invisible` seconds.
-        A message is redelivered unless it is acknowledged by then. With `order`, nothing behind an unsettled message of
+        A message is redelivered unless it is acknowledged by then. With `order`, nothing after an unsettled message of
         its queue is delivered. That message is redelivered with all later ones of its batch, or with `skip_acked` only
         with those that were not acknowledged. Waits up to `poll` seconds for a first message."""
 
@@ -550,10 +550,10 @@ class BrokerContract(Protocol):
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def end_pops(self, group: str, topic: str, queue_id: int) -> None:
+    def release_all(self, group: str, topic: str, queue_id: int) -> None:
         """End popping from a queue that the group now reads by offset, with its pop retry topics.
         Messages popped without order and not settled move there, to be delivered at their time. In order they are read
-        from the first on. Existing receipts expire. Raises what a put raises."""
+        from the first on. Existing receipts expire. Raises the errors of a put."""
 
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics that hold failed messages of `topic` for a group that pops.
@@ -583,7 +583,7 @@ class BrokerContract(Protocol):
 
     def saved(self, work: Callable[[], T]) -> T:
         """Write to disk everything that `close` would write, and return `work()`.
-        No mechanism runs in between, so snapshots have what was saved."""
+        No service runs in between, so snapshots have the saved state."""
 
     def close(self, timeout: Duration = 30) -> None:
         """Wait for running work, save every table, and close the engine.

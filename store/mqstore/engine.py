@@ -16,8 +16,8 @@ from __future__ import annotations
 from mqstore.clock import Clock, SimulatedClock
 from mqstore.layout.properties import user_properties
 from mqstore.log.message import row_of
+from mqstore.log.reading.directory import StoreFiles
 from mqstore.log.recovery.report import Finding
-from mqstore.log.storefiles import StoreFiles
 from mqstore.native import described as compiled_parts
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Every error that mqstore raises, and when it occurs.
 
 The tree is rooted at `MQStoreError`. Additional built-in bases keep existing `except` clauses working:
-`except OSError` catches a full disk, `except ValueError` a bad argument. Each message says what was wrong,
-where (file and position), and what to do next.
+`except OSError` catches a full disk, `except ValueError` a bad argument. Each message names the problem,
+the place (file and position), and what to do next.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class EvaluationError(MQStoreError, ValueError):
     """A property does not fit the value that it is compared with, such as `abc` and a number.
     `position` is the start of the comparison in the expression.
 
-    >>> from mqstore.broker import sql92
+    >>> from mqstore.broker.filters import sql92
     >>> try:
     ...     sql92.compile("n > 5").evaluate({"n": "abc"})
     ... except EvaluationError as error:
@@ -239,7 +239,7 @@ class EvaluationError(MQStoreError, ValueError):
 
 
 class ConfigError(MQStoreError, ValueError):
-    """An option is out of range, or differs from what the store was created with."""
+    """An option is out of range, or differs from the one that the store was created with."""
 
     code = ResultCode.INVALID_PARAMETER
 

@@ -189,7 +189,7 @@ class StoreConfig:
     """Retention policy. None deletes only by `clean` and `drop_before`. For a broker None means `Retention()`."""
     flush_interval: Duration = 0.5
     """Time between two checks of the flusher, which syncs if four pages of 4 KiB are dirty."""
-    flush_thorough: Duration = 10.0
+    full_flush_interval: Duration = 10.0
     """Time between two syncs of all dirty pages."""
     flush_timeout: Duration = 5.0
     """Time that a put waits for its sync before it raises `FlushTimeoutError`."""
@@ -204,7 +204,7 @@ class StoreConfig:
     commit_interval: Duration = 5.0
     """Time between two syncs of the groups' committed offsets. A power cut loses later commits.
     A killed process loses at most the commits of the last 200 ms."""
-    release_in_flight: bool = True
+    requeue_on_open: bool = True
     """At the next open, redeliver messages that a killed process had popped and not acknowledged."""
     pop_retry_version: Literal[1, 2] = 2
     """Version of the topics for redelivered copies of popped messages."""
@@ -244,7 +244,7 @@ class StoreConfig:
         if self.delay_levels is not None:
             delay_table_ms(self.delay_levels)
         seconds(self.flush_timeout, "flush_timeout")
-        for name in ("flush_interval", "flush_thorough", "max_delay", "commit_interval"):
+        for name in ("flush_interval", "full_flush_interval", "max_delay", "commit_interval"):
             milliseconds(getattr(self, name), name)
         if self.dlq_retention is not None:
             milliseconds(self.dlq_retention, "dlq_retention")

@@ -13,7 +13,7 @@ other files. The topic has one queue, unless somebody else created it: then all 
 deliveries of one queue are FIFO, and redeliveries come when they are due. In an `ordered` queue nothing overtakes a
 leased item.
 
-There are no priorities. An item that must overtake others needs another queue.
+Priorities are not supported. An item that must overtake others needs another queue.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class Queue:
     `get` leases an item. If it is not settled within `visibility` seconds (0.1 s to 12 h), it is redelivered. After the
     process died, it is redelivered as soon as the store is opened. So each item is handled at least once, seldom twice.
 
-        ordered     an item that is leased, or waits for its next attempt, holds back all behind it. A property of the
+        ordered     an item that is leased, or waits for its next attempt, holds back all after it. A property of the
                     queue: set when it is created, the same for all afterwards
         retry       when a failed item is redelivered, and after how many attempts it is a dead letter; None: the
                     queue's. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
-                    with pauses from 1 s to 60 s. A policy given here replaces the queue's, but beside live consumers
-                    of its group it must equal theirs
+                    with pauses from 1 s to 60 s. A policy given here replaces the queue's, but must equal that of
+                    live consumers of its group
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while this many items are not done; 0: no limit
 
@@ -200,9 +200,9 @@ class Queue:
     ) -> None:
         """Store an item. With `delay` it becomes available after this many seconds.
 
-        With `maxsize`, raises QueueFull if there is no room, after `timeout` seconds if `block`. Raises QueueShutDown
-        after `shutdown`, and InvalidMessageError for an item that the codec refuses. Otherwise raises what `Broker.put`
-        raises. After an error nothing is stored.
+        With `maxsize`, raises QueueFull if it is full, after `timeout` seconds if `block`. Raises QueueShutDown
+        after `shutdown`, and InvalidMessageError for an item that the codec refuses. Also raises the errors of
+        `Broker.put`. After an error nothing is stored.
         """
         body = self._codec.encode(item)
         if self._shut:
@@ -231,7 +231,7 @@ class Queue:
         with self._changed:
             last = self._coming
             if last is None or coming[0] >= last[0]:
-                self._coming = coming  # of items due at one moment the last put comes last
+                self._coming = coming  # of items due at one time the last put comes last
 
     def _is_coming(self) -> bool:
         """Return True if an item that was put here with a delay is not there yet."""
@@ -248,7 +248,7 @@ class Queue:
         self.put(item, block=False)
 
     def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
-        """Store many items at once, which is far quicker than one by one. Raises what `put` raises.
+        """Store many items at once, which is far quicker than one by one. Raises the errors of `put`.
         Raises QueueFull at once if they do not fit into `maxsize`; then nothing is stored. A `delay` raises
         InvalidMessageError, since only `put` takes one."""
         if delay is not None:
@@ -307,7 +307,7 @@ class Queue:
     def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
         """Return up to `max_items` items at once, or [] after `timeout` seconds (None: wait for ever).
         Each is settled alone. An ordered queue returns at most 32, and then no more until all of them are settled.
-        Failed ones are redelivered before the items behind them, without those that are done."""
+        Failed ones are redelivered before later items, without those that are done."""
         check_whole("max_items", max_items, 1)
         tasks: list[Task] = []
         try:
@@ -331,23 +331,23 @@ class Queue:
         """Return at least one delivery."""
         visibility_s = self._visibility_s if visibility is None else visibility_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-        turn, topics, ordered = None, self._broker.topics, self._ordered
+        ticket, topics, ordered = None, self._broker.topics, self._ordered
         try:
             while True:
-                rings = self._waits.rings  # before the look, so that a later `shutdown` ends the wait
+                generation = self._waits.generation  # before the look, so that a later `shutdown` ends the wait
                 shut = self._shut  # and earlier puts are seen
                 try:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     found = self._pop_retries(count, visibility_s) if topics.entered(self._retries) is not None else []
                     if not found:
-                        # Skip items of an ordered batch that were acknowledged behind a redelivered one.
+                        # Skip items of an ordered batch that were acknowledged after a redelivered one.
                         found = self._broker.pop(
                             self.name, self.name, count, invisible=visibility_s, order=ordered, skip_acked=ordered
                         )
                 except BaseException:
-                    if turn is not None:  # for an item that another object of this queue may get
-                        self._waits.pass_on(turn)
+                    if ticket is not None:  # for an item that another object of this queue may get
+                        self._waits.pass_on(ticket)
                     raise
                 if found:
                     return found
@@ -356,9 +356,9 @@ class Queue:
                 left = None if end is None else end - time.monotonic()
                 if not block or (left is not None and left <= 0):
                     raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-                turn = self._waits.wait(self._topics(), math.inf if left is None else left, rings)
+                ticket = self._waits.wait(self._topics(), math.inf if left is None else left, generation)
         except StoreClosedError:
-            if self._shut:  # and closed right after that: the caller was already told to end
+            if self._shut:  # and closed right after that: the shutdown has already reached the caller
                 raise QueueShutDown(f"queue {self.name!r} was shut down") from None
             raise
 
@@ -386,8 +386,8 @@ class Queue:
         news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call, get or call `cancel`
         on the returned object, because the broker calls one receiver for each item.
         """
-        rings = self._waits.rings
-        return self._waits.add(self._topics(), callback, -1 if self._shut else rings)
+        generation = self._waits.generation
+        return self._waits.add(self._topics(), callback, -1 if self._shut else generation)
 
     def __iter__(self) -> Iterator[Task]:
         """Yield tasks until nothing is ready. It does not wait for the next attempts of failed items."""
@@ -500,5 +500,5 @@ class Queue:
 
 
 def _visibility_ms(visibility: Duration) -> int:
-    """Return what `visibility_seconds` returns, in milliseconds."""
+    """Return the result of `visibility_seconds` in milliseconds."""
     return milliseconds(visibility_seconds(visibility), "visibility")

@@ -24,9 +24,9 @@ from weakref import WeakSet
 
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.opening import CONFIG_CHECKS, findings, open_broker
-from mqstore.client.producer import Producer
-from mqstore.client.pullconsumer import PullConsumer
-from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.pull.consumer import PullConsumer
+from mqstore.client.push.consumer import PushConsumer
+from mqstore.client.send.producer import Producer
 from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.closing import Closing
 from mqstore.contract import BrokerContract, DeadLetters, SendOptions
@@ -34,14 +34,14 @@ from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreErro
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, OutgoingMessage
-from mqstore.log.reader import to_ms
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import to_ms
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.report import Finding, RecoveryReport
-from mqstore.log.snapshot.take import SnapshotReport, snapshot_store
+from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.log.writer import Sending, compiled_put
+from mqstore.log.writing.outgoing import Body, OutgoingMessage
+from mqstore.log.writing.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue
 from mqstore.signalsafe import check_holds_none
@@ -69,10 +69,10 @@ def _close_all() -> None:
     stores = [store for store in list(_open) if not store.closed]
     until = time.monotonic() + _EXIT_S  # shared by all stores
     for store in stores:
-        store.halt()
+        store._stop_handlers()
     for store in stores:
         try:
-            store.close_halted(_EXIT_S, until)
+            store._close_stopped(_EXIT_S, until)
         except Exception:  # the others must still be closed
             _log.exception("%s: not closed cleanly", store.path)
 
@@ -80,7 +80,7 @@ def _close_all() -> None:
 def _takes_options_of(
     kind: Callable[Concatenate[BrokerContract, _P], _T],
 ) -> Callable[[Callable[..., _T]], Callable[Concatenate[Any, _P], _T]]:
-    """Give a method the parameters of the class `kind` behind its broker."""
+    """Give a method the parameters of the class `kind`, except the broker."""
     broker, *others = inspect.signature(kind).parameters.values()
 
     def decorate(method: Callable[..., _T]) -> Callable[Concatenate[Any, _P], _T]:
@@ -148,7 +148,7 @@ class Store(Closing, Sending):
             )
             self._broker = open_broker(log)
             self._sender = self._broker._sender
-            # Whoever holds the log or the broker holds all of it, so that closing it finds its consumers, too.
+            # A reference to the log or the broker keeps the store, so that closing it finds its consumers, too.
             log.closer = self.close
             _open.add(self)
         except BaseException:
@@ -185,7 +185,7 @@ class Store(Closing, Sending):
 
     @property
     def recovery(self) -> RecoveryReport:
-        """Report of the opening: how the store was closed, what was cut and rebuilt."""
+        """Report of the opening: how the store was closed, which parts were cut or rebuilt."""
         return self.log.recovery
 
     # -- topics -----------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Store(Closing, Sending):
         self.log.check_open()
         if self._broker is None:
             return self.log.queues(topic)
-        config = self._broker.topics.need(topic)
+        config = self._broker.topics.require(topic)
         return [QueueRef(topic, i) for i in range(max(config.read_queues, config.write_queues))]
 
     # -- in ---------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Store(Closing, Sending):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        """Append many messages to one queue, with one wait for the disk. Raises what `put` raises.
+        """Append many messages to one queue, with one wait for the disk. Raises the errors of `put`.
         With `queue_id` None queues take turns. A kill leaves the first messages of a call, from none to all: give them
         unique keys, and put again what `find` does not find. Other options are those of an `OutgoingMessage`. For a
         delay or message group use `Producer.send_many`."""
@@ -339,7 +339,7 @@ class Store(Closing, Sending):
         It is for pandas, DuckDB, Polars, or Parquet. Rows and columns are those of `spark.read.format("mqstore")`
         (`docs/spark-options.md`). Other columns than the requested ones are not decoded.
 
-        `start` and `stop` (exclusive) are store times, or with `queue_id` offsets. None stands for no limit. At a
+        `start` and `stop` (exclusive) are store times, or with `queue_id` offsets. None means no limit. At a
         damaged message, `on_corrupt` "fail" raises CorruptStoreError, "skip" leaves the message out, and "keep" adds a
         row whose `error` describes it. Raises TopicNotFoundError, ConfigError, and FilterError; without pyarrow
         ImportError.
@@ -492,26 +492,28 @@ class Store(Closing, Sending):
         timeout_s = seconds(timeout, "timeout")
         check_holds_none()
         until = time.monotonic() + timeout_s
-        self.halt()
-        self.close_halted(timeout_s, until)
+        self._stop_handlers()
+        self._close_stopped(timeout_s, until)
 
-    def halt(self) -> None:
+    def _stop_handlers(self) -> None:
         """Have push consumers start no more handlers, as the first step of `close`.
 
         It waits for none, so that a hanging consumer does not leave the others running. An application calls `close`.
         """
-        self._end_all(consumer.halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
+        self._end_all(
+            consumer._stop_handlers for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer)
+        )
 
-    def close_halted(self, timeout_s: float, until: float) -> None:
-        """Close after `halt`, and wait for handlers until `until` (`time.monotonic`).
+    def _close_stopped(self, timeout_s: float, until: float) -> None:
+        """Close after `_stop_handlers`, and wait for handlers until `until` (`time.monotonic`).
         An application calls `close`."""
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
         # Idle consumers first, so that their offsets are saved before the wait for a handler that hangs. Halting again
-        # only tells how many handlers run.
-        pushing.sort(key=PushConsumer.halt)
+        # only counts the handlers that run.
+        pushing.sort(key=PushConsumer._stop_handlers)
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):

@@ -1,5 +1,5 @@
 /* Copies stored messages to other queues: restores them, adds an id, splits them into parts. A copy is a tuple like `Copy` of
-   store/mqstore/log/outgoing.py: message, topic, queue id, properties. */
+   store/mqstore/log/writing/outgoing.py: message, topic, queue id, properties. */
 
 #define _GNU_SOURCE
 #include "native.h"

@@ -56,7 +56,7 @@ static PyMethodDef functions[] = {
 
 static int fill(PyObject *module)
 {
-    PyTypeObject *const types[] = {&NumberedType, &TipType,     &SenderType,    &LocatedType, &BatchFieldsType,
+    PyTypeObject *const types[] = {&QueueTailType, &LogTailType,     &SenderType,    &LocatedType, &BatchFieldsType,
                                    &TimelineFieldsType,    &QueueFieldsType, &PutMethodType, &PopFieldsType, &OffsetFieldsType};
     if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
         PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||

@@ -186,7 +186,7 @@ PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_tagged(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, SenderType, PutMethodType;
+extern PyTypeObject QueueTailType, LogTailType, LocatedType, SenderType, PutMethodType;
 extern PyTypeObject BatchFieldsType, TimelineFieldsType, QueueFieldsType, PopFieldsType, OffsetFieldsType;
 int message_init(void);
 int pop_init(void);
@@ -203,13 +203,13 @@ PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
 
 /* --- used across files --- */
 
-/* The fields of a queue that a put uses (tip.c). */
+/* The fields of a queue that a put uses (log_tail.c). */
 typedef struct {
     PyObject_HEAD
     long long next_offset;
     int queue_id, magic;
     PyObject *ref, *plain_tail;
-} Numbered;
+} QueueTail;
 
 /* Result of a put. */
 typedef struct {
@@ -224,17 +224,17 @@ typedef struct {
 } Extra;
 
 /* Store one ordinary record like `CommitLog.append`. 1 if it was stored, 0 if Python must do it (then nothing was changed that
-   readers see), -1 with an exception. `tip` is a Tip; `extra` may be NULL. */
-int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
+   readers see), -1 with an exception. `tip` is a LogTail; `extra` may be NULL. */
+int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
               const Extra *extra, Stored *stored);
 /* Write a tail with its properties to `to`, which must have room for both. */
 void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size);
 /* Return the store's time; -1, with an exception if the clock raised one. */
 long long tip_now_ms(PyObject *tip);
-/* Return true if `tip_receipt` may be called. */
-bool tip_has_receipts(PyObject *tip, Numbered *queue);
+/* Return true if `log_tail_receipt` may be called. */
+bool log_tail_has_receipts(PyObject *tip, QueueTail *queue);
 enum { RECEIPT_ITEMS = 7, UNIQUE_KEY_ITEM = 6 };
-PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyObject *unique_key);
+PyObject *log_tail_receipt(PyObject *tip, QueueTail *queue, const Stored *stored, PyObject *unique_key);
 /* Return the queue with this id in `putters`, {topic: {queue id: queue}}, borrowed. NULL if Python must look, then without an
    exception unless one was set before. `tail` becomes the queue's `plain_tail`, a new reference. */
 PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **tail);

@@ -1,4 +1,4 @@
-/* Opening by the rule for paths: the counterpart of mqstore/files/beneath.py, which describes the rule and its reason. */
+/* Opening by the rule for paths: the counterpart of mqstore/files/safe_open.py, which describes the rule and its reason. */
 
 #include "native.h"
 

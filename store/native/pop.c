@@ -81,8 +81,8 @@ COLLECTED(pop_fields, PopFields, SHARED)
 /* Return true if all members are set, so that a put into the log is all that a record needs. */
 static bool has_log(const PopFields *self)
 {
-    return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
-           PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
+    return self->tip && PyObject_TypeCheck(self->tip, &LogTailType) && self->queue &&
+           PyObject_TypeCheck(self->queue, &QueueTailType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
            PyDict_CheckExact(self->orders) && self->offsets && PyObject_TypeCheck(self->offsets, &OffsetFieldsType) &&
            self->freed && self->batch && PyType_Check(self->batch) &&
@@ -94,7 +94,7 @@ static int append(PopFields *self, const char *body, Py_ssize_t size, PyObject *
 {
     if (size > self->max_body)
         return 0;
-    return tip_store(self->tip, (Numbered *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), NULL,
+    return log_tail_store(self->tip, (QueueTail *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), NULL,
                      stored);
 }
 
@@ -140,7 +140,7 @@ static long long pop_time(long long now_ms, long long last_ms)
     return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
 }
 
-static PyObject *hand_out(PopFields *self, QueueFields *state, int count, long long invisible_ms, PyObject *topic, bool local,
+static PyObject *deliver(PopFields *self, QueueFields *state, int count, long long invisible_ms, PyObject *topic, bool local,
                           bool in_order)
 {
     long long now_ms = tip_now_ms(self->tip);
@@ -264,14 +264,14 @@ done:
     return result;
 }
 
-/* hand_out(state, n, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None if `pop` of
-   `StandardQueues` or `FifoQueues` must do it.
+/* deliver(state, n, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None if `pop` of
+   `UnorderedQueues` or `OrderedQueues` must do it.
 
    Delivers the queue's next messages if they were read ahead without a filter and are consecutive. The state's lock is
    acquired here. */
-static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *method_deliver(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("hand_out", nargs, 6))
+    if (!has_arguments("deliver", nargs, 6))
         return NULL;
     long long count, invisible_ms;
     if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &invisible_ms) ||
@@ -283,7 +283,7 @@ static PyObject *method_hand_out(PopFields *self, PyObject *const *args, Py_ssiz
         return taken < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *lock = Py_NewRef(state->lock);
     bool local = args[4] == Py_True, in_order = args[5] == Py_True;
-    return unlocked(lock, hand_out(self, state, (int)count, invisible_ms, args[3], local, in_order));
+    return unlocked(lock, deliver(self, state, (int)count, invisible_ms, args[3], local, in_order));
 }
 
 /* The contents of a receipt of ours, for an ordinary topic (`ask.claim_of`). The offset is at the end of its text, after `head`
@@ -533,8 +533,8 @@ static int settle_run(PopFields *self, PyObject *states, const Claim *claims, in
     return done;
 }
 
-/* settle(states, receipts) -> number of receipts settled, from the front; `settle` of `StandardQueues` or
-   `FifoQueues` must do the others.
+/* settle(states, receipts) -> number of receipts settled, from the front; `settle` of `UnorderedQueues` or
+   `OrderedQueues` must do the others.
 
    Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are acquired here. */
 static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_t nargs)
@@ -563,8 +563,8 @@ static PyObject *method_settle(PopFields *self, PyObject *const *args, Py_ssize_
 }
 
 static PyMethodDef pop_fields_methods[] = {
-    {"hand_out", (PyCFunction)(void (*)(void))method_hand_out, METH_FASTCALL, "Return deliveries, or None: see pop/quick.py."},
-    {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "Return the number settled: see pop/quick.py."},
+    {"deliver", (PyCFunction)(void (*)(void))method_deliver, METH_FASTCALL, "Return deliveries, or None: see pop/tables.py."},
+    {"settle", (PyCFunction)(void (*)(void))method_settle, METH_FASTCALL, "Return the number settled: see pop/tables.py."},
     {NULL},
 };
 

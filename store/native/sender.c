@@ -1,7 +1,7 @@
 /* A put with all its options, from the caller's arguments to the receipt, in one call.
 
    `PutMethod` is the method `put` of a class, made of a Python function. It puts an ordinary message by the `Sender` of its
-   object, like `LogWriter.put` and, with topics, `Road.put`. For any other message it calls the function with the same
+   object, like `LogWriter.put` and, with topics, `Router.put`. For any other message it calls the function with the same
    arguments; nothing was written before that. */
 
 #include "native.h"
@@ -153,7 +153,7 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
 
 /* Each step below returns 1 when done, 0 if Python must do the put, -1 with an exception. */
 
-/* Choose the queue, like `Road.put`. */
+/* Choose the queue, like `Router.put`. */
 static int choose_queue(Sender *self, Outgoing *message)
 {
     PyObject *wanted = message->given[QUEUE_ID], *group = message->given[MESSAGE_GROUP];
@@ -219,7 +219,7 @@ PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyOb
     PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
     PyObject *queue =
         queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
-    PyObject *found = queue && PyObject_TypeCheck(queue, &NumberedType) ? ((Numbered *)queue)->plain_tail : NULL;
+    PyObject *found = queue && PyObject_TypeCheck(queue, &QueueTailType) ? ((QueueTail *)queue)->plain_tail : NULL;
     *tail = found && PyBytes_Check(found) && PyBytes_GET_SIZE(found) >= PROPERTIES_LENGTH_BYTES ? Py_NewRef(found) : NULL;
     return *tail ? queue : NULL;
 }
@@ -233,7 +233,7 @@ static PyObject *topic_of(const Sender *self, const Outgoing *message)
 static bool find_queue(const Sender *self, Outgoing *message)
 {
     message->queue = Py_XNewRef(putter_of(self->putters, topic_of(self, message), message->stored_id, &message->tail));
-    return message->queue && tip_has_receipts(self->tip, (Numbered *)message->queue);
+    return message->queue && log_tail_has_receipts(self->tip, (QueueTail *)message->queue);
 }
 
 /* Compute the delivery time of a message that must wait, and the queue in which it waits. */
@@ -299,20 +299,20 @@ static bool succeeded(PyObject *result)
 }
 
 /* Store the message, and do the rest of `LogWriter.put`. Returns the receipt; NULL with an exception. */
-static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
+static PyObject *store(Sender *self, Outgoing *message, QueueTail *queue)
 {
     Text *text = &message->text;
     long long sampled_ns = queue && !(queue->next_offset & SAMPLED) ? monotonic_ns() : 0;
     Extra extra = {text->bytes, (Py_ssize_t)text->size, (uint32_t)message->flag, (uint32_t)message->sys_flag};
     Stored stored;
-    int done = !queue ? 0 : tip_store(self->tip, queue, PyBytes_AS_STRING(message->body), PyBytes_GET_SIZE(message->body),
+    int done = !queue ? 0 : log_tail_store(self->tip, queue, PyBytes_AS_STRING(message->body), PyBytes_GET_SIZE(message->body),
                                       PyBytes_AS_STRING(message->tail), PyBytes_GET_SIZE(message->tail), &extra,
                                       &stored);
     if (done < 0)
         return NULL;
     PyObject *receipt;
     if (done) {
-        receipt = tip_receipt(self->tip, queue, &stored, message->unique_key);
+        receipt = log_tail_receipt(self->tip, queue, &stored, message->unique_key);
         bool waits = message->waits || self->flushes;
         if (receipt &&
             ((waits && !succeeded(PyObject_CallOneArg(self->after, message->waits ? receipt : Py_None))) ||
@@ -355,7 +355,7 @@ static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t narg
         if (!waits)
             message.stored_id = Py_NewRef(message.queue_id);
         bool found = waits || find_queue(self, &message);
-        receipt = PyErr_Occurred() ? NULL : store(self, &message, found ? (Numbered *)message.queue : NULL);
+        receipt = PyErr_Occurred() ? NULL : store(self, &message, found ? (QueueTail *)message.queue : NULL);
     }
     Py_XDECREF(message.queue_id);
     Py_XDECREF(message.unique_key);
@@ -372,7 +372,7 @@ static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"max_body", "flushes", OBJECTS(NAME) "levels", "max_delay_ms", "precision_ms", NULL};
     Sender given;
     memset(&given, 0, sizeof given);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LpO!O!OOOO!|OO!OOOOOOLLL", names, &given.max_body, &given.flushes, &TipType,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LpO!O!OOOO!|OO!OOOOOOLLL", names, &given.max_body, &given.flushes, &LogTailType,
                                      &given.tip, &PyDict_Type, &given.putters, &given.finish, &given.after, &given.note,
                                      &PyFrozenSet_Type, &given.reserved, &given.topics, &PyDict_Type, &given.counters,
                                      &given.group_queue, &given.group_hash, &given.keys, &given.delayed, &given.timer_topic,

@@ -74,10 +74,10 @@
 #define SECOND_MS 1000
 #define DEFAULT_ENTRIES_PER_SLOT 4
 
-/* mqstore.log.outgoing */
+/* mqstore.log.writing.outgoing */
 #define MAX_MESSAGE_GROUP 63
 
-/* mqstore.broker.pop.ask */
+/* mqstore.broker.pop.request */
 #define SAME_MOMENT_MS 1000
 
 /* mqstore.broker.pop.state */

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import Parts
+from mqstore.broker.context import Parts
 from tests.broker.popsupport import PopBench
 from tests.broker.support import Bench, new_parts, shrink_timer_log
 

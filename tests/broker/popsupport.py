@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.context import Parts
 from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import Parts
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.retry import Retries
+from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.waiting import Waiters
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
@@ -78,10 +78,10 @@ class PopBench(ServiceBench[PopService]):
     def is_compiled(self) -> bool:
         return self.tables._tip is not None
 
-    def put_anew(self) -> None:
+    def rewrite(self) -> None:
         """Append the last batch in order again, as the keeper does if it lies too far behind the log end."""
         if self.state.fifo is not None:
-            self.service._fifo.put_anew(self.state)
+            self.service._fifo.rewrite(self.state)
 
     @property
     def now_ms(self) -> int:

@@ -15,10 +15,10 @@ import pytest
 
 from mqstore import Durability, Message, Profile, SimulatedClock
 from mqstore.broker.broker import Broker
+from mqstore.broker.context import Parts, open_parts, open_tables
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.mechanism import Mechanism
-from mqstore.broker.parts import Parts, open_parts, open_tables
+from mqstore.broker.service import BackgroundService
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
@@ -73,7 +73,7 @@ def clock_of(parts: Parts) -> SimulatedClock:
     return parts.clock
 
 
-def settle(parts: Parts, mechanisms: Sequence[Mechanism], *, rounds: int = 1000) -> int | None:
+def settle(parts: Parts, mechanisms: Sequence[BackgroundService], *, rounds: int = 1000) -> int | None:
     """Run everything that is due now, until nothing is; when the next is."""
     now_ms = parts.clock.now_ms()
     for _ in range(rounds):
@@ -86,7 +86,7 @@ def settle(parts: Parts, mechanisms: Sequence[Mechanism], *, rounds: int = 1000)
     raise AssertionError(f"something is due again and again at {now_ms}")
 
 
-def advance(parts: Parts, mechanisms: Sequence[Mechanism], duration_ms: int) -> None:
+def advance(parts: Parts, mechanisms: Sequence[BackgroundService], duration_ms: int) -> None:
     """Let time pass as a housekeeper would see it: from one due time to the next."""
     clock = clock_of(parts)
     until_ms = clock.now_ms() + duration_ms
@@ -203,7 +203,7 @@ class TableBench(Generic[Table]):
         return self.table
 
 
-Service = TypeVar("Service", bound=Mechanism)
+Service = TypeVar("Service", bound=BackgroundService)
 
 
 class ServiceBench(Generic[Service]):
@@ -225,7 +225,7 @@ class ServiceBench(Generic[Service]):
         self._config |= config
         self.parts: Parts = new_parts(self.path, fs=fs, **self._config)
         self.service = self._make(self.parts, self._wake)
-        self.mechanisms: list[Mechanism] = [self.service]
+        self.mechanisms: list[BackgroundService] = [self.service]
 
     def _wake(self) -> None:
         self.wakes += 1

@@ -11,7 +11,7 @@ import pytest
 
 from mqstore import QueueRef, RetryPolicy
 from mqstore.broker.broker import Broker
-from mqstore.broker.members import Mode
+from mqstore.broker.tables.members import Mode
 from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
 from tests.broker.support import Bench
 from tests.children import in_child
@@ -50,7 +50,7 @@ def test_the_number_of_queues_stays_while_a_group_relies_on_order(bench: Bench, 
     for queues in (2, 8):
         with pytest.raises(ConfigError, match=r"in order by g.*`force`"):
             broker.topics.alter("t", write_queues=queues, read_queues=8)
-    assert broker.topics.need("t").write_queues == 4
+    assert broker.topics.require("t").write_queues == 4
     broker.topics.alter("t", read_queues=8)  # moves no message
     broker.topics.alter("t", perm=4)
     for queues in (2, 8):
@@ -79,7 +79,7 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
 def test_a_group_is_created_and_altered_by_its_attempts(bench: Bench, attempts: int | None, stored: int) -> None:
     created = bench.broker.groups.create("g", max_attempts=attempts)
     assert (created.max_attempts, created.retry_max_times) == (attempts, stored)
-    assert bench.again().groups.need("g") == created
+    assert bench.again().groups.require("g") == created
     policy = RetryPolicy(delays=[1, 2])
     altered = bench.broker.groups.alter("g", retry_policy=policy, max_attempts=attempts)
     assert altered.retry_policy == policy.with_attempts(attempts)
@@ -108,7 +108,7 @@ CALLS: dict[str, Callable[[Broker], object]] = {
     "forbid": lambda broker: broker.groups.forbid("g", "t"),
     "delete a group": lambda broker: broker.delete_group("g"),
     "delete settings": lambda broker: broker.groups.delete("g"),
-    "a new group": lambda broker: broker.groups.need("late"),
+    "a new group": lambda broker: broker.groups.require("late"),
     "try_lock": lambda broker: broker.locks.try_lock("g", QueueRef("t", 0), "c"),
     "register": lambda broker: broker.members.register("d", "g", {"t": ("TAG", "*")}, Mode("queue")),
     "on_check": lambda broker: broker.transactions.on_check("q", lambda half: True),

@@ -1,4 +1,4 @@
-"""What the file says of handlers that had begun, whatever it holds (broker/begun.py)."""
+"""What the file says of handlers that had begun, whatever it holds (broker/redelivery/attempt_journal.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.broker.begun import Suspects
+from mqstore.broker.redelivery.attempt_journal import Suspects
 
 HEAD = {"group": "g", "workers": 2, "cells": 3}
 
@@ -170,9 +170,9 @@ def test_one_suspected_message_begins_at_a_time_whoever_asks() -> None:
     told.clear()
     for key, owner in (("b", "first owner"), ("c", "second owner"), ("d", "first owner"), ("e", "third owner")):
         come(key, owner)
-    suspects.leave("c")  # it is not its turn
+    suspects.release("c")  # it is not its turn
     assert (told, suspects.is_in("a")) == ([], True)
-    suspects.leave("a")
+    suspects.release("a")
     assert (told, suspects.is_in("b")) == (["b"], True)
     suspects.desert("first owner")  # d with it
     assert (told, suspects.is_in("c")) == (["b", "c"], True)
@@ -180,6 +180,6 @@ def test_one_suspected_message_begins_at_a_time_whoever_asks() -> None:
     assert suspects.is_in("c")
     suspects.give_up("second owner")
     assert (told, suspects.is_in("e")) == (["b", "c", "e"], True)
-    suspects.leave("e")
+    suspects.release("e")
     come("f", "first owner")
     assert (told, suspects.is_in("f")) == (["b", "c", "e", "f"], True)

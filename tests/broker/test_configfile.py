@@ -12,8 +12,8 @@ import pytest
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.configfile import ConfigFile, DataVersion, member
-from mqstore.broker.parts import Parts
+from mqstore.broker.context import Parts
+from mqstore.broker.tables.configfile import ConfigFile, DataVersion, member
 from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
@@ -226,7 +226,7 @@ def test_absent_and_null_members_are_defaults(tmp_path: Path, file: str, text: s
 
 
 @pytest.mark.parametrize(
-    ("table", "call", "file"), [("topics", "for_send", "topics.json"), ("groups", "need", "subscriptionGroup.json")]
+    ("table", "call", "file"), [("topics", "for_send", "topics.json"), ("groups", "require", "subscriptionGroup.json")]
 )
 def test_threads_that_need_an_entry_at_once_make_one(parts: Parts, table: str, call: str, file: str) -> None:
     tables, found, told = getattr(parts, table), [], []

@@ -8,8 +8,8 @@ import pytest
 
 from mqstore import QueueRef, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
-from mqstore.broker.parts import open_parts
+from mqstore.broker.context import open_parts
+from mqstore.broker.tables.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.log.store import MessageStore
 from tests.broker.support import Bench
 

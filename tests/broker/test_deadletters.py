@@ -14,13 +14,13 @@ import pytest
 
 from mqstore import Message
 from mqstore.admin import DeadLetters
-from mqstore.broker.deadletters import DeadLetterExpiry
-from mqstore.broker.mechanism import oldest_of
+from mqstore.broker.context import Parts
 from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP, QueueKey
-from mqstore.broker.parts import Parts
+from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry
+from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.retention import all_pins
-from mqstore.broker.retry import Retries
-from mqstore.broker.road import Road
+from mqstore.broker.router import Router
+from mqstore.broker.service import oldest_of
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from tests.broker.support import START_MS, clock_of, full, messages_of, new_parts
 from tests.log.support import flip, kill
@@ -309,7 +309,7 @@ def test_letters_filed_meanwhile_are_not_sent(parts: Parts) -> None:
         Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), "g", "again")
         return receipt
 
-    assert DeadLetters(replace(parts, road=cast(Road, SimpleNamespace(copy=copy))), "g").replay().count == 2
+    assert DeadLetters(replace(parts, road=cast(Router, SimpleNamespace(copy=copy))), "g").replay().count == 2
     assert len(DeadLetters(parts, "g")) == 2
 
 
@@ -319,7 +319,7 @@ def test_when_a_copy_fails_what_was_sent_is_let_go_of_and_the_rest_is_not(parts:
     calls = iter([parts.road.copy] * fails_at)
     road = SimpleNamespace(copy=lambda *rest, **options: next(calls, full)(*rest, **options))
     with pytest.raises(StoreFullError):
-        DeadLetters(replace(parts, road=cast(Road, road)), "g").replay(all_groups=True)
+        DeadLetters(replace(parts, road=cast(Router, road)), "g").replay(all_groups=True)
     letters = DeadLetters(parts, "g")
     assert letters.bounds[0] == fails_at
     assert letters.replay(all_groups=True).count == 300 - fails_at

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig
-from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
-from mqstore.log.checking import RecordChecker
+from mqstore.log.reading.checking import RecordChecker
 from mqstore.options import delay_table_ms
 from tests.broker.delaysupport import Delays
 from tests.broker.support import START_MS, full
@@ -390,8 +390,8 @@ UNRESTORABLE = [
     ({"REAL_TOPIC": "orders", "REAL_QID": "x"}, "REAL_QID"),
     ({"REAL_TOPIC": "orders", "REAL_QID": "٣"}, "REAL_QID"),
     ({"REAL_TOPIC": "orders", "REAL_QID": "99999999999"}, "REAL_QID"),
-    ({"REAL_TOPIC": "orders", "REAL_QID": "-1"}, "queue_id -1"),
-    ({"REAL_TOPIC": "orders", "REAL_QID": "16384"}, "queue_id 16384"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "-1"}, "got -1"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "16384"}, "got 16384"),
     ({"REAL_TOPIC": "../orders", "REAL_QID": "0"}, "topic"),
     ({"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "for ever"),
 ]

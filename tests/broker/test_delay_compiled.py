@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.broker import road
+from mqstore.broker import router as road
 from mqstore.broker.delay import levels as delay
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
-from mqstore.log import writer
+from mqstore.log.writing import writer
 from tests.broker.delaysupport import Delays
 from tests.without import compiled
 

@@ -31,7 +31,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.layout.properties import SHARDINGKEY
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.popsupport import PopBench, bodies, fail_once

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker import filters, sql92
-from mqstore.broker.filters import Filter, TagSubscription, parse_filter
+from mqstore.broker.filters import filter as filters
+from mqstore.broker.filters import sql92
+from mqstore.broker.filters.filter import Filter, TagSubscription, parse_filter
 from mqstore.errors import FilterError, ResultCode
-from mqstore.log.tagfilter import UnitFilter
+from mqstore.log.reading.tagfilter import UnitFilter
 from tests.broker.support import new_parts
 
 
@@ -106,14 +107,14 @@ def test_units_are_judged_by_the_low_32_bits_of_their_code(tag: str, code: int) 
     others = [code ^ 1, code ^ 0x4000_0000, (code ^ 1) + (1 << 32), 0, -1, (1 << 63) - 1]
     found = parsed(f"another || {tag}")
 
-    assert found.units(np.array(same + others, np.int64)).tolist() == [True] * len(same) + [False] * len(others)
-    assert not parsed("  ").units(np.array([0, 2112], np.int64)).any()
+    assert found.prefilter(np.array(same + others, np.int64)).tolist() == [True] * len(same) + [False] * len(others)
+    assert not parsed("  ").prefilter(np.array([0, 2112], np.int64)).any()
 
 
 def test_a_message_is_judged_by_its_tag_not_by_the_hash() -> None:
     found = parsed("Aa")
 
-    assert found.units(np.array([HASHES["BB"]], np.int64)).all()
+    assert found.prefilter(np.array([HASHES["BB"]], np.int64)).all()
     assert found.matches({"TAGS": "Aa"})
     assert not found.matches({"TAGS": "BB"})
     assert not found.matches({"TAGS": "aa"})
@@ -143,8 +144,8 @@ def test_sql_filters_judge_properties_and_let_every_unit_pass() -> None:
     assert not found.matches({"a": "4", "TAGS": "y"})
     assert not found.matches({"TAGS": "x"})  # NULL
     assert not found.matches({"a": "x", "TAGS": "x"})  # an error
-    assert found.units(np.zeros(3, np.int64)).tolist() == [True] * 3
-    assert found.units(np.zeros(0, np.int64)).tolist() == []
+    assert found.prefilter(np.zeros(3, np.int64)).tolist() == [True] * 3
+    assert found.prefilter(np.zeros(0, np.int64)).tolist() == []
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.tables.configfile import ConfigFile
 from tests.broker.support import Bench, full
 
 

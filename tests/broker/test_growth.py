@@ -13,8 +13,8 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import group_names, inspect_broker, lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import open_tables
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.broker.context import open_tables
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 

@@ -96,7 +96,19 @@ PLACES = [
     "serve.json",
     "lock",
 ]
-COMMANDS = ("inspect", "verify", "export", "lag", "groups", "topics", "offsets", "delay", "dlq", "cut", "recover")
+COMMANDS = (
+    "inspect",
+    "verify",
+    "export",
+    "lag",
+    "groups",
+    "topics",
+    "offsets",
+    "delay",
+    "dlq",
+    "quarantine",
+    "recover",
+)
 
 
 def _deep(file: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore import QueueRef
-from mqstore.broker.localoffsets import LocalOffsets, lower_all
+from mqstore.broker.tables.localoffsets import LocalOffsets, lower_all
 from mqstore.errors import ConfigError, CorruptStoreError, StoreFullError
 from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import QueueRef, SimulatedClock
-from mqstore.broker.locks import LEASE_MS, QueueLock, QueueLocks
+from mqstore.broker.tables.locks import LEASE_MS, QueueLock, QueueLocks
 from tests.broker.support import in_threads
 
 Q = [QueueRef("orders", i) for i in range(4)]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from mqstore.broker.members import Members, Mode
+from mqstore.broker.tables.members import Members, Mode
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 
 ALL = {"orders": ("TAG", "*")}

@@ -14,7 +14,7 @@ from mqstore.broker.admin import metrics as metrics_module
 from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import QueueKey
-from mqstore.broker.road import Road
+from mqstore.broker.router import Router
 from mqstore.errors import StoreClosedError
 from mqstore.log.store import MessageStore
 from tests.broker.scraping import scraped, series
@@ -529,7 +529,7 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
 
-    monkeypatch.setattr(Road, "copy_many", full)
+    monkeypatch.setattr(Router, "copy_many", full)
     bench.clock.advance(10_500)
     broker.run_once()
     assert "pop" in broker.stats().errors

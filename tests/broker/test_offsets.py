@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore.broker.names import POP_LOG_GROUP, START_GROUP, QueueKey
-from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json
 from tests.broker.support import START_MS, TableBench
@@ -301,7 +301,7 @@ class _Waking(_Offsets):
 @pytest.fixture(autouse=True)
 def no_save_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a slow machine sets the pauses between quick saves."""
-    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: 0.0)
+    monkeypatch.setattr("mqstore.broker.tables.offsets.thread_time", lambda: 0.0)
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_the_first_save_of_a_process_is_never_a_quick_one(waking: _Waking) -> No
 
 def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.02])
-    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
+    monkeypatch.setattr("mqstore.broker.tables.offsets.thread_time", lambda: next(times))
     waking.save_quickly(2, 1_000)
     waking.table.commit(QueueKey("g", "t", 0), 3)
     assert waking.table.run_once(1_101) == 1_101 + 50 * 20
@@ -385,7 +385,7 @@ def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch:
 def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that took long puts quick ones off beyond the next synced one; that is measured as well."""
     times = iter([0.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
+    monkeypatch.setattr("mqstore.broker.tables.offsets.thread_time", lambda: next(times))
     waking.save_quickly(2, 1_000)
     waking.table.commit(QueueKey("g", "t", 0), 3)
     assert waking.table.run_once(1_200) == 5_000

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, Suspended, check_order_info
+from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, OrderInfoTable, check_order_info
 from mqstore.files.jsonfile import decode_json, encode_json
 
 T0 = 1_000_000
@@ -192,7 +192,7 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     reload(table)
     assert table.attempts(QueueKey("g", "t", 0)) == {10: 3, 12: 1}
     assert table.suspended("g", past) == {}
-    assert table.suspended("g", lambda queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
+    assert table.suspended("g", lambda queue: 11) == {("t", 0): BlockedQueue(12, 1, T0, "KeyError: 'id'")}
     assert not record_of(table).blocks(None, T0)
 
 
@@ -203,10 +203,10 @@ def test_a_failed_message_is_known_until_it_is_acknowledged() -> None:
     popped(table, 3, [4, 5])
     table.put(KEY, record_of(table).failed(5, 2, T0 + 4, "not yet"))
     reload(table)
-    assert table.suspended("g", lambda queue: 4) == {("t", 0): Suspended(4, 1, T0 + 2, "")}
+    assert table.suspended("g", lambda queue: 4) == {("t", 0): BlockedQueue(4, 1, T0 + 2, "")}
     assert table.suspended("h", lambda queue: 4) == {}
     ack(5, 4)(table)
-    assert table.suspended("g", lambda queue: 0) == {("t", 0): Suspended(5, 2, T0 + 1, "not yet")}
+    assert table.suspended("g", lambda queue: 0) == {("t", 0): BlockedQueue(5, 2, T0 + 1, "not yet")}
     ack(6, 5)(table)
     assert table.suspended("g", lambda queue: 0) == {}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import Message
-from mqstore.broker.filters import parse_filter
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.log import PopLog
 from mqstore.broker.pop.state import Batch, QueueState
@@ -24,7 +24,7 @@ from mqstore.errors import (
     StoreFullError,
     TopicNotFoundError,
 )
-from mqstore.log.outgoing import Copy
+from mqstore.log.writing.outgoing import Copy
 from tests.broker.popsupport import PopBench, bodies
 from tests.broker.support import full
 
@@ -355,7 +355,7 @@ def test_released_messages_are_delivered_in_offset_order(steps: list[tuple[str, 
                 state.settle(state.released[offset], [offset])
         elif what == "release":
             for offset, held in list(state.in_flight.items())[-count:]:
-                state.give_back(held, [offset])
+                state.release(held, [offset])
     assert state.first_released(99) == sorted(state.released)
 
 

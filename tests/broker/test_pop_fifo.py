@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.filters import parse_filter
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
@@ -255,7 +255,7 @@ def test_old_order_info_before_the_log_start_is_ignored(pops: PopBench) -> None:
     pops.parts.offsets.save()
     second = pops.pop(order=True, n=3)
     pops.ack(second[0])
-    pops.crash(release_in_flight=False)
+    pops.crash(requeue_on_open=False)
     pops.settle()
     assert pops.pop(order=True, n=4) == []  # two of the batch are still with their receiver
     pops.advance(60_001)

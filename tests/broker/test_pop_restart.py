@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.filters import parse_filter
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
-from mqstore.broker.pop import keep as popkeep
+from mqstore.broker.pop import compaction as popkeep
 from mqstore.broker.pop import log as poplog
 from mqstore.broker.pop.log import ACK, PopLog
 from mqstore.broker.pop.state import QueueState
@@ -37,7 +37,7 @@ def restart(request: pytest.FixtureRequest, pops: PopBench) -> Any:
 def test_nothing_is_released_when_that_is_switched_off(pops: PopBench, restart: Any) -> None:
     pops.put("t", 1)
     pops.pop()
-    restart(release_in_flight=False)
+    restart(requeue_on_open=False)
     pops.settle()
     assert pops.read(RETRY) == []
     pops.advance(INVISIBLE_MS)

@@ -23,13 +23,13 @@ from mqstore import Message, SimulatedClock
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, QueueKey, pop_retry_topic
-from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop import java as popjava
 from mqstore.broker.pop.log import PopLog
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads
-from mqstore.broker.retry import Retries
-from mqstore.broker.road import Road
+from mqstore.broker.redelivery.retry import Retries
+from mqstore.broker.router import Router
+from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
@@ -873,7 +873,7 @@ def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         return call
 
     monkeypatch.setattr(PopLog, "put_pop", watched(PopLog.put_pop))
-    monkeypatch.setattr(Road, "append", watched(Road.append))
+    monkeypatch.setattr(Router, "append", watched(Router.append))
     monkeypatch.setattr(OffsetTable, "save", watched(OffsetTable.save))
 
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore.broker.filters import parse_filter
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
-from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.service import Delivery
-from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import Batch, QueueFields
+from mqstore.broker.pop.unordered import UnorderedQueues
+from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import PopBench, interrupted_puts, memory, orders
@@ -160,7 +160,7 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
                 bench.clock.set_wall(bench.now_ms + first)
         case "put anew":
             for bench in pair.benches:
-                bench.put_anew()
+                bench.rewrite()
         case "reset":
             pair.do(lambda bench: bench.reset(second, first))
         case "reopen":
@@ -354,8 +354,8 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
         pair.pop(queue_id=queue_id, n=3)
     receipts = [one.receipt for one, _ in pair.deliveries]
     by_python: list[Any] = []
-    real = StandardQueues.settle
-    monkeypatch.setattr(StandardQueues, "settle", lambda *rest: by_python.append(rest[1]) or real(*rest))
+    real = UnorderedQueues.settle
+    monkeypatch.setattr(UnorderedQueues, "settle", lambda *rest: by_python.append(rest[1]) or real(*rest))
     wrong = " ".join(["1000", *receipts[3].split()[1:-1], "1000"])
     for chosen, *calls in (
         ([receipts[0], wrong], 0, 0),
@@ -385,7 +385,7 @@ def test_a_last_batch_that_is_not_noted_yet_is_for_python(ordered: Pair) -> None
     for bench in ordered.benches:
         bench.state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
     tables, state = ordered.benches[0].tables, ordered.benches[0].state
-    assert tables.hand_out(state, 1, 60_000, "t", True, True) is None
+    assert tables.deliver(state, 1, 60_000, "t", True, True) is None
 
 
 @compiled
@@ -408,7 +408,7 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     assert state.gone
     # As if somebody had looked it up before, and the drop had left everything else.
     state.cursor, state.committed, state.ahead, state.ahead_next, state.in_flight = 3, 0, ahead, next_, in_flight
-    assert tables.hand_out(state, 1, 60_000, "t", True, False) is None
+    assert tables.deliver(state, 1, 60_000, "t", True, False) is None
     assert tables.settle([state], [receipt]) == 0
 
 
@@ -470,7 +470,7 @@ def test_single_messages_take_the_compiled_way(
         bench.parts.topics.ensure(pop_retry_topic("g", "t"), 1)
     bench.put("t", 1000)
     calls = {"pop": 0, "settle": 0}
-    for kind, name in product((StandardQueues, FifoQueues), calls):
+    for kind, name in product((UnorderedQueues, OrderedQueues), calls):
         real = getattr(kind, name)
 
         def counted(self: Any, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
@@ -574,7 +574,7 @@ def test_busy_queue_is_awaited(pair: Pair) -> None:
     tables, state = bench.tables, bench.state
     before = memory(state)
     with state.lock:
-        assert tables.hand_out(state, 1, 1000, "t", True, False) is None
+        assert tables.deliver(state, 1, 1000, "t", True, False) is None
         assert tables.settle([state], [first.receipt]) == 0
         done: list[Any] = []
         threads = [
@@ -672,7 +672,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     half = QueueFields()
     half.key = QueueKey("g", "t", 0)
     for thing in (None, 1, "state", object(), bare, half):
-        assert tables.hand_out(thing, 1, 1, "t", True, False) is None
+        assert tables.deliver(thing, 1, 1, "t", True, False) is None
         assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0"]) == 0
         assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0", "1 1 1 0 0 mqstore 0 1"]) == 0
     assert tables.settle((), ["0 1 1 0 0 mqstore 0 0"]) == 0
@@ -681,15 +681,15 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     assert tables.settle([bare], []) == 0
     state = tables.state(QueueKey("g", "t", 0))
     for n in (0, 33, -1, None, 1.0):
-        assert tables.hand_out(state, n, 1, "t", True, False) is None
+        assert tables.deliver(state, n, 1, "t", True, False) is None
     for invisible_ms in (None, -1, 1 << 40, 1 << 63, 1.0):
-        assert tables.hand_out(state, 1, invisible_ms, "t", True, False) is None
+        assert tables.deliver(state, 1, invisible_ms, "t", True, False) is None
     with pytest.raises(TypeError):
-        tables.hand_out(state)
+        tables.deliver(state)
     with pytest.raises(TypeError):
         tables.settle()
     fields = kernel.PopFields()
-    assert fields.hand_out(state, 1, 1, "t", True, False) is None
+    assert fields.deliver(state, 1, 1, "t", True, False) is None
     assert fields.settle([state], ["0 1 1 0 0 mqstore 0 0"]) == 0
 
 
@@ -713,9 +713,9 @@ def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
     head, before = state.head, memory(state)
     for length in (1025, 5000):
         state.head = head.ljust(length)
-        assert tables.hand_out(state, 1, 60_000, "t", True, False) is None
+        assert tables.deliver(state, 1, 60_000, "t", True, False) is None
     state.head = head
     assert memory(state) == before
     state.head = head.ljust(1024)
-    assert tables.hand_out(state, 1, 60_000, "t", True, False) is not None
+    assert tables.deliver(state, 1, 60_000, "t", True, False) is not None
     assert bench.read(POP_LOG_TOPIC)[-1].body.startswith(state.head.encode() + b'"so":1,')

@@ -151,11 +151,11 @@ def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_python", [False, True])
 def test_put_times_are_counted_by_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_python: bool) -> None:
     if by_python:
-        monkeypatch.setattr("mqstore.log.writer.kernel", None)
+        monkeypatch.setattr("mqstore.log.writing.writer.kernel", None)
     broker = Bench(tmp_path / "store").broker
     by_python = by_python or kernel is None
     now_ns = iter(range(0, 10**15, 1_500_000))  # each look at the clock 1.5 ms after the last
-    monkeypatch.setattr("mqstore.log.writer.time.perf_counter_ns", lambda: next(now_ns))
+    monkeypatch.setattr("mqstore.log.writing.writer.time.perf_counter_ns", lambda: next(now_ns))
     broker.topics.create("u", queues=2)
     for _ in range(65):
         broker.put("u", b"x", queue_id=1)

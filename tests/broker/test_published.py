@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.broker.published import PublishedFiles, publish
+from mqstore.broker.tables.external_offsets import ExternalOffsetFiles, publish
 from tests.faults import FaultyFileSystem
 
 PROGRESS = {("t", 0): 5, ("t", 10): 7, ("u", 0): 0}
@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
     return sorted(os.listdir(folder(root)))
 
 
-class Owner(PublishedFiles):
+class Owner(ExternalOffsetFiles):
     """The files as their owner has them, and what was amiss."""
 
     def __init__(self, root: Path, fs: FaultyFileSystem | None = None) -> None:

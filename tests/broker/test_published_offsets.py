@@ -13,12 +13,12 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.offline import offline
+from mqstore.broker.context import open_parts, open_tables
 from mqstore.broker.names import START_GROUP, QueueKey
-from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import open_parts, open_tables
-from mqstore.broker.published import publish
-from mqstore.files.quiet import QUIET
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.broker.tables.external_offsets import publish
+from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.files.readonly_fs import QUIET
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.broker.support import TableBench
 from tests.faults import Crash

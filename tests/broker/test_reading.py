@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef
-from mqstore.broker.filters import parse_filter
+from mqstore.broker.context import Parts
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.names import QueueKey, retry_topic
-from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads, Start
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from tests.broker.support import START_MS, clock_of, new_parts

@@ -20,8 +20,8 @@ from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.errors import FormatError
 from mqstore.layout.bodyref import REFERENCE_BYTES, is_reference
 from mqstore.layout.record import BODY_AT_V4
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.records import RemovedBodyError
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.records import RemovedBodyError
 from mqstore.log.store import MessageStore
 from tests.broker import support
 from tests.broker.referencesupport import BODY, DELAYS, RETRY, SEGMENT, Bench

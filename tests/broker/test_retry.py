@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mqstore import Message, RetryPolicy, SendReceipt
+from mqstore.broker.context import Parts
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.parts import Parts
-from mqstore.broker.retry import DLQ_REASON_BYTES, Retries
+from mqstore.broker.redelivery.retry import DLQ_REASON_BYTES, Retries
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.layout.properties import MAX_PROPERTIES_BYTES
 from tests.broker.support import START_MS, new_parts
@@ -220,7 +220,7 @@ def test_retry_queues_are_all_used_and_never_one_too_many(parts: Parts) -> None:
     parts.groups.create("g", retry_queues=3)
     seen = {int(back(parts, put(parts)).stored_properties()["REAL_QID"]) for _ in range(100)}
     assert seen == {0, 1, 2}
-    assert parts.topics.need("%RETRY%g").read_queues == 3
+    assert parts.topics.require("%RETRY%g").read_queues == 3
 
 
 def test_narrow_retry_topic_is_respected(parts: Parts) -> None:
@@ -233,7 +233,7 @@ def test_the_topics_of_a_group_are_readable_and_writable(parts: Parts) -> None:
     back(parts, put(parts))
     back(parts, put(parts), delay_level=-1)
     for name in ("%RETRY%g", "%DLQ%g"):
-        config = parts.topics.need(name)
+        config = parts.topics.require(name)
         assert (config.perm, config.write_queues) == (6, 1)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mqstore import Message, RetryPolicy
 from mqstore.admin import DeadLetters
 from mqstore.broker.delay.levels import DelayService
-from mqstore.broker.retry import Retries
+from mqstore.broker.redelivery.retry import Retries
 from tests.broker.support import START_MS, ServiceBench
 
 MINUTE = 60

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.context import Parts
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.parts import Parts
 from mqstore.errors import InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms

@@ -1,4 +1,4 @@
-"""Compiled puts of the broker: queue, delay, receipt and bytes are those of `Road.put`, or are left to it."""
+"""Compiled puts of the broker: queue, delay, receipt and bytes are those of `Router.put`, or are left to it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import Profile
-from mqstore.broker.parts import Parts
-from mqstore.broker.road import DelayedReceipt
+from mqstore.broker.context import Parts
+from mqstore.broker.router import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
 from tests.broker.support import START_MS, clock_of, new_parts

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker import sql92
+from mqstore.broker.filters import sql92
 from mqstore.errors import EvaluationError, FilterError, ResultCode
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.topics import TopicConfig, TopicTable
+from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.broker.tables.topics import TopicConfig, TopicTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from mqstore.log.store import MessageStore
 from tests.broker.support import TableBench
@@ -110,7 +110,7 @@ def test_nobody_sends_to_creates_alters_or_deletes_a_topic_of_the_engine(topics:
     ):
         with pytest.raises(NotPermittedError):
             call(name)
-    assert topics.table.need(name) == TopicConfig(name, 2, 2)
+    assert topics.table.require(name) == TopicConfig(name, 2, 2)
     assert topics.table.names() == []
     assert topics.table.names(system=True) == [name]
 
@@ -166,7 +166,7 @@ def test_create_takes_counts_for_both_or_for_each(topics: _Topics) -> None:
         }.items()
     }
     assert counts == {"a": (2, 2), "b": (2, 1), "c": (16_384, 4)}
-    assert topics.again().need("c") == topics.table.need("c")
+    assert topics.again().require("c") == topics.table.require("c")
 
 
 WISHES: dict[str, list[Any]] = {
@@ -194,7 +194,7 @@ def test_a_wish_that_cannot_be_makes_and_changes_no_topic(topics: _Topics, name:
 @pytest.mark.parametrize("kind", ["UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"])
 def test_a_topic_has_a_message_type(topics: _Topics, kind: str) -> None:
     assert topics.table.create("a", message_type=kind).message_type == kind
-    assert topics.again().need("a").message_type == kind
+    assert topics.again().require("a").message_type == kind
 
 
 def test_creating_twice_is_an_error_unless_it_may_exist(topics: _Topics) -> None:
@@ -219,12 +219,12 @@ def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> N
     topics.table.alter("a", message_type="DELAY")
     topics.table.alter("a", read_queues=8, write_queues=8)
     expected = TopicConfig("a", 8, 8, order=True, attributes={"message.type": "DELAY"})
-    assert topics.table.for_send("a") == topics.again().need("a") == expected
+    assert topics.table.for_send("a") == topics.again().require("a") == expected
     assert told == ["a"] * 4
 
 
 def test_missing_topic_cannot_be_changed(topics: _Topics) -> None:
-    for call in (topics.table.need, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
+    for call in (topics.table.require, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
         with pytest.raises(TopicNotFoundError):
             call("a")
 
@@ -265,7 +265,7 @@ def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topic
 
 def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics) -> None:
     topics.fill("old|name", 2)
-    config = topics.table.need("old|name")
+    config = topics.table.require("old|name")
     assert (config.read_queues, config.write_queues, config.perm) == (3, 3, 6)
     assert topics.table.for_send("old|name") is config
     assert topics.table.names() == ["old|name"]
@@ -338,7 +338,7 @@ def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics)
     topics.table.delete("a")
     assert topics.table.get("a") is None
     topics.fill("a", 1)
-    assert topics.table.need("a").read_queues == 2
+    assert topics.table.require("a").read_queues == 2
     assert topics.offsets.bounds("a", 1) == (2, 3)
 
 
@@ -455,10 +455,10 @@ JAVAS = """{
 
 def test_java_file_is_read_and_unknown_fields_are_kept(topics: _Topics) -> None:
     table = topics.write(JAVAS)
-    config = table.need("OrderTopic")
+    config = table.require("OrderTopic")
     assert (config.read_queues, config.write_queues, config.order) == (20_000, 4, True)
     assert config.message_type == "UNSPECIFIED"
-    assert table.need("%RETRY%a|b") == TopicConfig("%RETRY%a|b", 16, 16)  # RocketMQ's defaults, not ours
+    assert table.require("%RETRY%a|b") == TopicConfig("%RETRY%a|b", 16, 16)  # RocketMQ's defaults, not ours
     assert table.get("../x") is None
     assert len(table.problems) == 1
     assert "'../x' cannot be a topic" in table.problems[0]
@@ -478,7 +478,7 @@ def test_java_file_is_read_and_unknown_fields_are_kept(topics: _Topics) -> None:
 def test_listeners_may_ask_and_change_the_table(topics: _Topics) -> None:
     def ensure_more(name: str) -> None:
         if name == "a":
-            assert topics.table.need(name).name == name
+            assert topics.table.require(name).name == name
             topics.table.ensure("%RETRY%g")
 
     topics.table.on_change.append(ensure_more)
@@ -512,6 +512,6 @@ def test_queues_count_for_both_when_altered_as_when_created(topics: _Topics) -> 
     topics.table.create("a", queues=2)
     assert topics.table.alter("a", queues=8) == TopicConfig("a", 8, 8)
     assert topics.table.alter("a", queues=12, write_queues=10) == TopicConfig("a", 12, 10)
-    assert topics.again().need("a") == TopicConfig("a", 12, 10)
+    assert topics.again().require("a") == TopicConfig("a", 12, 10)
     with pytest.raises(ConfigError, match="write_queues"):
         topics.table.alter("a", queues=2)

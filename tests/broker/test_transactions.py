@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
+from mqstore.broker.context import open_parts
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
-from mqstore.broker.parts import open_parts
-from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
+from mqstore.broker.transactions.prepared import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
+from mqstore.broker.transactions.service import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
@@ -24,7 +24,7 @@ from mqstore.errors import (
     StoreFullError,
     TransactionStateError,
 )
-from mqstore.log.writer import Outlet
+from mqstore.log.writing.writer import AppendHandle
 from tests.broker.support import START_MS, ServiceBench, full, in_threads, new_parts
 
 GROUP = "payments"
@@ -235,7 +235,7 @@ def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeyp
 def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(Outlet, "put", full)
+        patch.setattr(AppendHandle, "put", full)
         for handle in handles:
             bench.transactions.end(handle, "commit")
         with pytest.raises(StoreFullError):
@@ -249,7 +249,7 @@ def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, mo
 def test_a_rollback_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bench.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(Outlet, "put", full)
+        patch.setattr(AppendHandle, "put", full)
         with pytest.raises(StoreFullError):
             bench.transactions.end(handle, "rollback")
     assert bench.transactions.open_transactions() == [handle]

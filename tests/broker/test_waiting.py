@@ -21,12 +21,12 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.broker import waiting
-from mqstore.broker.filters import parse_filter
-from mqstore.broker.parts import Parts
+from mqstore.broker.context import Parts
+from mqstore.broker.filters.filter import parse_filter
 from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
+from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.log.store import MessageStore
-from mqstore.log.tagfilter import UnitFilter
 from mqstore.signalsafe import Bell
 from tests.broker.support import parked_thread
 from tests.log.support import open_store
@@ -218,7 +218,7 @@ def test_a_filter_that_fails_wakes_its_owner_and_harms_nobody(hall: Hall, caplog
         def units(self, tags_codes: Any) -> Any:
             raise ZeroDivisionError
 
-        def passing(self, messages: list[Any]) -> list[Any]:
+        def apply(self, messages: list[Any]) -> list[Any]:
             return []
 
     hall.park("broken", offset=0, filter=Broken())

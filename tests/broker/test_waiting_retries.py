@@ -12,9 +12,9 @@ import pytest
 
 from mqstore.broker.admin import metrics
 from mqstore.broker.admin.inspect import lag_of, pop_view
+from mqstore.broker.context import open_tables
 from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import open_tables
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.broker.support import Bench, messages_of
 
 DAY_MS = 86_400_000

@@ -36,9 +36,9 @@ from mqstore import Message, OutgoingMessage, Retention, StoreConfig
 from mqstore.engine import Finding
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs import verify
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.log.walk import walk_queue
 from mqstore_tools.main import main
 from tests.children import in_child, speaking_child
 from tests.commands import looking

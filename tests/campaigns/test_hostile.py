@@ -31,7 +31,7 @@ import pytest
 
 import mqstore
 import mqstore_tools.main
-from mqstore.broker.published import publish
+from mqstore.broker.tables.external_offsets import publish
 from mqstore.errors import MQStoreError
 from mqstore.layout.record import Checksum
 from mqstore.log.store import MessageStore
@@ -166,7 +166,7 @@ WRITERS: dict[str, Command] = {
     "recover": _cli("recover", "DIR"),
     "recover --prefix": _cli("recover", "DIR", "--prefix"),
     "recover --rebuild config": _cli("recover", "DIR", "--rebuild", "config"),
-    "cut restore": _cli("cut", "restore", "DIR"),
+    "quarantine restore": _cli("quarantine", "restore", "DIR"),
     "topics create": _cli("topics", "create", "DIR", "fresh"),
     "topics delete": _cli("topics", "delete", "DIR", "orders", "--force", "--yes"),
     "groups delete": _cli("groups", "delete", "DIR", "billing", "--yes"),

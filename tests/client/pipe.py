@@ -22,8 +22,8 @@ from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from mqstore import contract
-from mqstore.broker.begun import UNREAD
-from mqstore.broker.localoffsets import LocalOffsets
+from mqstore.broker.redelivery.attempt_journal import UNREAD
+from mqstore.broker.tables.localoffsets import LocalOffsets
 from mqstore.contract import BrokerContract, DeadLetters, Suspects, Waiter
 from mqstore.log.commitlog import SendReceipts
 

@@ -11,7 +11,7 @@ import pytest
 import mqstore
 from mqstore import SimpleConsumer, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.client.poppush import PopEngine
+from mqstore.client.push.pop import PopEngine
 from tests.client import support
 from tests.log.support import kill
 

@@ -11,7 +11,7 @@ from typing import Any
 from mqstore import Interceptor, Message, PushConsumer, QueueRef, SimulatedClock
 from mqstore.broker import opening
 from mqstore.broker.broker import Broker
-from mqstore.client.assignment import Assignment
+from mqstore.client.push.assignment import Assignment
 from mqstore.files.filesystem import FileSystem
 from tests.client import support
 from tests.log.support import kill, open_store

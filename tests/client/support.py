@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from mqstore import PushConsumer, Queue, SimpleConsumer, SimulatedClock, Store
 from mqstore.broker.broker import Broker
-from mqstore.client.poppush import PopEngine
+from mqstore.client.push.pop import PopEngine
+from mqstore.client.push.workers import Workers
 from mqstore.client.waits import Waits
-from mqstore.client.workers import Workers
 from tests import waiting
 
 __all__ = [

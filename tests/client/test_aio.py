@@ -24,9 +24,9 @@ import pytest
 
 import mqstore
 from mqstore import aio
-from mqstore.aio.bridge import Bridge
-from mqstore.broker import deadletters
-from mqstore.client import transaction
+from mqstore.aio.loop_thread import LoopThread
+from mqstore.broker.redelivery import dead_letters as deadletters
+from mqstore.client.send import transaction
 from tests.client.aiosupport import environment, in_store, on_thread, run, slow_flush, until, with_store
 from tests.client.support import parked
 from tests.holding import new_threads
@@ -47,9 +47,6 @@ TWINS = [
 ]
 NOT_THERE = {
     (mqstore.Store, "broker"),  # and `log`, an attribute: by way of `store.sync`
-    (mqstore.PushConsumer, "halt"),  # the store's way to close
-    (mqstore.Store, "halt"),
-    (mqstore.Store, "close_halted"),
     (mqstore.admin.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
 }
 PLAIN = {  # called without await: iterators, what makes objects, decorators
@@ -907,7 +904,7 @@ def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
 
 def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> None:
     async def main() -> None:
-        bridge = Bridge("test")
+        bridge = LoopThread("test")
         with pytest.raises(RuntimeError, match="StopIteration"):
             await bridge.call(lambda: next(iter(())))
         bridge.close()
@@ -939,7 +936,7 @@ def test_failed_look_passes_its_turn() -> None:
             self.cancelled += 1
 
     async def main() -> None:
-        bridge, turn, looks = Bridge("test"), Turn(), iter([None, mqstore.QueueShutDown("shut")])
+        bridge, turn, looks = LoopThread("test"), Turn(), iter([None, mqstore.QueueShutDown("shut")])
 
         def look() -> object:
             if (error := next(looks)) is not None:
@@ -960,7 +957,7 @@ def test_failed_look_passes_its_turn() -> None:
 
 def test_cancelled_waiter_does_not_park() -> None:
     async def main() -> None:
-        bridge, door = Bridge("test"), Door()
+        bridge, door = LoopThread("test"), Door()
         task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
         await asyncio.get_running_loop().run_in_executor(None, door.entered.wait)
         task.cancel()
@@ -975,7 +972,7 @@ def test_cancelled_waiter_does_not_park() -> None:
 
 def test_closed_bridge_wakes_parked_waiters() -> None:
     async def main() -> None:
-        bridge, door = Bridge("test"), Door()
+        bridge, door = LoopThread("test"), Door()
         door.open.set()
         task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
         await asyncio.sleep(0)
@@ -991,16 +988,16 @@ def test_closed_bridge_wakes_parked_waiters() -> None:
 def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
     """Unread news held the bridge, and the thread held the news. The end of the bridge ends the thread."""
 
-    async def begin() -> Bridge:
-        return Bridge("test")
+    async def begin() -> LoopThread:
+        return LoopThread("test")
 
     loop, before = asyncio.new_event_loop(), set(threading.enumerate())
     bridge = loop.run_until_complete(begin())
     if heard_of:
-        assert bridge.tell(bridge.check)
+        assert bridge.post(bridge.check)
         loop.close()
     else:
-        bridge.tell(bridge.check, wakes=False)
+        bridge.post(bridge.check, wakes=False)
         loop.close()
         assert not bridge.wake()
     del bridge
@@ -1012,8 +1009,8 @@ def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureF
     undone: list[int] = []
     go_on, done = threading.Event(), threading.Event()
 
-    async def begin() -> tuple[Bridge, asyncio.Task[int]]:
-        bridge = Bridge("test")
+    async def begin() -> tuple[LoopThread, asyncio.Task[int]]:
+        bridge = LoopThread("test")
         bridge.submit(lambda: go_on.wait(20))
         task = asyncio.create_task(bridge.call(lambda: 7, undone.append))
         await asyncio.sleep(0)

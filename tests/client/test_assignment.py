@@ -11,8 +11,8 @@ import pytest
 
 from mqstore import BatchFailure, Interceptor, Message, PushConsumer, QueueRef, Retention, Retry
 from mqstore.broker.names import QueueKey
-from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
-from mqstore.client.handling import Handling
+from mqstore.client.push.assignment import HOLD_S, PULL_IDLE_MS
+from mqstore.client.push.handler_call import Handling
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, pulls, unsettled
 from tests.client.support import failing, parked
@@ -209,7 +209,7 @@ def test_the_total_is_of_each_topic(bench: PushBench) -> None:
     assert unsettled(consumer) == {T0: 10, T1: 5}
     consumer.seek(T0, "earliest")
     bench.settle()
-    assert unsettled(consumer) == {T0: 5, T1: 5}  # one that is begun anew has its share
+    assert unsettled(consumer) == {T0: 5, T1: 5}  # one that is restarted has its share
 
 
 def test_a_paused_queue_is_not_pulled_and_stays(bench: PushBench) -> None:
@@ -387,7 +387,7 @@ def test_a_pull_that_was_lost_is_begun_anew_after_two_minutes(
 
 
 def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
-    """With every worker in a handler for more than two minutes the queue was taken for silent and begun anew: what was
+    """With every worker in a handler for more than two minutes the queue was taken for silent and restarted: what was
     in its handler did not count, came again, and took as long again, for ever."""
     seen = Seen()
 
@@ -576,7 +576,7 @@ def test_refused_member_releases_all_and_asks_again(bench: PushBench, monkeypatc
     membership = engine_of(consumer).membership
     refused = [GroupInUseError("another has its name")] * 2  # what it lets go makes it ask once more at once
     monkeypatch.setattr(membership, "share", failing(membership.share, *refused))
-    engine_of(consumer).stir()
+    engine_of(consumer).request_rebalance()
     bench.settle()
     assert consumer.assignment() == frozenset()
     assert {type(error) for error in bench.errors} == {GroupInUseError}
@@ -613,7 +613,7 @@ def test_hook_that_stops_its_consumer_leaves_no_lock(bench: PushBench) -> None:
     bench.settle()
     assert consumer.assignment() == {T0}
     turn[0] = "u"  # t goes, which stops it, and u comes
-    engine_of(consumer).stir()
+    engine_of(consumer).request_rebalance()
     bench.settle()
     assert consumer.assignment() == frozenset()
     assert bench.broker.locks.snapshot() == []

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import COMMIT, ROLLBACK, Message, PushConsumer, Reject, Retry, RetryPolicy, aio
-from mqstore.client import orderly
+from mqstore.client.push import orderly
 from mqstore.errors import ConfigError
 from tests.children import in_child
 from tests.client.aiosupport import in_store, until

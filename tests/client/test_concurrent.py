@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mqstore import BatchFailure, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy, cancelled
-from mqstore.client import chunks
-from mqstore.client.chunks import TICK_MS
-from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
+from mqstore.client.push import batches as chunks
+from mqstore.client.push.batches import TICK_MS
+from mqstore.client.push.concurrent import SEND_BACK_AGAIN_MS
 from mqstore.errors import NotPermittedError, StoreFullError
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
 from tests.client.support import failing, turns_left, workers_of
@@ -437,7 +437,7 @@ def test_revoked_queue_finishes_only_overtaken_messages(
 ) -> None:
     """What stands before a later pull that was begun is done for an exact hand-over; but where handlers take seconds,
     `stop` would have waited for hundreds of them."""
-    monkeypatch.setattr("mqstore.client.concurrent._HAND_OVER_S", moment_s)
+    monkeypatch.setattr("mqstore.client.push.concurrent._HAND_OVER_S", moment_s)
     seen: list[bytes] = []
 
     def halts(message: Message) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
+from mqstore import BatchFailure, DeliveryResult, Interceptor, Message, Reject, Retry, RetryPolicy, aio
 from tests.client.aiosupport import in_store
 from tests.client.pushsupport import PushBench, hook
 
@@ -22,11 +22,11 @@ MODES: list[dict[str, Any]] = [
 LAST = RetryPolicy(1)
 
 
-class Notes(Interceptor):
+class AttemptNotes(Interceptor):
     def __init__(self) -> None:
-        self.calls: list[Consumed] = []
+        self.calls: list[DeliveryResult] = []
 
-    def after_consume(self, consumed: Consumed) -> None:
+    def after_consume(self, consumed: DeliveryResult) -> None:
         self.calls.append(consumed)
 
     def told(self) -> list[tuple[str, str, list[bytes], str]]:
@@ -47,7 +47,7 @@ ENDS: list[tuple[BaseException | None, str]] = [
 def test_each_call_is_reported_with_its_outcome(
     bench: PushBench, mode: dict[str, Any], error: BaseException | None, outcome: str, around: bool
 ) -> None:
-    class Around(Notes):
+    class Around(AttemptNotes):
         def around_consume(self, call: Any, messages: Any) -> None:
             call()
 
@@ -55,7 +55,7 @@ def test_each_call_is_reported_with_its_outcome(
         if error is not None:
             raise error
 
-    notes = Around() if around else Notes()
+    notes = Around() if around else AttemptNotes()
     if mode.get("model") != "broadcasting":
         mode = {**mode, "retry": LAST}
     bench.put(b"m")
@@ -71,7 +71,7 @@ def test_redelivery_is_reported_under_its_topic(bench: PushBench) -> None:
         if message.attempt == 1:
             raise ValueError
 
-    notes = Notes()
+    notes = AttemptNotes()
     bench.put(b"m")
     bench.consumer(handler, interceptors=[notes], retry=RetryPolicy(3, [1]))
     bench.advance(60)
@@ -83,7 +83,7 @@ def test_a_batch_is_one_call(bench: PushBench) -> None:
         if batch[0].attempt == 1:
             raise BatchFailure(batch[1:])
 
-    notes = Notes()
+    notes = AttemptNotes()
     bench.put(b"0", b"1")
     bench.consumer(handler, interceptors=[notes], batch_size=2, retry=LAST)
     bench.settle()
@@ -99,7 +99,7 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
             bench.clock.advance(10_000)
             consumer.run_once()  # the timer thread, which goes on meanwhile
 
-    notes = Notes()
+    notes = AttemptNotes()
     consumer = bench.consumer(handler, interceptors=[notes], consume_timeout=20, workers=1, **mode)
     bench.put(b"m")
     bench.advance(100)
@@ -110,10 +110,10 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
 
 
 def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogCaptureFixture) -> None:
-    def after_consume(consumed: Consumed) -> None:
+    def after_consume(consumed: DeliveryResult) -> None:
         raise ValueError("mine")
 
-    notes = Notes()
+    notes = AttemptNotes()
     bench.consumer(interceptors=[hook(after_consume=after_consume), notes])
     bench.put(b"m")
     bench.settle()
@@ -124,7 +124,7 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
 
 @in_store
 async def test_aio_handlers_are_reported_alike(store: aio.Store) -> None:
-    notes = Notes()
+    notes = AttemptNotes()
     done = asyncio.Event()
 
     async def handler(message: mqstore.Message) -> None:

@@ -75,7 +75,7 @@ def test_full_disk_is_raised_and_the_verb_repeatable(
 ) -> None:
     delivery = received(bench, consumer)
     with monkeypatch.context() as disk:
-        for name in ("ack", "_ack_at_once", "nack", "dead_letter"):
+        for name in ("ack", "ack_at_once", "nack", "dead_letter"):
             disk.setattr(bench.broker, name, full)
         with pytest.raises(mqstore.errors.StoreFullError):
             getattr(delivery, verb)()

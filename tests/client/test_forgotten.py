@@ -26,7 +26,7 @@ import mqstore.aio
 from mqstore import QueueEmpty, QueueRef, Store
 from mqstore.broker.broker import Broker
 from mqstore.errors import StoreLockedError
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.client.support import until
 

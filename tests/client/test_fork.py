@@ -97,8 +97,16 @@ RETURNING = frozenset(
     [
         *("Store.broker", "Store.closed", "Store.mode", "Store.path", "Store.recovery", "Store.stats"),
         *("Store.producer", "Store.push_consumer", "Broker.filter", "Broker.pop_retry_topics", "Broker.take_losses"),
-        *("Broker.wait", "Members.get", "Transactions.get", "Transactions.open_count"),
-        *("TopicTable.entered", "TopicTable.get", "TopicTable.need", "TopicTable.problems"),
+        *(
+            "Broker.closed",
+            "Broker.listen",
+            "Broker.unlisten",
+            "Broker.wait",
+            "Members.get",
+            "Transactions.get",
+            "Transactions.open_count",
+        ),
+        *("TopicTable.entered", "TopicTable.get", "TopicTable.require", "TopicTable.problems"),
         *("GroupTable.get", "GroupTable.may_read", "GroupTable.names"),
         *("Queue.full", "Queue._get_at_once", "Producer.closed", "SimpleConsumer.closed"),
         *("SimpleConsumer.subscriptions", "PullConsumer.closed"),

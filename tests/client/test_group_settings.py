@@ -17,7 +17,7 @@ import mqstore
 import mqstore.aio
 from mqstore import PushConsumer, QueueRef, RetryPolicy
 from mqstore.broker.broker import Broker
-from mqstore.broker.members import Mode
+from mqstore.broker.tables.members import Mode
 from mqstore.client.allocation import avg
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.client.aiosupport import in_store
@@ -86,7 +86,7 @@ def test_consumer_start_counts_for_a_group_without_position(bench: PushBench, ta
     put_before_and_after(bench)
     bench.broker.groups.create("g", start="latest")
     assert take(bench, start="earliest") == [b"old", b"new"]
-    assert bench.broker.groups.need("g").start == "latest"
+    assert bench.broker.groups.require("g").start == "latest"
 
 
 @EVERY
@@ -95,7 +95,7 @@ def test_consumer_start_counts_for_a_group_without_position(bench: PushBench, ta
 )
 def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take: Take, given: Any, kept: Any) -> None:
     take(bench, start=given)
-    assert bench.broker.groups.need("g").start == kept
+    assert bench.broker.groups.require("g").start == kept
 
 
 # --- order -----------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_simple_consumer_follows_the_group_order(bench: PushBench) -> None:
     bench.broker.groups.create("g", orderly=True)
     assert mqstore.SimpleConsumer(bench.broker, "g").ordered
     assert not mqstore.SimpleConsumer(bench.broker, "new").ordered
-    assert bench.broker.groups.need("new").orderly is False
+    assert bench.broker.groups.require("new").orderly is False
 
 
 def test_a_group_that_came_in_order_meanwhile_is_refused_at_start(bench: PushBench) -> None:
@@ -150,10 +150,10 @@ def test_the_policy_that_a_consumer_asks_for_becomes_its_groups(
     with caplog.at_level(logging.INFO, logger="mqstore"):
         for _ in range(2):
             joined(bench, mode, retry=THREE)
-    assert bench.broker.groups.need("g").retry_policy == THREE
+    assert bench.broker.groups.require("g").retry_policy == THREE
     if there is not None:
         [line] = [record.getMessage() for record in caplog.records if "retry policy" in record.getMessage()]
-        assert line == "group g: retry policy changed: 3 attempts, levels (was 4, levels)"
+        assert line == "group g: retry policy changed to 3 attempts, levels (was 4, levels)"
 
 
 @MODES
@@ -165,7 +165,7 @@ def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: s
         joined(bench, mode, retry=THREE)
     assert "max_attempts=3" in str(caught.value)
     assert "max_attempts=4" in str(caught.value)
-    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.groups.require("g").retry_policy == FOUR
     assert bench.broker.members.members("g") == [first.client_id]
     joined(bench, mode, retry=FOUR)
     joined(bench, mode)
@@ -178,7 +178,7 @@ def test_group_policy_wins_over_refused_members(bench: PushBench, mode: str) -> 
     with pytest.raises(GroupInUseError):
         joined(bench, mode, retry=THREE)
     joined(bench, mode, retry=FOUR)
-    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.groups.require("g").retry_policy == FOUR
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_a_consumer_that_is_refused_changes_nothing(
     bench: PushBench, options: dict[str, Any], tags: str, error: type[Exception]
 ) -> None:
     bench.consumer(client_id="c1")
-    before = bench.broker.groups.need("g")
+    before = bench.broker.groups.require("g")
     with pytest.raises(error):
         bench.consumer(tags=tags, retry=THREE, start="latest", **options)
-    assert bench.broker.groups.need("g") == before
+    assert bench.broker.groups.require("g") == before
     assert bench.broker.members.members("g") == ["c1"]
 
 
@@ -230,7 +230,7 @@ def test_a_consumer_that_is_not_permitted_changes_nothing(
     for _ in range(2):
         with pytest.raises(mqstore.errors.NotPermittedError):
             joined(bench, retry=THREE, **options)
-    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.groups.require("g").retry_policy == FOUR
     assert (bench.broker.members.members("g"), told, listeners(bench.broker)) == ([], [], before)
 
 
@@ -257,12 +257,12 @@ def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mod
         mqstore.Queue(bench.broker, "one", retry=THREE)
     assert "max_attempts=3" in str(caught.value)
     assert "max_attempts=4" in str(caught.value)
-    assert bench.broker.groups.need("one").retry_policy == FOUR
+    assert bench.broker.groups.require("one").retry_policy == FOUR
     mqstore.Queue(bench.broker, "one", retry=FOUR)
     mqstore.Queue(bench.broker, "one")
     live.__exit__(None, None, None)
     mqstore.Queue(bench.broker, "one", retry=THREE)
-    assert bench.broker.groups.need("one").retry_policy == THREE
+    assert bench.broker.groups.require("one").retry_policy == THREE
 
 
 def test_a_queue_that_is_refused_makes_no_topic(bench: PushBench) -> None:
@@ -277,7 +277,7 @@ def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
     bench: PushBench, retries: tuple[RetryPolicy | None, RetryPolicy | None]
 ) -> None:
     one, other = (mqstore.Queue(bench.broker, "jobs", retry=retry) for retry in retries)
-    assert bench.broker.groups.need("jobs").retry_policy == THREE
+    assert bench.broker.groups.require("jobs").retry_policy == THREE
     one.put(b"a")
     assert other.get(timeout=0).value == b"a"
 
@@ -287,7 +287,7 @@ def test_a_member_may_subscribe_anew_whatever_became_of_the_policy(bench: PushBe
     bench.consumers[-1].subscribe("t", print)
     bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
     consumer.subscribe("t", print)
-    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.groups.require("g").retry_policy == FOUR
 
 
 # --- strategies ------------------------------------------------------------------------------------------------------
@@ -391,11 +391,11 @@ def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path: Path, mode: Any) ->
     with pytest.raises(mqstore.errors.StoreFullError):
         consumer.start()
     assert (listeners(bench.broker), bench.broker.members.members("g")) == (before, [])
-    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.groups.require("g").retry_policy == FOUR
     fs.heal()
     consumer.start()
     bench.settle()
-    assert (seen, bench.broker.groups.need("g").retry_policy) == ([b"a"], THREE)
+    assert (seen, bench.broker.groups.require("g").retry_policy) == ([b"a"], THREE)
     bench.close()
 
 

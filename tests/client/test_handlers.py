@@ -15,7 +15,7 @@ import pytest
 
 import mqstore
 from mqstore import Interceptor, PushConsumer, aio
-from mqstore.client.handlers import check_handler, check_has_run
+from mqstore.client.push.handlers import check_handler, check_has_run
 from mqstore.errors import ConfigError
 from tests.client.aiosupport import in_store, with_store
 from tests.client.pushsupport import PushBench

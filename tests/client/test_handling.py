@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from mqstore import BatchFailure, Interceptor, Message, Reject, Retry
-from mqstore.broker.begun import Suspects
+from mqstore.broker.redelivery.attempt_journal import Suspects
 from mqstore.client.groupsettings import Wanted
-from mqstore.client.handling import (
+from mqstore.client.interceptors import Interceptors
+from mqstore.client.push.handler_call import (
     Failure,
     Handling,
     Subscription,
 )
-from mqstore.client.interceptors import Interceptors
-from mqstore.client.workers import Worker
+from mqstore.client.push.workers import Worker
 from mqstore.errors import ConfigError
 from tests.client.pushsupport import PushBench
 

@@ -56,10 +56,10 @@ def test_suppressed_lines_are_counted_at_the_end(caplog: pytest.LogCaptureFixtur
         log.say(logging.WARNING, "a", at="t")
     log.say(logging.WARNING, "b", at="t")
     caplog.clear()
-    log.tell_held()
+    log.log_held()
     assert lines(caplog) == []
     clock.advance(EVERY_MS)
-    log.tell_held()
+    log.log_held()
     assert lines(caplog) == ["group g: 2 more were held back like this: t: a"]
     log.say(logging.WARNING, "c", times=4)
     log.say(logging.WARNING, "c", times=4)
@@ -75,7 +75,7 @@ def test_repeated_line_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         log.say(logging.WARNING, "once", once=True)
         clock.advance(10 * EVERY_MS)
-        log.tell_held()
+        log.log_held()
     log.close()
     assert lines(caplog) == ["once", "2 more were held back like this: once"]
 

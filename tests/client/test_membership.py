@@ -11,8 +11,8 @@ import pytest
 import mqstore
 from mqstore import QueueRef, SimulatedClock
 from mqstore.broker.broker import Broker
-from mqstore.broker.locks import LEASE_MS
-from mqstore.broker.members import Mode
+from mqstore.broker.tables.locks import LEASE_MS
+from mqstore.broker.tables.members import Mode
 from mqstore.client.allocation import Strategy, avg
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.errors import ConfigError, GroupInUseError

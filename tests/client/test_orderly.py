@@ -13,8 +13,9 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy, cancelled
-from mqstore.broker.begun import Address
-from mqstore.client import chunks, orderly
+from mqstore.broker.redelivery.attempt_journal import Address
+from mqstore.client.push import batches as chunks
+from mqstore.client.push import orderly
 from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench
 from tests.client.pushsupport import hook
@@ -167,11 +168,11 @@ def test_internal_failure_pauses_for_5_s_only(bench: Bench, monkeypatch: pytest.
 def test_a_group_that_has_gone_stops_its_queues_until_it_is_there_again(bench: Bench) -> None:
     bench.put("0", "1")
     bench.join(handler=fails("0", times=1))
-    config = bench.broker.groups.need("g")
-    need = type(bench.broker.groups).need
+    config = bench.broker.groups.require("g")
+    need = type(bench.broker.groups).require
     assert config is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(bench.broker.groups), "need", lambda self, name: need(self, "gone"))
+        patch.setattr(type(bench.broker.groups), "require", lambda self, name: need(self, "gone"))
         bench.advance(7)
     bench.advance(5)
 
@@ -201,7 +202,7 @@ def started(consumer: mqstore.PushConsumer) -> None:
 )
 def test_every_way_to_an_ordered_group_retries_for_ever(bench: Bench, make: Callable[[Any], object]) -> None:
     make(bench.store)
-    policy = bench.broker.groups.need("g").retry_policy
+    policy = bench.broker.groups.require("g").retry_policy
     assert policy.max_attempts is None
     assert [policy.delay(attempt) for attempt in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
@@ -623,7 +624,7 @@ def test_nothing_overtakes_a_suspected_message_that_waits_for_its_turn(bench: Be
     bench.put("2")
     bench.settle()
     assert bench.bodies == ["0"]
-    suspects.leave("another")
+    suspects.release("another")
     bench.settle()
     assert bench.bodies == ["0", "1", "2"]
     assert not suspects.left

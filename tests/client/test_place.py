@@ -26,7 +26,7 @@ from mqstore import MQStoreError, QueueRef, Store, StoreConfig, jobs
 from mqstore.admin import DeadLetters
 from mqstore.broker.broker import Broker
 from mqstore.errors import MissingFileError, QueueEmpty
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.client.support import ended, in_thread, until
 from tests.tools.support import mqstore as command
@@ -266,7 +266,7 @@ def test_chdir_changes_no_job(moves: Callable[[], None], tmp_path: Path, name: s
 
 
 def test_commands_take_a_relative_path(moves: Callable[[], None], tmp_path: Path) -> None:
-    for arguments in (("verify",), ("inspect",), ("topics",), ("recover", "--dry-run"), ("lag",), ("cut",)):
+    for arguments in (("verify",), ("inspect",), ("topics",), ("recover", "--dry-run"), ("lag",), ("quarantine",)):
         name, *more = arguments
         assert command(name, "mq", *more).exit_code == 0
 

@@ -13,9 +13,10 @@ import pytest
 
 import mqstore
 from mqstore import Message, Reject, Retry, Store
-from mqstore.broker.begun import UNREAD
-from mqstore.broker.members import Mode
-from mqstore.client import chunks, poppush
+from mqstore.broker.redelivery.attempt_journal import UNREAD
+from mqstore.broker.tables.members import Mode
+from mqstore.client.push import batches as chunks
+from mqstore.client.push import pop as poppush
 from tests.broker.support import full
 from tests.client.popsupport import BOTH, Bench, Push
 from tests.client.pushsupport import Told, hook

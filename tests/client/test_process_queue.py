@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import QueueRef
-from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
+from mqstore.client.push.processqueue import Limits, ProcessQueue, QueueInfo
 
 Q = QueueRef("orders", 0)
 

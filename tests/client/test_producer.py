@@ -26,7 +26,7 @@ import mqstore
 from mqstore import Interceptor, Message, OutgoingMessage, Producer, QueueRef, SendReceipt, SimulatedClock
 from mqstore.broker.broker import Broker
 from mqstore.broker.selection import java_selector_queue
-from mqstore.client.submitter import Submitter
+from mqstore.client.send.submitter import Submitter
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
@@ -1040,7 +1040,7 @@ def test_a_callback_that_calls_exit_ends_nothing_but_itself(broker: Broker, capl
         producer.flush(20)
         futures.append(producer.submit("orders", b"2"))
         assert [future.result(20).topic for future in futures] == ["orders"] * 3
-    assert "wanted to end the writer" in caplog.text
+    assert "the writer continues" in caplog.text
 
 
 def test_an_after_send_that_calls_exit_leaves_no_future_unanswered(broker: Broker) -> None:
@@ -1187,7 +1187,7 @@ def test_a_callback_of_a_future_may_submit_and_flush(broker: Broker) -> None:
 
 
 def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.client.submitter._IDLE_S", 0.01)
+    monkeypatch.setattr("mqstore.client.send.submitter._IDLE_S", 0.01)
     with Producer(broker) as producer:
         producer.submit("orders", b"x").result(WAIT_S)
         for thread in threading.enumerate():

@@ -17,9 +17,9 @@ import pytest
 import mqstore
 from mqstore import Message, PullConsumer, QueueRef, SimulatedClock
 from mqstore.broker.broker import Broker
-from mqstore.broker.locks import LEASE_MS
-from mqstore.broker.members import Mode
 from mqstore.broker.names import QueueKey
+from mqstore.broker.tables.locks import LEASE_MS
+from mqstore.broker.tables.members import Mode
 from mqstore.errors import (
     ConfigError,
     FilterError,
@@ -560,7 +560,7 @@ def test_a_consumer_outlives_its_store_harmlessly(broker: Broker, caplog: pytest
         consumer.poll(0)
     consumer.close()
 
-    assert "is redelivered" in caplog.text
+    assert "are redelivered" in caplog.text
 
 
 def test_a_poll_within_what_a_poll_calls_is_refused(broker: Broker) -> None:

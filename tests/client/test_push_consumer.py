@@ -24,7 +24,7 @@ import mqstore
 from mqstore import Message, PushConsumer, QueueRef, Reject, Retry, cancelled
 from mqstore.broker.broker import Broker
 from mqstore.client.consumerstats import QueueStats
-from mqstore.client.processqueue import ProcessQueue
+from mqstore.client.push.processqueue import ProcessQueue
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
 from mqstore.log.store import MessageStore
 from tests.children import speaking_child
@@ -120,15 +120,15 @@ def test_unstarted_consumer_changes_nothing(bench: PushBench) -> None:
     bench.broker.groups.alter("g", orderly=True)
     with pytest.raises(ConfigError, match=r"was made to consume in order.*orderly=False"):
         bench.consumer(run=False, ordered=False)
-    policy = bench.broker.groups.need("g").retry_policy
+    policy = bench.broker.groups.require("g").retry_policy
     other = bench.consumer(ordered=True)
     pop = bench.consumer(run=False, ordered=True, mode="pop", retry=mqstore.RetryPolicy(3))
     with pytest.raises(GroupInUseError):
         pop.start()
-    assert bench.broker.groups.need("g").retry_policy == policy
+    assert bench.broker.groups.require("g").retry_policy == policy
     other.stop()
     pop.start()  # what kept it from starting is over
-    assert bench.broker.groups.need("g").retry_policy == mqstore.RetryPolicy(3)
+    assert bench.broker.groups.require("g").retry_policy == mqstore.RetryPolicy(3)
 
 
 @pytest.mark.parametrize("start", ["now", 0, datetime(2026, 1, 1)])

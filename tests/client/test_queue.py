@@ -18,7 +18,7 @@ import pytest
 import mqstore
 from mqstore import Queue, RetryPolicy
 from mqstore.broker.broker import Broker
-from mqstore.broker.mechanism import Housekeeper
+from mqstore.broker.service import Housekeeper
 from mqstore.log.store import MessageStore
 from mqstore.signalsafe import Bell
 from tests.broker.support import full
@@ -643,7 +643,7 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
     queue.put(b"a")
     queue.get()
     with monkeypatch.context() as patch:
-        for name in ("ack", "_ack_at_once"):
+        for name in ("ack", "ack_at_once"):
             patch.setattr(bench.broker, name, full)
         with pytest.raises(mqstore.errors.StoreFullError):
             queue.task_done()

@@ -18,11 +18,11 @@ import pytest
 
 from mqstore import PullConsumer, PushConsumer, QueueRef, RetryPolicy, SimulatedClock
 from mqstore.broker.broker import Broker
-from mqstore.broker.mechanism import Mechanism
-from mqstore.broker.published import publish
+from mqstore.broker.service import BackgroundService
+from mqstore.broker.tables.external_offsets import publish
 from mqstore.errors import StoreClosedError, StoreFullError
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.snapshot.take import snapshot_store
+from mqstore.log.snapshot.copy import snapshot_store
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.log.support import Unsynced, kill, open_store
 
@@ -196,7 +196,7 @@ def test_each_mechanism_has_a_scene_or_a_reason(tmp_path: Path) -> None:
     desk = open_desk(tmp_path / "mq", SimulatedClock())
     jobs = {name: job.mechanism for name, job in desk.broker._housekeeper._jobs.items()}
     desk.broker.close()
-    with_state = {name for name, each in jobs.items() if type(each).persist is not Mechanism.persist}
+    with_state = {name for name, each in jobs.items() if type(each).persist is not BackgroundService.persist}
     assert with_state == {scene.of for scene in SCENES.values()} - {"a member"}
     assert jobs.keys() == with_state | STATELESS.keys()
 

@@ -134,8 +134,8 @@ def test_members_subscribe_alike(bench: Bench) -> None:
 def test_order_is_a_property_of_the_group(bench: Bench) -> None:
     bench.consumer(group="plain").close()
     bench.consumer(group="strict", ordered=True).close()
-    assert not bench.broker.groups.need("plain").orderly
-    assert bench.broker.groups.need("strict").orderly
+    assert not bench.broker.groups.require("plain").orderly
+    assert bench.broker.groups.require("strict").orderly
     for group, ordered in (("plain", True), ("strict", False)):
         with pytest.raises(mqstore.errors.ConfigError, match=f"ordered={not ordered}"):
             bench.consumer(group=group, ordered=ordered)

@@ -18,10 +18,10 @@ import mqstore
 from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.broker import broker
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import open_parts
+from mqstore.broker.context import open_parts
 from mqstore.errors import MissingFileError, StoreFullError
-from mqstore.log import room as rooms
 from mqstore.log.store import MessageStore
+from mqstore.log.writing import room as rooms
 from tests.faults import FaultyFileSystem
 from tests.log.splicesupport import Halfway, Row, bundle, stage
 from tests.log.support import open_store

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import Message, PushConsumer, QueueRef, Reject, RetryPolicy
-from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.pop.orderinfo import BlockedQueue
 from tests.client.orderlysupport import Bench
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -38,7 +38,7 @@ def failing(bench: Bench, body: str = "1", times: int = 1_000_000) -> Callable[[
     return handle
 
 
-def suspended(consumer: PushConsumer) -> dict[QueueRef, Suspended]:
+def suspended(consumer: PushConsumer) -> dict[QueueRef, BlockedQueue]:
     return dict(consumer.stats().suspended)
 
 
@@ -49,7 +49,7 @@ def test_a_queue_is_suspended_until_its_message_is_settled(bench: Bench, options
     consumer = bench.join(handler=failing(bench, times=3), retry=RETRY, **options)
     since_ms = bench.clock.now_ms()
     bench.settle()
-    first = Suspended(1, 1, since_ms, "KeyError: 'attempt 1'")
+    first = BlockedQueue(1, 1, since_ms, "KeyError: 'attempt 1'")
     assert suspended(consumer) == {T0: first}
     bench.advance(10)
     assert suspended(consumer) == {T0: replace(first, attempt=2, error="KeyError: 'attempt 2'")}
@@ -105,17 +105,17 @@ def test_it_is_known_after_a_restart(bench: Bench, options: dict[str, Any], kill
         bench.leave(first)
         bench.close()
     bench.open()
-    known = {T0: Suspended(1, 1, since_ms, "KeyError: 'attempt 1'")}
+    known = {T0: BlockedQueue(1, 1, since_ms, "KeyError: 'attempt 1'")}
     assert bench.broker.suspended("g") == known
 
     bench.clock.advance(10_000)
     consumer = bench.join(handler=failing(bench), **options)
     bench.settle()
-    assert suspended(consumer) == {T0: Suspended(1, 2, since_ms, "KeyError: 'attempt 2'")}
+    assert suspended(consumer) == {T0: BlockedQueue(1, 2, since_ms, "KeyError: 'attempt 2'")}
     bench.leave(consumer)
     bench.close()
     bench.open()
-    assert bench.broker.suspended("g") == {T0: Suspended(1, 2, since_ms, "KeyError: 'attempt 2'")}
+    assert bench.broker.suspended("g") == {T0: BlockedQueue(1, 2, since_ms, "KeyError: 'attempt 2'")}
 
     bench.join(**options)
     bench.advance(10)

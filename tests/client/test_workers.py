@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock, cancelled
-from mqstore.client.workers import Awaited, Flow, Worker, Workers, current
+from mqstore.client.push.workers import Awaited, Flow, Worker, Workers, current
 from mqstore.clock import SYSTEM_CLOCK
 from tests.client.support import ended, in_thread, until
 from tests.holding import new_threads
@@ -347,7 +347,7 @@ def test_outside_call_is_polled_until_its_end(
     threaded: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     """It may be on an event loop that somebody closes: then `look` is how it ends."""
-    monkeypatch.setattr("mqstore.client.workers.LOOK_MS", 5)
+    monkeypatch.setattr("mqstore.client.push.workers.LOOK_MS", 5)
 
     class Lost(Elsewhere):
         def look(self) -> None:

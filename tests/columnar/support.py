@@ -25,7 +25,7 @@ from mqstore.jobs.tasks import read_slices
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.store import MessageStore
 from mqstore_tools.main import cli

@@ -22,7 +22,7 @@ from mqstore.engine import Finding
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import (
     Odd,

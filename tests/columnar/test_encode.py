@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.context import Parts, open_parts
 from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder, derived_prefix
 from mqstore.columnar.inputs import INPUTS, as_markdown, check_columns

@@ -14,7 +14,7 @@ from mqstore.columnar import tally as module
 from mqstore.columnar.rows import PieceReader, Policy
 from mqstore.columnar.tally import Bins, Tally
 from mqstore.errors import ConfigError
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import many, write_store
 
 VALUES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 1 << 40), st.just((1 << 52) - 1)), min_size=1)

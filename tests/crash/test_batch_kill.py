@@ -15,6 +15,7 @@ from mqstore.native import kernel
 CHILD = """
 import ctypes, mmap, sys
 import mqstore
+from mqstore.log.store import MessageStore
 
 store = MessageStore(sys.argv[1])
 store.put_many("t", [b"first"] * 3, queue_id=0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.broker.begun import PROCESS_ENDED
+from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from tests.children import in_child
 
 LIMIT_S = 60

@@ -25,7 +25,7 @@ import mqstore
 from mqstore import Message
 from mqstore.broker.broker import Broker
 from mqstore.errors import ReceiptExpiredError
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.children import killed_child
 

@@ -30,7 +30,7 @@ import pytest
 from mqstore import Message, SimulatedClock
 from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.broker.delaysupport import Delays
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image

@@ -212,7 +212,7 @@ def check(image: Path, marks: list[Any], script: Script, *, killed: bool) -> Non
         elif ("made", "d") in marks and ("deleting", "d") not in marks:
             assert broker.topics.get("d") is not None
         if ("altered", "by") in marks:
-            assert broker.groups.need("by").max_attempts == 7
+            assert broker.groups.require("by").max_attempts == 7
         assert not broker.stats().errors
     finally:
         kill(broker.store)

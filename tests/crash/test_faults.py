@@ -26,7 +26,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.faults import STEP, FaultyFileSystem
 
@@ -253,7 +253,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
         store.run_once(clock.monotonic_ms())
-        store.parts.descriptors.give_back()
+        store.parts.descriptors.release()
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
         for failed in (True, False):
             clock.advance(60_000)

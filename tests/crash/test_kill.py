@@ -19,7 +19,7 @@ import pytest
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.children import killed_child
 from tests.faults import STEP, Crash, FaultyFileSystem
@@ -71,7 +71,7 @@ def produce(path: Path, pipe: int, seed: int) -> None:
     def say(kind: bytes, value: int = 0) -> None:
         os.write(pipe, _ACK.pack(kind, value))
 
-    config = StoreConfig(**SIZES, flush_interval=0.005, flush_thorough=0.005)
+    config = StoreConfig(**SIZES, flush_interval=0.005, full_flush_interval=0.005)
     while True:
         say(b"o")
         store = MessageStore(path, config=config)

@@ -175,7 +175,7 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
     now_ms = max((mark[1] for mark in marks if mark[0] == "time"), default=script.clock.now_ms())
     kept = max((mark[1] for mark in marks if mark[0] == "kept"), key=len, default=())
 
-    config = {"release_in_flight": rng.random() < 0.7}
+    config = {"requeue_on_open": rng.random() < 0.7}
     bench = PopBench(image, clock=SimulatedClock(now_ms), **config)
     stored = [message.body for message in bench.read("t")]
     assert stored == script.put_bodies[: len(stored)], "the topic is no prefix of what was put"
@@ -183,7 +183,7 @@ def check_image(script: Script, rng: random.Random, image: Path) -> None:
     pending = [bench.service.pending(group) for group in (STANDARD, FIFO)]
     bench.kill()
     bench.reopen(**config)
-    if not config["release_in_flight"]:
+    if not config["requeue_on_open"]:
         assert [bench.service.pending(group) for group in (STANDARD, FIFO)] == pending, "a second replay differs"
 
     for group in (STANDARD, FIFO):

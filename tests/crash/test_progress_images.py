@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from tests.crash.campaign import Campaign

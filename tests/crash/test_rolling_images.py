@@ -23,16 +23,16 @@ import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.broker import retention
+from mqstore.broker.context import Parts, open_parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.mechanism import Roller
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.retention import RetentionService
-from mqstore.broker.retry import Retries
+from mqstore.broker.service import Roller
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.outgoing import Copy
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
+from mqstore.log.writing.outgoing import Copy
 from tests.broker.support import messages_of, settle, shrink_timer_log
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image

@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from mqstore import Durability, Message
-from mqstore.broker.halves import CHECK_EVERY_MS, TransactionHandle
-from mqstore.broker.mechanism import oldest_of
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, QueueKey
 from mqstore.broker.retention import all_pins
-from mqstore.broker.transactions import Transactions
+from mqstore.broker.service import oldest_of
+from mqstore.broker.transactions.prepared import CHECK_EVERY_MS, TransactionHandle
+from mqstore.broker.transactions.service import Transactions
 from tests.broker.support import ServiceBench
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ReadOnlyStoreError, StoreIOError
-from mqstore.files import beneath
-from mqstore.files.beneath import resolved
+from mqstore.files import safe_open as beneath
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
+from mqstore.files.safe_open import resolved
 
 WRITING = [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC]
 

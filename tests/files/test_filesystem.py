@@ -12,7 +12,7 @@ import pytest
 from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files import system
 from mqstore.files.filesystem import REAL
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from tests.faults import Crash, FaultyFileSystem
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL

@@ -12,7 +12,7 @@ from mqstore.errors import StoreIOError
 from mqstore.files import limit
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from tests.scarce import free_descriptors
 
 MAPPINGS_ARE_FREE = sys.platform == "linux" or sys.version_info >= (3, 13)

@@ -9,7 +9,7 @@ import pytest
 
 from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.filesystem import REAL
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 
 _OLD = (1_000_000_000, 1_600_000_000)
 """Read before it was written: even a mount with relatime moves such an access time."""

@@ -26,7 +26,7 @@ import pytest
 
 from mqstore import OutgoingMessage, Profile, SimulatedClock, StoreConfig
 from mqstore.errors import MQStoreError
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore

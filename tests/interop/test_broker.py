@@ -59,8 +59,8 @@ def test_a_java_broker_knows_our_topics_groups_and_progress(path: Path, engine: 
         broker = store.broker
         assert broker.committed("billing", "orders", 0) == 4
         assert broker.committed("billing", "orders", 1) == 1
-        assert (broker.topics.need("orders").read_queues, broker.topics.need("orders").write_queues) == (3, 2)
-        assert broker.groups.need("billing").retry_policy == RetryPolicy(5, [1, 60])
+        assert (broker.topics.require("orders").read_queues, broker.topics.require("orders").write_queues) == (3, 2)
+        assert broker.groups.require("billing").retry_policy == RetryPolicy(5, [1, 60])
         # What receivers of a process had that ended is visible again, with what is acknowledged of it.
         assert [each.message.body for each in broker.pop("audit", "steps", 9, order=True)][:2] == [b"1", b"2"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport

@@ -10,7 +10,7 @@ import pytest
 
 import mqstore
 from mqstore import StoreConfig
-from mqstore.log.snapshot.take import snapshot_store
+from mqstore.log.snapshot.copy import snapshot_store
 from tests.interop.comparing import assert_same, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
 from tests.waiting import until

@@ -16,7 +16,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.log.support import all_queues
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mqstore import StoreConfig
 from mqstore.jobs.opening import StoreName, open_store, queues_of
 from mqstore.layout.consumequeue import VOID_UNIT
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, odd_records, write_store
 from tests.conftest import GOLDEN_NAMES, Golden

@@ -19,7 +19,7 @@ from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet, select
 from mqstore.jobs.runner import Runner
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden

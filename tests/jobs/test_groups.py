@@ -18,7 +18,7 @@ from mqstore.jobs import dlq_report, dlq_resend, lag_report, select, trace
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.views import view_batch
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.conftest import Golden
 from tests.log.support import all_queues
 from tests.tools.brokers import broker

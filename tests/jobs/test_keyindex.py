@@ -19,7 +19,7 @@ from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import QueueSlice, plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.layout.checkpoint import decode, encode
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, odd_records, read_all, rows_of, write_store
 from tests.conftest import Golden

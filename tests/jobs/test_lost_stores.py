@@ -13,7 +13,7 @@ import pytest
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.jobs import telling
+from mqstore.jobs import errors as telling
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import Slice, plan
 from mqstore.jobs.progress import StreamProgress

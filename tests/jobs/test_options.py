@@ -150,7 +150,7 @@ def test_invalid_option_names_value_and_remedy(options: Any, given: dict[str, st
 def test_deeply_nested_option_is_refused(name: str, text: str) -> None:
     """It ended in a RecursionError, below a traceback of its own depth."""
     given = {name: text} if name == "paths" else {"path": "/p", name: text}
-    with pytest.raises(ConfigError, match=rf"option {name}=.*: it is nested too deeply; ") as caught:
+    with pytest.raises(ConfigError, match=rf"option {name}=.*: (it is )?nested too deeply.*; ") as caught:
         SourceOptions.parse(given)
     assert str(caught.value).endswith(SOURCE_OPTIONS.options[name].accepts)
 

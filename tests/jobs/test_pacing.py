@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mqstore import StoreConfig
 from mqstore.jobs.options import Key, Offsets, SourceOptions
 from mqstore.jobs.progress import Costs, Limit, admit, costs_of
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, write_store
 from tests.holding import linux_only, open_files

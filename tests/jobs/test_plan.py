@@ -22,10 +22,10 @@ from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, Weighed, partitions, plan, stores_of
 from mqstore.jobs.progress import StreamProgress
-from mqstore.jobs.sets import SET_FILE
+from mqstore.jobs.store_set import SET_FILE
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import view_batch
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, crashed_store, log_end, many, odd_records, rows_of, write_store
 from tests.log.support import open_store, reboot

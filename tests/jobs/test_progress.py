@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import MQStoreError, SimulatedClock
-from mqstore.broker.parts import open_tables
+from mqstore.broker.context import open_tables
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs.options import Key, SourceOptions
 from mqstore.jobs.plan import Bounds
 from mqstore.jobs.progress import Limit, Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import exported, many, write_store
 from tests.conftest import Golden

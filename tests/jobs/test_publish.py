@@ -21,8 +21,8 @@ import pytest
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import open_parts, open_tables
+from mqstore.broker.context import open_parts, open_tables
+from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.rules import Rules
 from mqstore.errors import (
@@ -42,7 +42,7 @@ from mqstore.jobs.publish import Commit, abort, clean_target, commit, plan_targe
 from mqstore.jobs.staging import STAGING, clean, transaction_folder, write_shards
 from mqstore.layout.record import decode_record
 from mqstore.log.bulk.txn import read_txn
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem, deaths
@@ -278,7 +278,7 @@ def test_missing_store_is_created_in_partition_order(tmp_path: Path) -> None:
     assert bodies(tmp_path / "s") == [*ONE, *TWO, "c"]
     assert staged(tmp_path / "s") == []
     with ReadOnlyMessageStore(tmp_path / "s") as store:
-        assert open_tables(store).topics.need("t").write_queues == 1
+        assert open_tables(store).topics.require("t").write_queues == 1
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
@@ -561,7 +561,7 @@ def test_a_set_gets_a_store_for_each_shard_which_a_query_finds(tmp_path: Path) -
     assert (len(first), names) == (2, sorted([*first, second, third]))
     assert manifest(tmp_path / "set")["recorded"] == {"a": 1}
     with mqstore.open(tmp_path / "set" / "shards" / second) as store:  # a store like any other
-        assert store.broker.topics.need("t").write_queues == 2
+        assert store.broker.topics.require("t").write_queues == 2
         store.producer().send("t", b"more")
 
 
@@ -867,7 +867,7 @@ def test_owner_takes_a_bundle_and_delivers_it(root: Path) -> None:
             shards = stage(options, "a", 0, [batch_of(ONE, delay_level=[1, None, None, None, None])], clock=clock)
             commit(options, Commit("a", 0, shards))
             broker.store.take_inbox()
-        assert broker.topics.need("t").write_queues == 1
+        assert broker.topics.require("t").write_queues == 1
         clock.advance(2000)
         broker.run_once()
         broker.store.dispatch()
@@ -885,7 +885,7 @@ def test_bundle_taken_by_spark_gets_its_topics(root: Path) -> None:
 
     assert sorted(bodies(root)) == [*ONE, *TWO]
     with ReadOnlyMessageStore(root) as store:
-        assert open_tables(store).topics.need("t").write_queues == 6
+        assert open_tables(store).topics.require("t").write_queues == 6
 
 
 def test_deleted_topic_returns_with_its_queues(root: Path) -> None:
@@ -897,7 +897,7 @@ def test_deleted_topic_returns_with_its_queues(root: Path) -> None:
         commit(options, Commit("a", 0, shards))
         broker.store.take_inbox()
 
-        assert broker.topics.need("t").read_queues == 8
+        assert broker.topics.require("t").read_queues == 8
         assert broker.store.stats().inbox_refused == 0
 
 
@@ -944,11 +944,11 @@ def test_repeated_write_is_reported(target: str, root: Path, tmp_path: Path, cap
     write(options, "a", 5, ONE)
     assert "is in" not in caplog.text
     write(options, "a", 5, TWO)
-    assert "version 5 of 'a' was written before (last: 5); nothing was written" in caplog.text
+    assert "version 5 of 'a' was written before (last 5); nothing was written" in caplog.text
     if target == "inbox":
         MessageStore(root).close()
     write(options, "a", 0, TWO)
-    assert "version 0 of 'a' was written before (last: 5); nothing was written" in caplog.text
+    assert "version 0 of 'a' was written before (last 5); nothing was written" in caplog.text
 
 
 # -- power cuts --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.admin import DeadLetters
-from mqstore.broker.parts import open_tables
+from mqstore.broker.context import open_tables
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.log.support import files
 from tests.tools.brokers import broker, clock_now

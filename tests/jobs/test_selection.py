@@ -22,7 +22,7 @@ from mqstore.jobs import export_parquet, lag_report, select, traffic_report, ver
 from mqstore.jobs.plan import plan
 from mqstore.jobs.runner import pack
 from mqstore.jobs.selection import Shaped
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.spark.queries import columns_of
 from tests.columnar.support import many, write_store
 

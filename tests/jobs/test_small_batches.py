@@ -23,7 +23,7 @@ from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, rows_of, write_store
 from tests.jobs.damages import DAMAGES
 

@@ -18,7 +18,7 @@ from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.jobs.views import view_batch
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, write_store
 from tests.conftest import Golden
 from tests.log.support import flip

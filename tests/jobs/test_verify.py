@@ -23,7 +23,7 @@ from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.views import view_batch
 from mqstore.layout.scan import find_next
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.verify import verified_ranges
 from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.parts import open_parts
+from mqstore.broker.context import open_parts
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.jobs import select
 from mqstore.jobs.opening import StoreName

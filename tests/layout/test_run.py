@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import Checksum, check_record, encode_blank
 from mqstore.layout.scan import Headers, content_end, read_run
-from mqstore.layout.spares import Spares
 from mqstore.native import kernel
 from tests.records import encode_record
 from tests.without import compiled, compiled_parts_left_out
@@ -264,7 +264,7 @@ def test_batch_topics_have_no_units() -> None:
 def test_stretches_that_somebody_keeps_are_not_written_over() -> None:
     """Memory is used again for the next stretch, but only if nobody looks at the last one any more."""
     log, starts = encoded([{"body": bytes(i), "topic": f"t{i % 3}"} for i in range(100)])
-    spares = Spares()
+    spares = ArrayPool()
     kept = []
     at = 0
     while at < len(log):

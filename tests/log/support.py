@@ -17,11 +17,11 @@ import pytest
 from mqstore import Durability, Profile, QueueRef, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log import commitlog
-from mqstore.log.parts import CheckpointFile
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.reput import Dispatcher
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
+from mqstore.log.store_files import CheckpointFile
+from mqstore.log.writing.dispatcher import Dispatcher
 
 __all__ = [
     "EXPORTED",

@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 import pytest
 
-from mqstore.log.ahead import Ahead
+from mqstore.log.reading.prefetch import Prefetch
 from mqstore.log.store import MessageStore
 from tests.children import fork
 
 
 def test_error_is_raised_with_the_result() -> None:
-    with Ahead[int]("reader") as ahead:
+    with Prefetch[int]("reader") as ahead:
         ahead.begin(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             ahead.result()
@@ -39,7 +39,7 @@ def test_at_its_end_nothing_runs_any_more() -> None:
         may_end.wait(10)
         ended.append(True)
 
-    with Ahead[None]("reader") as ahead:
+    with Prefetch[None]("reader") as ahead:
         ahead.begin(call)
         begun.wait(10)
         threading.Timer(0.05, may_end.set).start()
@@ -69,7 +69,7 @@ def test_ctrl_c_does_not_end_the_wait_for_its_end(asked: bool) -> None:
             raise KeyboardInterrupt
 
     def read() -> None:
-        with Ahead[None]("reader") as ahead:
+        with Prefetch[None]("reader") as ahead:
             ahead.begin(call)
             begun.wait(10)
             interrupting.start()
@@ -95,7 +95,7 @@ def test_threadless_result_is_made_on_demand(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     made = []
-    with Ahead[None]("reader") as ahead:
+    with Prefetch[None]("reader") as ahead:
         ahead.begin(lambda: made.append(1))
         assert made == []
         ahead.result()
@@ -111,7 +111,7 @@ def test_a_forked_child_makes_its_calls_itself() -> None:
         may_end.wait(10)
         return 1
 
-    with Ahead[int]("reader") as ahead:
+    with Prefetch[int]("reader") as ahead:
         ahead.begin(call)
         begun.wait(10)
 
@@ -141,7 +141,7 @@ def test_its_end_may_come_in_its_own_thread() -> None:
         ended.set()
 
     def read() -> Iterator[None]:
-        with Ahead[None]("reader") as ahead:
+        with Prefetch[None]("reader") as ahead:
             ahead.begin(call)
             yield
 
@@ -165,7 +165,7 @@ def test_a_store_is_verified_while_the_interpreter_ends(tmp_path: Path) -> None:
         store.put_many("t", [b"body"] * 20_000)
     script = """
         import atexit, sys
-        from mqstore.log.readonly import ReadOnlyMessageStore
+        from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
         def verify():
             with ReadOnlyMessageStore(sys.argv[1]) as store:

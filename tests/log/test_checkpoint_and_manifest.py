@@ -18,7 +18,7 @@ from mqstore import Retention, SimulatedClock, StoreConfig
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store

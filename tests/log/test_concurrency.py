@@ -25,7 +25,7 @@ from mqstore.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
@@ -270,7 +270,7 @@ def test_a_segment_that_is_just_being_removed_is_no_damage(tmp_path: Path) -> No
 
 READER = """
 import sys, time, mqstore
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 path, total = sys.argv[1], int(sys.argv[2])
 with ReadOnlyMessageStore(path) as store:
     print("ready", flush=True)
@@ -481,6 +481,8 @@ def test_a_read_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pat
 MANY = """
 import os, resource, sys
 import mqstore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 path, limit, topics, queues = sys.argv[1], *map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 config = mqstore.StoreConfig(segment_bytes=1 << 18, consumequeue_units=10, index_slots=100, index_entries=1000)
@@ -511,6 +513,8 @@ def test_more_queues_than_descriptors(tmp_path: Path, run: Callable[..., Program
 INDEX = """
 import resource, sys
 import mqstore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.store import MessageStore
 path, mode, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 store_type = MessageStore if mode == "rw" else ReadOnlyMessageStore

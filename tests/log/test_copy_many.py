@@ -13,8 +13,8 @@ from mqstore import Message, Profile
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties, encode_properties
-from mqstore.log.outgoing import Copy
 from mqstore.log.store import MessageStore
+from mqstore.log.writing.outgoing import Copy
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 

@@ -65,7 +65,7 @@ def test_reading_derives_the_manifest_and_says_so(tmp_path: Path, loss: str, pro
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     if not is_lost:
         return
-    for arguments in (("recover",), ("recover", "--dry-run"), ("cut", "restore")):
+    for arguments in (("recover",), ("recover", "--dry-run"), ("quarantine", "restore")):
         assert "--rebuild config" in command(*arguments, path, exit_code=3).stderr
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock"} == {
         file: content for file, content in before.items() if file.name != "lock"

@@ -20,8 +20,8 @@ from mqstore.layout.hosts import encode_host
 from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.reput import Dispatcher
 from mqstore.log.store import MessageStore
+from mqstore.log.writing.dispatcher import Dispatcher
 from tests.conftest import GOLDEN_NAMES, Golden, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, flip_log, open_store, units_of, until_parked

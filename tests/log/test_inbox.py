@@ -398,11 +398,11 @@ def test_a_broker_enters_the_topics_of_a_bundle(tmp_path: Path) -> None:
     with Broker(open_store(tmp_path)) as broker:
         bundle(tmp_path, "job", 0, [ONE], {"orders": 8})
         broker.store.take_inbox()
-        assert broker.topics.need("orders").write_queues == 8
+        assert broker.topics.require("orders").write_queues == 8
         broker.topics.create("clicks", queues=3)
         bundle(tmp_path, "job", 1, [TWO], {"clicks": 8, "orders": 1})
         broker.store.take_inbox()
-        assert (broker.topics.need("clicks").write_queues, broker.topics.need("orders").write_queues) == (3, 8)
+        assert (broker.topics.require("clicks").write_queues, broker.topics.require("orders").write_queues) == (3, 8)
 
 
 def test_topics_of_a_bundle_are_entered_by_the_next_broker(tmp_path: Path) -> None:
@@ -410,8 +410,8 @@ def test_topics_of_a_bundle_are_entered_by_the_next_broker(tmp_path: Path) -> No
     with open_store(tmp_path) as store:
         assert bodies(store) == [b"1", b"2"]
     with Broker(open_store(tmp_path)) as broker:
-        assert broker.topics.need("orders").write_queues == 8
-        assert broker.topics.need("orders").read_queues == 8
+        assert broker.topics.require("orders").write_queues == 8
+        assert broker.topics.require("orders").read_queues == 8
     assert "create" not in json.loads((tmp_path / TXN_FILE).read_text())
 
 
@@ -423,8 +423,8 @@ def test_a_noted_topic_that_is_refused_keeps_no_other_out(tmp_path: Path, caplog
     value["create"].update({"a/b": 1, "clicks": 1 << 40, "zebra": 2})  # of a program that did not check them
     path.write_text(json.dumps(value))
     with Broker(open_store(tmp_path)) as broker:
-        assert broker.topics.need("orders").write_queues == 8
-        assert broker.topics.need("zebra").write_queues == 2
+        assert broker.topics.require("orders").write_queues == 8
+        assert broker.topics.require("zebra").write_queues == 2
         assert broker.store.stats().errors == {}
         assert bodies(broker.store) == [b"1", b"2"]
     assert "create" not in json.loads(path.read_text())

@@ -14,8 +14,8 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.engine import Finding
 from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
-from mqstore.log.snapshot import moment
-from mqstore.log.snapshot.take import snapshot_store
+from mqstore.log.snapshot import point_in_time as moment
+from mqstore.log.snapshot.copy import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite, reboot, segment

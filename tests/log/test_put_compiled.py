@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from mqstore import Durability, OutgoingMessage, SendReceipt, SimulatedClock, Store, StoreConfig, native
 from mqstore.broker.broker import Broker
-from mqstore.broker.road import Road
+from mqstore.broker.router import Router
 from mqstore.errors import ConfigError, InvalidMessageError, StoreClosedError
 from mqstore.log import commitlog as commitlog_module
-from mqstore.log import writer as writer_module
 from mqstore.log.store import MessageStore
+from mqstore.log.writing import writer as writer_module
 from tests.log.support import act_behind
 from tests.without import Door, append_compiled, compiled, put_by_python
 
@@ -163,7 +163,7 @@ def test_other_sender_is_left_to_python(sender: object) -> None:
 
 
 _NEEDS: dict[str, Any] = {
-    "tip": kernel and kernel.Tip(),
+    "tip": kernel and kernel.LogTail(),
     "putters": {},
     "reserved": frozenset(),
     "max_body": 9,
@@ -258,7 +258,7 @@ def test_put_is_replaced_on_an_object_and_in_the_class(store: MessageStore) -> N
     assert store.put("t", b"x").offset == 0
 
 
-@pytest.mark.parametrize("door", [MessageStore, Road, Broker, Store])
+@pytest.mark.parametrize("door", [MessageStore, Router, Broker, Store])
 def test_put_says_what_it_does_and_takes(door: Any) -> None:
     kinds = {name: parameter.kind for name, parameter in inspect.signature(door.put).parameters.items()}
     assert list(kinds) == ["self", "topic", "body", "queue_id", "options"]

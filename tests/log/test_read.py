@@ -19,9 +19,9 @@ from mqstore import OutgoingMessage, Profile, SimulatedClock
 from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
 from mqstore.files.filesystem import StrPath
 from mqstore.layout.consumequeue import VOID_UNIT
-from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.reader import to_ms
+from mqstore.log.reading import iteration
+from mqstore.log.reading.reader import to_ms
 from mqstore.log.store import MessageStore
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, flip_log, open_store, overwrite, until_parked
 

@@ -22,11 +22,11 @@ import pytest
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.layout.checkpoint import Checkpoint, decode
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.recovery.offset_assigner import least_plausible, sort_out
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem, deaths
 from tests.log.support import (

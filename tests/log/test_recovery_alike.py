@@ -20,7 +20,7 @@ from mqstore.errors import MQStoreError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import recover as recovery
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.scanner import Good, scan_log, used_end

@@ -11,7 +11,7 @@ import pytest
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
 from mqstore.log.store import MessageStore

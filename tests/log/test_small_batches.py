@@ -25,12 +25,12 @@ from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
-from mqstore.log import reput
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
-from mqstore.log.reader import GetResult
-from mqstore.log.reput import Dispatcher
+from mqstore.log.reading.reader import GetResult
 from mqstore.log.store import MessageStore
+from mqstore.log.writing import dispatcher as reput
+from mqstore.log.writing.dispatcher import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, files, flip_log, open_store, overwrite

@@ -21,20 +21,20 @@ from typing import Any
 import pytest
 
 from mqstore import MQStoreError, Retention, StoreConfig
-from mqstore.broker.published import publish
+from mqstore.broker.tables.external_offsets import publish
 from mqstore.errors import ConfigError, NotAStoreError, ReadOnlyStoreError, StoreBusyError, StoreIOError
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from mqstore.files.treecopy import TreeCopy
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnState
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.tail import Tail
-from mqstore.log.snapshot import moment as looking
-from mqstore.log.snapshot import take as module
-from mqstore.log.snapshot.moment import Original
-from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.snapshot import copy as module
+from mqstore.log.snapshot import point_in_time as looking
+from mqstore.log.snapshot.copy import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.snapshot.point_in_time import Original
 from mqstore.log.store import MessageStore
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.crash.recording import RecordingFileSystem, build_image

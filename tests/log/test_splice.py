@@ -450,7 +450,9 @@ def test_a_reader_that_met_the_splice_misses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since: str, rows: list[Row], way: str
 ) -> None:
     """It has cut the log off where the splice begins, and finds units that lead beyond before it lists files anew."""
-    monkeypatch.setattr("mqstore.log.news.time", SimpleNamespace(monotonic=lambda: 0.0))  # time for no listing
+    monkeypatch.setattr(
+        "mqstore.log.reading.change_feed.time", SimpleNamespace(monotonic=lambda: 0.0)
+    )  # time for no listing
     root, clock = tmp_path / "store", SimulatedClock()
     shard = stage(tmp_path / "shard", [Row(b"first", "alone"), *rows])
     readers = []

@@ -106,10 +106,10 @@ def test_whole_messages_of_a_surplus_can_be_listed_exported_and_restored(tmp_pat
 
     name = Path(done["kept"][0]).name
     assert name.startswith(segments[3].name)
-    listed = mqstore_json("cut", "list", path)["files"]
+    listed = mqstore_json("quarantine", "list", path)["files"]
     assert [(each["file"], {row["queue_offset"] for row in each["messages"]}) for each in listed] == [(name, inside)]
-    assert {*_exported("cut", "export", path)} == inside
-    command("cut", "restore", path, exit_code=0)
+    assert {*_exported("quarantine", "export", path)} == inside
+    command("quarantine", "restore", path, exit_code=0)
     with mqstore.open(path) as store:
         assert {int(message.body.split()[0]) for message in store.iter("t", 0)} == {*range(COUNT)}
 
@@ -121,7 +121,7 @@ def test_surplus_of_no_record_is_listed_as_bytes(tmp_path: Path) -> None:
     done = mqstore_json("recover", tmp_path / "s")
 
     assert [Path(kept).read_bytes() for kept in done["kept"]] == [b"?" * SIZE, b"?" * 100]
-    listed = mqstore_json("cut", "list", tmp_path / "s", exit_code=1)["files"]
+    listed = mqstore_json("quarantine", "list", tmp_path / "s", exit_code=1)["files"]
     assert [(each["count"], each["other_bytes"]) for each in listed] == [(0, SIZE), (0, 100)]
 
 

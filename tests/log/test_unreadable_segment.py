@@ -14,8 +14,8 @@ import mqstore
 from mqstore import Profile, StoreConfig
 from mqstore.errors import StoreIOError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.quiet import QuietFileSystem
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.files.readonly_fs import ReadOnlyFileSystem
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
@@ -69,7 +69,7 @@ def test_everything_else_is_read(tmp_path: Path, kind: str, number: int, profile
         result = command(*name.split()[:1], path, *name.split()[1:], exit_code=1)
         assert segment.name in result.output
         assert why in result.output
-    for name in ("recover", "cut restore"):
+    for name in ("recover", "quarantine restore"):
         assert segment.name in command(*name.split(), path, exit_code=3).stderr
     with pytest.raises(mqstore.MQStoreError, match=segment.name), mqstore.open(path):
         pass
@@ -97,7 +97,7 @@ def test_segment_without_permission_is_a_missing_range(tmp_path: Path, at: int, 
     segments = _make(path, profile)
     name = segments[at].name
     before = _tree(path)
-    quiet = _denying(QuietFileSystem, name, number)
+    quiet = _denying(ReadOnlyFileSystem, name, number)
 
     with ReadOnlyMessageStore(path, fs=quiet) as store:
         findings = [*store.verifier().findings()]
@@ -120,4 +120,4 @@ def test_lack_of_descriptors_is_no_missing_segment(tmp_path: Path) -> None:
     segments = _make(tmp_path / "s", "mqstore")
 
     with pytest.raises(StoreIOError):
-        ReadOnlyMessageStore(tmp_path / "s", fs=_denying(QuietFileSystem, segments[2].name, errno.EMFILE))
+        ReadOnlyMessageStore(tmp_path / "s", fs=_denying(ReadOnlyFileSystem, segments[2].name, errno.EMFILE))

@@ -11,10 +11,10 @@ import pytest
 from mqstore import Message, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.engine import Finding
 from mqstore.errors import TopicNotFoundError
-from mqstore.log.reader import GetResult
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.raw_scan import walk_queue
+from mqstore.log.reading.reader import GetResult
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.log.walk import walk_queue
 from tests.log.support import flip_log, overwrite
 
 _SEGMENT = 1 << 16

@@ -18,7 +18,7 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.engine import Finding
 from mqstore.jobs import verify
 from mqstore.layout.checkpoint import decode
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
@@ -125,7 +125,7 @@ def test_a_bad_record_of_a_kill_is_damage(tmp_path: Path, profile: str, judge: s
     if judge == "recover":
         report = recover_store(tmp_path / "s", RecoverOptions())
         assert (report.damaged_ranges, report.moved_to_cut) == (2, 0)
-        assert report.kept_behind_damage == len([place for place in beyond if place > beyond[0]]) - 1
+        assert report.quarantined == len([place for place in beyond if place > beyond[0]]) - 1
     else:
         open_store(tmp_path / "s").close()
     with open_store(tmp_path / "s", "r") as store:

@@ -20,9 +20,9 @@ import pytest
 from mqstore.engine import Finding
 from mqstore.jobs import verify
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.recovery.offset_assigner import sort_out
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
-from mqstore.log.recovery.slots import sort_out
 from tests.log.support import SEGMENT, checkpointed, kill, open_store, overwrite_log, reboot, units_of
 
 PROFILES = ("mqstore", "rocketmq")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.spark.sessions import NO_JAVA, find_java
 from tests.columnar.support import many, write_store
 from tests.spark import speculation_job

@@ -63,7 +63,7 @@ def test_nothing_stays_when_the_reader_is_left_early(tmp_path: Path) -> None:
     assert held(path) == []
 
 
-OPENS = "import sys, mqstore; MessageStore(sys.argv[1]).close()"
+OPENS = "import sys; from mqstore.log.store import MessageStore; MessageStore(sys.argv[1]).close()"
 
 
 def test_owner_keeps_its_lock_during_a_query(tmp_path: Path) -> None:
@@ -285,11 +285,11 @@ def test_omitted_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixt
     removed = 40 - 2 - sum(row["topic"] == "t" for row in found)
     assert removed > 0
     told = [
-        record.message for record in caplog.records if record.levelname == "WARNING" and "left out" in record.message
+        record.message for record in caplog.records if record.levelname == "WARNING" and "skipped" in record.message
     ]
     assert told == [
-        f"mqstore: {path}: 2 damaged messages were skipped (onCorrupt=skip)",
-        f"mqstore: {path}: {removed + 1} messages deleted by retention were skipped (failOnDataLoss=false)",
+        f"mqstore: in {path} 2 damaged messages were skipped (onCorrupt=skip)",
+        f"mqstore: in {path} {removed + 1} messages deleted by retention were skipped (failOnDataLoss=false)",
     ]
 
 

@@ -17,7 +17,7 @@ from mqstore.columnar.rules import Rules
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, instant, read_all, write_store
 from tests.jobs.staged import records
 

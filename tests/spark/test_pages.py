@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 
 pytestmark = pytest.mark.spark

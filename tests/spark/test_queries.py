@@ -97,7 +97,7 @@ def test_every_view_can_be_had(spark: Any, stores: dict[str, Path]) -> None:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-class Kept:
+class KeptMessages:
     """A session that outlives the command."""
 
     def __init__(self, spark: Any) -> None:
@@ -109,7 +109,7 @@ class Kept:
 
 @pytest.fixture
 def command(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr("mqstore.spark.sessions.session", lambda app, conf: Kept(spark))
+    monkeypatch.setattr("mqstore.spark.sessions.session", lambda app, conf: KeptMessages(spark))
     return mqstore
 
 

@@ -24,7 +24,7 @@ from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, odd_records, read_all, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
@@ -194,7 +194,7 @@ def test_a_record_of_the_engine_goes_to_no_topic_of_a_user() -> None:
         ({"record": "binary", "body": "binary"}, "'record' is a whole message: drop body"),
         (
             {"record": "binary", "topic": "string", "tags": "string"},
-            "drop tags; beside it there may be topic, q",
+            "drop tags; the other columns may be topic, q",
         ),
         ({"record": "string"}, "column 'record' is string, and must be binary"),
     ],

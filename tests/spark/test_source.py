@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden

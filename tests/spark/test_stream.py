@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mqstore.broker.admin.inspect import PopView, lag_of
-from mqstore.broker.parts import open_parts, open_tables
+from mqstore.broker.context import open_parts, open_tables
 from mqstore.errors import ConfigError
-from mqstore.files.quiet import QUIET
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.files.readonly_fs import QUIET
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.log.support import open_store
 
 pytestmark = pytest.mark.spark

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
-from mqstore.jobs import telling
+from mqstore.jobs import errors as telling
+from mqstore.jobs.errors import of_store, plain_errors, warn_once
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import plan
-from mqstore.jobs.telling import of_store, plain_errors, warn_once
-from mqstore.log.news import FileNews
+from mqstore.log.reading.change_feed import FileFeed
 from mqstore.log.store import MessageStore
 from tests.columnar.support import many, write_store
 
@@ -53,7 +53,7 @@ def test_spark_worker_hides_the_traceback(tmp_path: Path) -> None:
     (tmp_path / "pyspark" / "worker.py").write_text(
         "import os\n"
         "from mqstore.errors import ConfigError\n"
-        "from mqstore.jobs.telling import plain_errors\n"
+        "from mqstore.jobs.errors import plain_errors\n"
         "for error in (ValueError(), ConfigError('x')):\n"
         "    try:\n"
         "        with plain_errors():\n"
@@ -83,7 +83,7 @@ def test_unreadable_path_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "commitlog"))
 
-    monkeypatch.setattr(FileNews, "stop_at_splice", refuse)
+    monkeypatch.setattr(FileFeed, "stop_at_splice", refuse)
     path = str(write_store_once(tmp_path))
     with pytest.raises(StoreIOError) as caught:
         open_store(StoreName("s", path))
@@ -110,7 +110,7 @@ def write_store_once(root: Path) -> Path:
         ("file", NotAStoreError, "s is a file; a store is a directory"),
         ("other", NotAStoreError, "s is not a store: it contains notes.txt, but neither mqstore.json nor commitlog/"),
         ("empty", NotAStoreError, "s is not a store"),
-        ("later", UnsupportedStoreError, "was written by a newer mqstore .*: upgrade mqstore"),
+        ("later", UnsupportedStoreError, "was written by a newer mqstore .*Upgrade mqstore"),
     ],
 )
 def test_other_folder_is_named(tmp_path: Path, change: str, error: type[Exception], says: str) -> None:

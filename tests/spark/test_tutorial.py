@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
 _ROOT = Path(__file__).parent.parent.parent
 _TYPIST = r"""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mqstore.jobs import telling
+from mqstore.jobs import errors as telling
+from mqstore.jobs.errors import settle
 from mqstore.jobs.runner import Runner
-from mqstore.jobs.telling import settle
-from mqstore.log.ahead import Ahead
+from mqstore.log.reading.prefetch import Prefetch
 
 
 def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def late(_: int) -> int:
 
 def reader(_: int) -> bool:
     """Whether a thread of its own reads ahead."""
-    with Ahead[threading.Thread]("reader") as ahead:
+    with Prefetch[threading.Thread]("reader") as ahead:
         ahead.begin(threading.current_thread)
         return ahead.result() is not threading.current_thread()
 

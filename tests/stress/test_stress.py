@@ -3,7 +3,7 @@ and go, handlers that fail, hang and raise. In the end nothing is lost, order wa
 not, and nobody is left running. Groups are reset and seek all the while.
 
 For the last third nobody comes or goes any more, and there is more to do than caches hold: a queue that has gone silent
-is not begun anew by a rebalance then.
+is not restarted by a rebalance then.
 
 What is allowed to come twice: in the groups whose handlers hang, what hung, and of those that consume by offset what
 others of its queue got done with behind it: the position stands at what hung, what lies behind it is `max_span` and a
@@ -38,7 +38,7 @@ import pytest
 import mqstore
 import mqstore.aio
 from mqstore import Message
-from mqstore.client import concurrent
+from mqstore.client.push import concurrent
 from tests.holding import new_threads, open_files
 from tests.waiting import until
 

@@ -12,8 +12,8 @@ from typing import Any
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import Tables, open_tables
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.broker.context import Tables, open_tables
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 
 __all__ = ["behind", "broker", "clock_now", "filled", "tables"]

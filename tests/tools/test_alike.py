@@ -12,7 +12,7 @@ import pytest
 import mqstore
 from mqstore import Profile, StoreConfig
 from mqstore.errors import StoreIOError
-from mqstore.jobs.telling import of_store
+from mqstore.jobs.errors import of_store
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -71,7 +71,7 @@ def test_topic_with_dots_survives_a_cut_and_a_restore(tmp_path: Path) -> None:
     assert (first, whole < first) == (400, True)
 
     moved = mqstore_json("recover", path, "--prefix", exit_code=0)["moved_to_cut"]
-    restored = mqstore_json("cut", "restore", path, exit_code=1)
+    restored = mqstore_json("quarantine", "restore", path, exit_code=1)
 
     assert moved > 200
     assert [each["refused"] for each in restored["files"]] == [{}] * len(restored["files"])
@@ -87,13 +87,13 @@ def test_surplus_that_an_earlier_version_has_moved_is_listed_and_restored(tmp_pa
     segments[2].rename(tmp_path / "s" / "cut" / name)
     command("recover", tmp_path / "s", exit_code=1)
 
-    [listed] = mqstore_json("cut", "list", tmp_path / "s")["files"]
+    [listed] = mqstore_json("quarantine", "list", tmp_path / "s")["files"]
 
     assert (listed["file"], listed["physical_offset"], listed["other_bytes"]) == (name, 2 * SIZE, 0)
-    assert mqstore_json("cut", "restore", tmp_path / "s")["files"][0]["appended"] == listed["count"] > 50
+    assert mqstore_json("quarantine", "restore", tmp_path / "s")["files"][0]["appended"] == listed["count"] > 50
 
 
-@pytest.mark.parametrize("group", ["cut", "topics", "groups", "offsets", "delay", "dlq"])
+@pytest.mark.parametrize("group", ["quarantine", "topics", "groups", "offsets", "delay", "dlq"])
 def test_help_of_a_group_says_that_its_command_may_be_left_out(tmp_path: Path, group: str) -> None:
     path = tmp_path / "s"
     _make(path, "mqstore", "t")

@@ -28,7 +28,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "recover": (),
     "recover, config": ("--rebuild", "config", "--yes"),
-    "cut restore": (),
+    "quarantine restore": (),
     "consume": ("orders", "--group", "billing"),
 }
 """Other commands that nothing else may write beside."""
@@ -130,7 +130,7 @@ def test_beside_a_writer_a_change_is_3_and_names_the_holder(store: Path, name: s
     assert result.exit_code == 3
     assert f"process {os.getpid()}" in result.stderr
     with tables(store) as parts:
-        assert parts.topics.need("orders").perm == 6
+        assert parts.topics.require("orders").perm == 6
         assert parts.offsets.of_group("billing") == {("orders", 0): 7, ("orders", 1): 2}
         assert any(topic.startswith("%DLQ%") for topic in parts.store.topics())
 

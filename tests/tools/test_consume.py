@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.log.support import kill
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot

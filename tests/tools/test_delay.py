@@ -8,7 +8,7 @@ import pytest
 
 from mqstore import StoreConfig
 from mqstore.broker.admin.inspect import timer_view
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.log.support import flip
 from tests.tools.brokers import broker, clock_now, tables

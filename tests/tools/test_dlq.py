@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json

@@ -19,8 +19,8 @@ from click.testing import Result
 
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.log.reading.raw_scan import walk_log
 from mqstore.log.store import MessageStore
-from mqstore.log.walk import walk_log
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.faults import FaultyFileSystem
 from tests.log.splicesupport import Row, kill_in_splice, stage
@@ -356,7 +356,7 @@ def test_later_messages_are_not_exported(tmp_path: Path, monkeypatch: pytest.Mon
             writer.dispatch()
             yield from walk_log(*arguments)
 
-        monkeypatch.setattr("mqstore.log.storefiles.walk_log", walk_later)
+        monkeypatch.setattr("mqstore.log.reading.directory.walk_log", walk_later)
         result = mqstore("export", tmp_path / "s")
 
     assert result.exit_code == 0

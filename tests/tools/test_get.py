@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mqstore import Profile, SendReceipt, SimulatedClock, StoreConfig
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.conftest import Golden
 from tests.log.support import flip_log

@@ -43,7 +43,7 @@ def test_a_retry_policy_is_shown_as_typed(path: Path, typed: str, policy: RetryP
 
     assert (row["retry"], row["max_attempts"]) == (shown, 5)
     with tables(path) as parts:
-        stored = parts.groups.need("billing").retry_policy
+        stored = parts.groups.require("billing").retry_policy
     assert stored == policy.with_attempts(5)
 
 

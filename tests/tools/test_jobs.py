@@ -83,7 +83,7 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
         (("lag", "--topic", "nope"), "no store has the topic 'nope'; existing:"),
         (("lag", "--group", "nope"), "no store has the group 'nope'; existing:"),
         (("dlq", "--group", "nope"), "no store has the group 'nope'; existing:"),
-        (("lag", "--max-age", "foo"), "'foo' is not a duration; as in 36h"),
+        (("lag", "--max-age", "foo"), "'foo' is not a length of time, such as 36h"),
     ],
 )
 def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[str, ...], says: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import mqstore as library
 from mqstore import Producer
 from mqstore.layout.properties import SHARDINGKEY
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore_tools import produce as module
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 from tests.waiting import until
@@ -111,8 +111,8 @@ def test_rows_of_a_table(tmp_path: Path) -> None:
 
 
 def test_a_whole_record_may_be_the_body(tmp_path: Path) -> None:
-    run(tmp_path / "s", "id,name\n1,Zoë\n", "--format", "csv", "--whole", "--key", "@id")
-    run(tmp_path / "s", '{"id": 2, "body": "x"}\n', "--format", "jsonl", "--whole")
+    run(tmp_path / "s", "id,name\n1,Zoë\n", "--format", "csv", "--body-is-record", "--key", "@id")
+    run(tmp_path / "s", '{"id": 2, "body": "x"}\n', "--format", "jsonl", "--body-is-record")
 
     assert [json.loads(body) for body in bodies(tmp_path / "s")] == [{"id": "1", "name": "Zoë"}, {"id": 2, "body": "x"}]
 
@@ -282,8 +282,8 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
         ["--property", "novalue"],
         ["--property", "TAGS=x"],
         ["--key", "@id"],
-        ["--whole"],
-        ["--exported", "--whole"],
+        ["--body-is-record"],
+        ["--exported", "--body-is-record"],
         ["--exported", "--format", "csv"],
         ["--queue-id", "4"],
         ["--queue-id", "16384"],

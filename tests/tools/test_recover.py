@@ -14,7 +14,7 @@ import pytest
 
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.commands import looking
 from tests.log.support import flip_log, overwrite_log, reboot, segment_of
@@ -26,7 +26,7 @@ Store = tuple[Path, list[SendReceipt]]
 
 #: What a program may rely on; there is more.
 CONTRACT = {"changed", "truncated", "rebuilt", "messages"}
-COUNTS = {"damaged_ranges", "kept_behind_damage", "moved_to_cut"}
+COUNTS = {"damaged_ranges", "quarantined", "moved_to_cut"}
 
 
 def spoil(path: Path, receipt: SendReceipt) -> None:
@@ -68,7 +68,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     cut = way == "recover --prefix" or (way == "opening" and machine == "went down")
     whole = [b"%d" % i * 50 for i in range(20) if i != 15]
     assert bodies(tmp_path / "s") == (whole[:15] if cut else whole)
-    assert (report["damaged_ranges"], report["kept_behind_damage"], report["moved_to_cut"]) == (
+    assert (report["damaged_ranges"], report["quarantined"], report["moved_to_cut"]) == (
         (0, 0, 4) if cut else (1, 4, 0)
     )
     kept = b"".join(Path(kept).read_bytes() for kept in report["kept"])

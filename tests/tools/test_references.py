@@ -112,7 +112,7 @@ def test_damaged_body_is_damage_of_the_row(bench: Bench, scan: str) -> None:
     told: list[str] = []
     policy = Policy(on_corrupt="skip", tell=lambda finding: told.append(finding.detail))
     assert columns(bench, scan, policy=policy) == [BODY[::-1]]
-    assert f"{SCHEDULE_TOPIC}, queue 2, offset 0: its body does not inflate: its body is in the record at" in told[-1]
+    assert f"{SCHEDULE_TOPIC}, queue 2, offset 0: its body does not inflate (its body is in the record at" in told[-1]
 
 
 def test_recovery_leaves_what_waits_and_is_done_in_one_go(bench: Bench) -> None:

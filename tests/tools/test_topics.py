@@ -68,7 +68,7 @@ def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
     assert (altered["read_queues"], altered["write_queues"], altered["perm"], altered["order"]) == (8, 2, 6, True)
     assert (both["read_queues"], both["write_queues"]) == (9, 9)
     with tables(path) as parts:
-        config = parts.topics.need("orders")
+        config = parts.topics.require("orders")
         assert (config.read_queues, config.write_queues, config.perm, config.message_type) == (9, 9, 6, "FIFO")
 
     assert mqstore("topics", "delete", path, "orders", "--yes").exit_code == 0

@@ -22,11 +22,11 @@ import mqstore
 from mqstore import RetryPolicy, Store
 from mqstore.admin import check_group, check_user_topic, default_retry
 from mqstore.errors import StoreClosedError
-from mqstore_tools.handled import Commands, Printer
-from mqstore_tools.opened import dry_run_option, moment, planning
+from mqstore_tools.actions import Commands, Printer
+from mqstore_tools.consume_run import Asked, Run, Source, Start, quiet, supervise
 from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
+from mqstore_tools.session import dry_run_option, moment, planning
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
-from mqstore_tools.taken import Asked, Run, Source, Start, quiet, supervise
 
 __all__ = ["consume"]
 

@@ -8,8 +8,8 @@ import click
 
 from mqstore.admin import look, offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
-from mqstore_tools.opened import DefaultGroup, dry_run_option, planning, tell
 from mqstore_tools.render import note, show_tables, when
+from mqstore_tools.session import DefaultGroup, dry_run_option, planning, print_done
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
 __all__ = ["delay"]
@@ -81,7 +81,7 @@ def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json
             cancelled = opened.cancel(handle)
     if cancelled or json_output:
         row = {"dry_run": dry_run, "cancelled": cancelled}
-        tell(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
+        print_done(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
     if not cancelled:
         note("nothing to cancel: the message was delivered, is due, or never existed")
         ctx.exit(FINDINGS)

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from mqstore.admin import Offline, look, offline
-from mqstore_tools.many import on_spark, spark_option, stores_argument
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, moment, planning, tell, to_ms, yes_option
+from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import body_bytes_option, note, print_json, print_message, progress, safe, show_tables, when
+from mqstore_tools.session import DefaultGroup, ask, dry_run_option, moment, planning, print_done, to_ms, yes_option
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
 __all__ = ["dlq"]
@@ -114,7 +114,7 @@ def show(
 ) -> None:
     """Print dead letters of the store in DIR with their bodies, all or those chosen by options.
 
-    --json prints one object per line, like `export`. Exit code 1 if there is no dead letter at an --offset.
+    --json prints one object per line, like `export`. Exit code 1 if an --offset has no dead letter.
     """
     printed: set[int] = set()
     fine = True
@@ -204,7 +204,7 @@ def replay(
 Examples:
   mqstore dlq purge var/mq --group billing --before 30d --dry-run
   mqstore dlq purge var/mq --group billing --before-offset 100 --yes
-  mqstore dlq purge var/mq --group billing    # all of them; asks first""",
+  mqstore dlq purge var/mq --group billing    # all, after a prompt""",
 )
 @directory_argument
 @click.option("--group", required=True, help="Group of the dead letters.")
@@ -236,9 +236,9 @@ def purge(
     row = {"dry_run": dry_run, "group": group, "count": count}
     if dry_run or not count:
         text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"
-        tell(row, text, json_output=json_output)
+        print_done(row, text, json_output=json_output)
         return
     ask(safe(f"Purge {count} dead letters of {group}?"), yes=yes)
     with offline(directory) as opened:
         row["count"] = change(opened, dry_run=False)
-    tell(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)
+    print_done(row, f"purged {row['count']} dead letters of {group}", json_output=json_output)

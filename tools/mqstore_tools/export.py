@@ -21,9 +21,9 @@ import click
 from mqstore import Message, MQStoreError, QueueRef
 from mqstore.engine import Finding, StoreFiles
 from mqstore.errors import FormatError
-from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option, usable
+from mqstore_tools.multi_store import Messages, message_options, names, on_spark, spark_option, usable
 from mqstore_tools.render import (
-    Told,
+    FindingPrinter,
     as_json,
     console,
     export_row,
@@ -34,7 +34,7 @@ from mqstore_tools.render import (
     show_bytes,
     table,
 )
-from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, refuse_given, within
+from mqstore_tools.shared import FINDINGS, StoreCommand, findings_on_stderr, note_front, refuse_given, within
 
 __all__ = ["export", "lines"]
 
@@ -118,11 +118,11 @@ def export(
     directory = Path(messages.stores[0])
     if queue_id is not None and len(topics) != 1:
         raise click.UsageError("--queue-id needs one --topic")
-    with findings_told():  # the warning that queues are lost: here they are not needed
+    with findings_on_stderr():  # the warning that queues are lost: here they are not needed
         files = StoreFiles(directory)
-    told = Told(json_output)
+    printer = FindingPrinter(json_output)
     with files:
-        found = _Found(files, told, topics, queue_id, from_offset or 0, raw_bodies)
+        found = _Found(files, printer, topics, queue_id, from_offset or 0, raw_bodies)
         count = 0
         with progress("exporting") as report, lines(output, directory) as file:
             for line in found.lines(report) if max_messages != 0 else ():
@@ -130,12 +130,12 @@ def export(
                 count += 1
                 if count == max_messages:
                     break
-        found.tell_not_inflated()
+        found.print_not_inflated()
     note_front(*files.front)
-    summary = {"ok": not told.findings and not found.missing, "messages": count, "queues": len(found.queues)}
+    summary = {"ok": not printer.findings and not found.missing, "messages": count, "queues": len(found.queues)}
     summary["missing"] = found.missing
     missing = f", {found.missing} messages are missing" if found.missing else ""
-    told.sum_up(summary, f"exported {count} messages of {len(found.queues)} queues{missing}", output)
+    printer.sum_up(summary, f"exported {count} messages of {len(found.queues)} queues{missing}", output)
     if not summary["ok"]:
         ctx.exit(FINDINGS)
 
@@ -169,7 +169,7 @@ class _Found:
     """Messages of the chosen queues in the order of the log. Missing ones are reported and counted."""
 
     files: StoreFiles
-    told: Told
+    printer: FindingPrinter
     topics: tuple[str, ...]
     queue_id: int | None
     from_offset: int
@@ -191,33 +191,33 @@ class _Found:
                     self.not_inflated[str(error)] += 1
                 except FormatError as error:
                     if (finding := self.files.finding(message, error)) is not None:
-                        self.told.tell(finding)
+                        self.printer.print(finding)
 
     def messages(self, progress: Callable[[int, int], None]) -> Iterator[list[Message]]:
         """Yield all chosen messages, some consecutive ones of the log at a time."""
         for each in self.files.log(self.topics, self.queue_id, progress):
             if isinstance(each, Finding):
-                # Behind the end of a store that was closed there was no message.
-                self.told.tell(each, counts=not (each.kind == "torn_tail" and self.files.clean_shutdown))
+                # After the end of a store that was closed there was no message.
+                self.printer.print(each, counts=not (each.kind == "torn_tail" and self.files.clean_shutdown))
             elif isinstance(each, list):
                 chosen = [message for message in each if message.offset >= self.from_offset]
                 self.queues.update(message.queue for message in chosen)
                 yield chosen
             else:
-                self._tell_gap(*each)
+                self._print_gap(*each)
 
-    def tell_not_inflated(self) -> None:
+    def print_not_inflated(self) -> None:
         """Report each missing package."""
         for why, number in self.not_inflated.items():
             detail = f"{number} messages are skipped: {why}, or use --raw-bodies"
-            self.told.tell(Finding("not_inflated", "commitlog", 0, 0, detail))
+            self.printer.print(Finding("not_inflated", "commitlog", 0, 0, detail))
 
-    def _tell_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
+    def _print_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
         first = max(first, self.from_offset)
         if first >= stop:
             return
         self.missing += stop - first
-        if self.told.json_output:
+        if self.printer.json_output:
             gap = {"topic": topic, "queue_id": queue_id, "from_offset": first, "messages": stop - first}
             print(as_json({"missing": gap}), file=sys.stderr)
         else:

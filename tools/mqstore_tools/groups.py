@@ -13,7 +13,8 @@ from mqstore import RetryPolicy
 from mqstore.admin import Offline, default_retry, look, offline
 from mqstore.errors import GroupNotFoundError
 from mqstore_tools.lag import suspended_tables
-from mqstore_tools.opened import (
+from mqstore_tools.render import safe, show_tables, when
+from mqstore_tools.session import (
     DefaultGroup,
     ask,
     carry_out,
@@ -21,12 +22,11 @@ from mqstore_tools.opened import (
     length_ms,
     moment,
     planning,
+    print_done,
     show_ms,
-    tell,
     to_ms,
     yes_option,
 )
-from mqstore_tools.render import safe, show_tables, when
 from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["groups"]
@@ -305,9 +305,9 @@ def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bo
     what = f"group {name}"
     what += f" and its offsets in {', '.join(row['topics'])}" if row["topics"] else ""
     if dry_run:
-        tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return
     ask(safe(f"Delete {what}?"), yes=yes)
     with offline(directory) as opened:
         opened.delete_group(name)
-    tell(row, f"deleted {what}", json_output=json_output)
+    print_done(row, f"deleted {what}", json_output=json_output)

@@ -11,9 +11,16 @@ import click
 
 from mqstore import QueueRef
 from mqstore.admin import inspect_store
-from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, pick, print_json, progress, show_bytes, table, when
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option, note_incomplete
+from mqstore_tools.session import show_ms
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    findings_on_stderr,
+    json_option,
+    note_incomplete,
+)
 
 __all__ = ["DELAY_COLUMNS", "delay_cells", "inspect", "show_store"]
 
@@ -44,7 +51,7 @@ def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     errors, or if a queue lacks messages of the log, after a crash or because its files are lost. Such a queue is named
     on stderr.
     """
-    with findings_told() as errors, progress("reading the log") as report:
+    with findings_on_stderr() as errors, progress("reading the log") as report:
         found = inspect_store(directory, progress=report)
     if json_output:
         print_json(found)

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from mqstore import QueueRef
-from mqstore_tools.many import duration, on_spark, spark_option, stores_argument, topic_option
-from mqstore_tools.opened import show_ms
+from mqstore_tools.multi_store import duration, on_spark, spark_option, stores_argument, topic_option
 from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
+from mqstore_tools.session import show_ms
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 
 __all__ = ["lag", "suspended_tables"]
@@ -20,7 +20,7 @@ __all__ = ["lag", "suspended_tables"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Show how far groups are behind. Changes nothing.",
+    short_help="Show the lag of groups. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore lag var/mq

@@ -27,7 +27,7 @@ COMMANDS = (
     "inspect",
     "verify",
     "recover",
-    "cut",
+    "quarantine",
     "snapshot",
     "export",
     "topics",

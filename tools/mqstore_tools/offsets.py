@@ -10,8 +10,8 @@ import click
 
 from mqstore import QueueRef
 from mqstore.admin import Offline, look, offline
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, moment, planning, yes_option
 from mqstore_tools.render import safe, show_tables
+from mqstore_tools.session import DefaultGroup, ask, dry_run_option, moment, planning, yes_option
 from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["offsets"]
@@ -52,14 +52,14 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     """Show the committed offsets of the groups in the store in DIR, and the first and end offsets of the queues.
 
     For a group that pops, the next offset is that of the first unsettled message, and all unsettled messages count as
-    behind, as in `mqstore lag`. `-` (null in JSON) means that the group has not started in that queue.
+    lag, as in `mqstore lag`. `-` (null in JSON) means that the group has not started in that queue.
 
     The figures are those on disk. A running broker saves a commit shortly after it is made, and the offsets of groups
     that pop every few seconds.
     """
     with look(directory) as opened:
         if topic is not None:
-            opened.topics.need(topic)
+            opened.topics.require(topic)
         rows = [
             {
                 "group": lag.group,
@@ -121,19 +121,19 @@ def reset(
     its deliveries in flight in these queues are forgotten.
     """
     with planning(directory) as opened:
-        opened.topics.need(topic)
+        opened.topics.require(topic)
         before = dict(opened.offsets.of_group(group))
         rows = _changes(opened, opened.reset(group, topic, queue_id, to), before)
     if dry_run:
-        _tell(group, rows, dry_run=True, json_output=json_output)
+        _report(group, rows, dry_run=True, json_output=json_output)
         return
     if not yes:
-        _tell(group, rows, dry_run=True, json_output=False, stderr=True)
+        _report(group, rows, dry_run=True, json_output=False, stderr=True)
     ask(safe(f"Move the offsets of group {group}?"), yes=yes)
     with offline(directory) as opened:
         done = opened.reset(group, topic, queue_id, to)
         rows = _changes(opened, done, before)
-    _tell(group, rows, dry_run=False, json_output=json_output)
+    _report(group, rows, dry_run=False, json_output=json_output)
 
 
 def _changes(opened: Offline, targets: dict[QueueRef, int], before: dict[tuple[str, int], int]) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def _changes(opened: Offline, targets: dict[QueueRef, int], before: dict[tuple[s
     return rows
 
 
-def _tell(group: str, rows: list[dict[str, Any]], *, dry_run: bool, json_output: bool, stderr: bool = False) -> None:
+def _report(group: str, rows: list[dict[str, Any]], *, dry_run: bool, json_output: bool, stderr: bool = False) -> None:
     title = f"{'would reset' if dry_run else 'reset'} group {group}"
     columns = ("topic", "queue>", "from>", "to>", "skipped>", "again>")
     found = {"dry_run": dry_run, "group": group, "queues": rows}

@@ -29,10 +29,10 @@ import mqstore
 from mqstore import JSON, MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.admin import check_message, check_user_topic, look
 from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
-from mqstore_tools.many import duration, pairs
-from mqstore_tools.opened import dry_run_option, planning
-from mqstore_tools.recipe import Format, NoMessage, Recipe, Record
+from mqstore_tools.builder import Format, NoMessage, Recipe, Record
+from mqstore_tools.multi_store import duration, pairs
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
+from mqstore_tools.session import dry_run_option, planning
 from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
 __all__ = ["produce"]
@@ -56,7 +56,7 @@ Examples:
   mqstore produce var/mq orders invoice.pdf --format file
   seq 1000 | mqstore produce var/mq numbers
   mqstore produce var/mq orders orders.jsonl --format jsonl --key @id --message-group @customer
-  mqstore produce var/mq orders orders.csv --format csv --whole --tag imported --dry-run
+  mqstore produce var/mq orders orders.csv --format csv --body-is-record --tag imported --dry-run
   mqstore export var/old --topic orders | mqstore produce var/mq orders --exported
   tail -f app.log | mqstore produce var/mq logs --rate 500 --flush""",
 )
@@ -91,7 +91,7 @@ Examples:
     help="Field of a JSON object or row that is the body.",
 )
 @click.option("--exported", is_flag=True, help="The input is the output of `mqstore export`.")
-@click.option("--whole", is_flag=True, help="Use the whole object or row as the body, as JSON.")
+@click.option("--body-is-record", is_flag=True, help="Use the whole object or row as the body, as JSON.")
 @click.option("--queue-id", type=click.IntRange(0), help="Send all messages to this queue.")
 @click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages per second.")
 @click.option("--flush", is_flag=True, help="Wait until a piece is on disk before sending the next.")
@@ -115,7 +115,7 @@ def produce(
     delay: float | None,
     body_field: str,
     exported: bool,
-    whole: bool,
+    body_is_record: bool,
     queue_id: int | None,
     rate: float | None,
     flush: bool,
@@ -148,7 +148,7 @@ def produce(
         delay,
         body_field,
         exported=exported,
-        whole=whole,
+        body_is_record=body_is_record,
     )
     check_user_topic(topic)
     done = _Done(topic)

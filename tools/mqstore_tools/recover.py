@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from mqstore.admin import rebuild_config
-from mqstore_tools.many import on_spark, spark_option, stores_argument
-from mqstore_tools.opened import ask, dry_run_option, yes_option
+from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import console, note, print_findings, print_json, progress, safe
-from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option
+from mqstore_tools.session import ask, dry_run_option, yes_option
+from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option
 
 __all__ = ["recover"]
 
@@ -75,7 +75,7 @@ def recover(
     from mqstore.jobs import recover as run
 
     in_bytes = len(stores) == 1 and master is None
-    with on_spark(master) as spark, progress("recovering", of_bytes=in_bytes) as report_progress, findings_told():
+    with on_spark(master) as spark, progress("recovering", of_bytes=in_bytes) as report_progress, findings_on_stderr():
         found = run(
             stores,
             dry_run=dry_run,
@@ -159,12 +159,12 @@ def _show(report: dict[str, Any], new: list[dict[str, Any]], *, dry_run: bool) -
         print(f"{verb} {units} units of {queues} queues, {entries} index entries")
     if report["damaged_ranges"]:
         print(
-            f"{'would keep' if dry_run else 'kept'} {report['kept_behind_damage']} messages after the first damage; "
+            f"{'would keep' if dry_run else 'kept'} {report['quarantined']} messages after the first damage; "
             f"{report['damaged_ranges']} damaged ranges"
         )
     if report["moved_to_cut"]:
         verb = "would move" if dry_run else "moved"
-        print(f"{verb} {report['moved_to_cut']} whole messages to cut/; see `mqstore cut`")
+        print(f"{verb} {report['moved_to_cut']} whole messages to cut/; see `mqstore quarantine`")
     known = len(report["findings"]) - len(new)
     if report["changed"]:
         verdict = "would be changed" if dry_run else "was changed"

@@ -31,7 +31,7 @@ __all__ = [
     "VERSION",
     "Cells",
     "EscapingHandler",
-    "Told",
+    "FindingPrinter",
     "as_json",
     "body_bytes_option",
     "body_text",
@@ -213,14 +213,14 @@ def print_json(value: Any) -> None:
     print(as_json(VERSION | value if isinstance(value, dict) else value, indent=2))
 
 
-class Told:
+class FindingPrinter:
     """Findings of a command, printed on stderr as text or JSON."""
 
     def __init__(self, json_output: bool) -> None:
         self.json_output = json_output
         self.findings = 0
 
-    def tell(self, finding: Finding, *, counts: bool = True) -> None:
+    def print(self, finding: Finding, *, counts: bool = True) -> None:
         """Print a finding, and count it if it `counts`."""
         self.findings += counts
         if self.json_output:
@@ -311,7 +311,7 @@ body_bytes_option = click.option(
     type=click.IntRange(0),
     default=1024,
     show_default=True,
-    help="Print at most this much of each body. JSON has all of it.",
+    help="Print at most this much of each body. JSON has whole bodies.",
 )
 raw_bodies_option = click.option(
     "--raw-bodies", is_flag=True, help="Do not decompress bodies; sys_flag has the compression."

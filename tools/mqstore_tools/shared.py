@@ -44,7 +44,7 @@ __all__ = [
     "NumberRange",
     "StoreCommand",
     "directory_argument",
-    "findings_told",
+    "findings_on_stderr",
     "json_option",
     "note_front",
     "note_incomplete",
@@ -132,7 +132,7 @@ def _forget_stdout() -> None:
 
 
 class NumberRange(click.FloatRange):
-    """Range of finite numbers. click accepts nan, and infinity if there is no bound."""
+    """Range of finite numbers. click accepts nan, and infinity without a bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -147,7 +147,7 @@ json_option = click.option("--json", "json_output", is_flag=True, help="Print JS
 
 
 @contextmanager
-def findings_told() -> Iterator[list[logging.LogRecord]]:
+def findings_on_stderr() -> Iterator[list[logging.LogRecord]]:
     """Hide log warnings that repeat findings, which the command prints itself.
     Yields the list of logged errors, which are still printed."""
     errors: list[logging.LogRecord] = []

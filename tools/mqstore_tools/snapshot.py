@@ -9,7 +9,7 @@ import click
 
 from mqstore import admin
 from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_on_stderr, json_option
 
 __all__ = ["snapshot"]
 
@@ -50,7 +50,7 @@ def snapshot(
         else:
             _show_plan(plan)
         return
-    with progress("copying and verifying") as report_progress, findings_told():
+    with progress("copying and verifying") as report_progress, findings_on_stderr():
         done = admin.snapshot(directory, destination, link=link, progress=report_progress).as_dict()
     if json_output:
         print_json({"dry_run": False, **done})
@@ -68,14 +68,14 @@ def _show_plan(plan: dict[str, Any]) -> None:
             f"{_amount(plan)}; {show_bytes(plan['free_bytes'])} are free there{room}"
         )
     )
-    _tell_left(plan)
+    _print_left(plan)
 
 
 def _show(done: dict[str, Any]) -> None:
     print_findings(done["findings"])
     for cut in done["truncated"]:
         print(safe(f"not copied: {cut['file']} [{cut['from']}, {cut['to']}): {cut['reason']}"))
-    _tell_left(done)
+    _print_left(done)
     verified = f"{done['messages']} records verified, the log ends at {done['log_end']}"
     console().print(safe(f"{done['snapshot']}: {_amount(done)}; {verified}"))
 
@@ -89,6 +89,6 @@ def _amount(plan: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _tell_left(plan: dict[str, Any]) -> None:
+def _print_left(plan: dict[str, Any]) -> None:
     for text in plan["left"]:
         note(f"not copied: {text}")

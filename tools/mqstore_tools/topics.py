@@ -10,8 +10,8 @@ import click
 
 from mqstore.admin import Offline, look, offline
 from mqstore.errors import ReadOnlyStoreError
-from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, planning, tell, yes_option
 from mqstore_tools.render import pick, safe, show_tables
+from mqstore_tools.session import DefaultGroup, ask, carry_out, dry_run_option, planning, print_done, yes_option
 from mqstore_tools.shared import directory_argument, json_option
 
 __all__ = ["topics"]
@@ -83,7 +83,7 @@ def _perm_text(perm: int) -> str:
 
 def _row(opened: Offline, name: str) -> dict[str, Any]:
     """Return a topic as JSON has it. Raises TopicNotFoundError."""
-    config = opened.topics.need(name)
+    config = opened.topics.require(name)
     return {
         "name": config.name,
         "read_queues": config.read_queues,
@@ -207,9 +207,9 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
     what = f"topic {name}, {row['messages']} messages"
     what += f", the offsets of {', '.join(row['groups'])}" if row["groups"] else ""
     if dry_run:
-        tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
         return
     ask(safe(f"Delete {what}?"), yes=yes)
     with offline(directory) as opened:
         opened.delete_topic(name, force=force)
-    tell(row, f"deleted {what}", json_output=json_output)
+    print_done(row, f"deleted {what}", json_output=json_output)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import on_spark, spark_option, stores_argument
+from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import Messages, message_options, names, on_spark, spark_option
-from mqstore_tools.opened import show_ms
+from mqstore_tools.multi_store import Messages, message_options, names, on_spark, spark_option
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.session import show_ms
 from mqstore_tools.shared import StoreCommand, json_option
 
 __all__ = ["traffic"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import on_spark, spark_option, stores_argument
+from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import console, finding_of, note, print_finding, print_json, progress, show_bytes
-from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option, note_front
+from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option, note_front
 
 __all__ = ["verify"]
 
@@ -45,7 +45,7 @@ def verify(
     """
     from mqstore.jobs import verify as run
 
-    with on_spark(master) as spark, progress("verifying", of_bytes=False) as report, findings_told():
+    with on_spark(master) as spark, progress("verifying", of_bytes=False) as report, findings_on_stderr():
         found = run(stores, spark=spark, progress=report, max_errors=_LISTED).to_dict()
     several = len(found["stores"]) > 1
     new: Counter[str] = Counter(finding["kind"] for finding in found["findings"] if not finding["known"])
@@ -79,7 +79,7 @@ def _print_json(found: dict[str, Any], *, ok: bool, failed: dict[str, str] | Non
 
 
 def _show(found: dict[str, Any], new: Counter[str], failed: int, *, all_findings: bool) -> None:
-    """Print the findings, what was checked, and the verdict."""
+    """Print the findings, the amounts checked, and the verdict."""
     known = len(found["findings"]) - new.total()
     listed = [finding for finding in found["findings"] if all_findings or not finding["known"]]
     for each in listed[:_SHOWN]:

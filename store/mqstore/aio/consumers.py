@@ -12,11 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from mqstore.aio.base import Closable, Value, called, limit, to_its_end
 from mqstore.aio.lease import Delivery
 from mqstore.aio.puts import Puts
-from mqstore.aio.twin import Closable, Value, called, limit, to_its_end
-from mqstore.client import pullconsumer, simpleconsumer
+from mqstore.client import simpleconsumer
 from mqstore.client.delivery import release
+from mqstore.client.pull import consumer as pullconsumer
 from mqstore.errors import MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
@@ -38,7 +39,7 @@ class _Consumer(Closable[S]):
     async def _received(
         self, receive: Callable[[], list[T]], wait_s: float | None, undo: Callable[[list[T]], object]
     ) -> list[T]:
-        """Return what `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
+        """Return the messages that `receive` finds within `wait_s`, or nothing if the consumer is closed meanwhile."""
         was_closed = self.closed
 
         def look() -> list[T] | None:
@@ -54,7 +55,7 @@ class _Consumer(Closable[S]):
 
 class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
     """Simple consumer with coroutines, made by `Store.simple_consumer`.
-    A `receive` that is cancelled, at any moment, has received nothing. Interceptors are called on the loop and on the
+    A `receive` that is cancelled, at any time, has received nothing. Interceptors are called on the loop and on the
     store's thread.
 
     >>> import asyncio, mqstore.aio, tempfile
@@ -103,7 +104,7 @@ class SimpleConsumer(_Consumer[simpleconsumer.SimpleConsumer]):
 
 class PullConsumer(_Consumer[pullconsumer.PullConsumer]):
     """Pull consumer with coroutines, made by `Store.pull_consumer`.
-    A `poll` that is cancelled, at any moment, has returned nothing, and the next one begins at the same message.
+    A `poll` that is cancelled, at any time, has returned nothing, and the next one begins at the same message.
     `on_assign`, `on_revoke` and interceptors are plain functions, called on the store's thread.
 
     >>> import asyncio, mqstore.aio, tempfile

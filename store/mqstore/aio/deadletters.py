@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mqstore import contract
-from mqstore.aio.twin import Twin, Value, called, paged
+from mqstore.aio.base import AsyncBase, Value, called, paged
 
 __all__ = ["DeadLetters"]
 
 
-class DeadLetters(Twin[contract.DeadLetters]):
+class DeadLetters(AsyncBase[contract.DeadLetters]):
     """Dead letters of a group: list, replay and purge them, as with the synchronous class.
 
     >>> import asyncio, mqstore, mqstore.aio, tempfile

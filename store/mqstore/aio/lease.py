@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mqstore import queue
-from mqstore.aio.twin import Twin, Value, called, to_its_end
+from mqstore.aio.base import AsyncBase, Value, called, to_its_end
 from mqstore.client import delivery
 from mqstore.log.message import Message
 
@@ -24,7 +24,7 @@ __all__ = ["Delivery", "Lease", "Task"]
 L = TypeVar("L", queue.Task, delivery.Delivery)
 
 
-class Lease(Twin[L]):
+class Lease(AsyncBase[L]):
     """A delivery that has to be settled. No verb can be cancelled half way."""
 
     __slots__ = ()

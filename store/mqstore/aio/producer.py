@@ -14,14 +14,14 @@ import asyncio
 from functools import partial
 from typing import Any, Unpack
 
+from mqstore.aio.base import Closable, Value, apart, called, in_order, to_its_end
 from mqstore.aio.puts import Puts, owned, size_of
-from mqstore.aio.twin import Closable, Value, apart, called, in_order, to_its_end
-from mqstore.client import producer, transaction
-from mqstore.client.producer import Selector
+from mqstore.client.send import producer, transaction
+from mqstore.client.send.producer import Selector
 from mqstore.contract import SendOptions
 from mqstore.errors import SendError, StoreIOError
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.outgoing import Body
+from mqstore.log.writing.outgoing import Body
 from mqstore.options import check_whole, seconds
 
 __all__ = ["Producer", "Transaction"]

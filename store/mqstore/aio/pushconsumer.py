@@ -28,12 +28,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from mqstore.aio.bridge import Bridge, uncancelled
+from mqstore.aio.base import Closable, Value, apart, called
+from mqstore.aio.loop_thread import LoopThread, uncancelled
 from mqstore.aio.puts import Puts
-from mqstore.aio.twin import Closable, Value, apart, called
-from mqstore.client import pushconsumer, workers
-from mqstore.client.handlers import check_handler, check_has_run
-from mqstore.client.workers import at_signals
+from mqstore.client.push import consumer as pushconsumer
+from mqstore.client.push import workers
+from mqstore.client.push.handlers import check_handler, check_has_run
+from mqstore.client.push.workers import at_signals
 from mqstore.options import Duration, seconds
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
@@ -41,7 +42,7 @@ __all__ = ["Handler", "PushConsumer", "cancelled"]
 _log = logging.getLogger("mqstore")
 
 Handler = Callable[..., Any]
-"""Function that takes what a synchronous handler takes. Called on the loop, its result awaited."""
+"""Function with the parameters of a synchronous handler. Called on the loop, its result awaited."""
 H = TypeVar("H", bound=Handler)
 
 _GRACE_S = 5.0
@@ -53,7 +54,7 @@ _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar(
 
 
 def cancelled() -> bool:
-    """Return what `mqstore.cancelled` returns, inside a handler that is a coroutine.
+    """Return the value of `mqstore.cancelled`, inside a handler that is a coroutine.
 
     >>> cancelled()
     False
@@ -70,7 +71,7 @@ class _Abandoned(BaseException):
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    bridge: Bridge
+    bridge: LoopThread
     begin: Callable[[_Run], object]
     handler: Handler
     argument: Any
@@ -91,24 +92,24 @@ class _Run(workers.Awaited):
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         self.done.append(done)
-        if not self.bridge.tell(partial(self.begin, self)):
+        if not self.bridge.post(partial(self.begin, self)):
             self.look()  # the loop has ended, perhaps after it took the call
 
     def look(self) -> None:
         """End the call if the loop was closed. Nothing else reports that, and waiting calls are lost."""
         if self.bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
-            # A task that its loop never began is no fault, so Python must not warn.
+            # A task that its loop never started is not a fault, so Python must not warn.
             coroutine = self.task and self.task.get_coro()
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()
                 self.task._log_destroy_pending = False  # type: ignore[union-attr]
 
     def cancel(self, then: Callable[[], object]) -> None:
-        if not self.bridge.tell(partial(self._cancel, then)):
+        if not self.bridge.post(partial(self._cancel, then)):
             then()
 
     def _cancel(self, then: Callable[[], object]) -> None:
-        """Cancel the task, on the loop. Its message must not wait for ever for a task that goes on."""
+        """Cancel the task, on the loop. Its message must not wait for ever for a task that continues."""
         once = [then]
 
         def at_end(*_: object) -> None:
@@ -130,7 +131,7 @@ class _Run(workers.Awaited):
         return True
 
     def stack(self) -> str:
-        """Return the stack of the coroutine and of what it awaits. If it blocks the loop, its thread's stack."""
+        """Return the stack of the coroutine and of its awaitables. If it blocks the loop, its thread's stack."""
         if self.task is not None and self.task.done():
             return "  (its end)\n"
         awaited: Any = self.task and self.task.get_coro()
@@ -142,7 +143,7 @@ class _Run(workers.Awaited):
             if frame is not None:
                 lines += traceback.format_stack(frame, 1)
             awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
-        return "".join(lines) or "  (the event loop, which has not begun it)\n"
+        return "".join(lines) or "  (the event loop, which has not started it)\n"
 
 
 class PushConsumer(Closable[pushconsumer.PushConsumer]):
@@ -198,7 +199,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     ) -> Callable[[H], H]: ...
 
     def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
-        """Subscribe as `mqstore.PushConsumer.subscribe`. It may return a decorator, and is no coroutine."""
+        """Subscribe as `mqstore.PushConsumer.subscribe`. It may return a decorator, and is not a coroutine."""
         if handler is None:
             return partial(self.subscribe, topic, tags=tags, sql=sql)
         self._bridge.check()
@@ -233,8 +234,8 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         """Stop after an error that ended a worker's job, which is not settled. Return False without a loop."""
         if isinstance(error, _Abandoned):
             return self._stopping
-        _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
-        return self._bridge.tell(lambda: self._begin_to_stop(30.0))
+        _log.error("group %s: a handler raised %r, so the consumer stops", self.group, error)
+        return self._bridge.post(lambda: self._begin_to_stop(30.0))
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -277,13 +278,13 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         except Exception:
             _log.exception("group %s: stopping failed", self.group)
         finally:
-            self._bridge.tell(lambda: self._stopped.set_result(ended and not self._cut))
+            self._bridge.post(lambda: self._stopped.set_result(ended and not self._cut))
 
     async def run(self, stop_timeout: Duration = 30) -> bool:
-        """Start, wait for SIGINT or SIGTERM, and stop. Return what `stop` returns.
+        """Start, wait for SIGINT or SIGTERM, and stop. Return the result of `stop`.
         Outside the main thread it waits for a `stop` from elsewhere. A second signal has its former effect."""
         timeout_s = seconds(stop_timeout, "stop_timeout")
-        with at_signals(lambda: self._bridge.tell(partial(self._begin_to_stop, timeout_s))):
+        with at_signals(lambda: self._bridge.post(partial(self._begin_to_stop, timeout_s))):
             await self._enter(self.sync.start)
             try:
                 await asyncio.wait([self._stopped])

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from mqstore.aio.bridge import Bridge
+from mqstore.aio.loop_thread import LoopThread
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.outgoing import Body
+from mqstore.log.writing.outgoing import Body
 from mqstore.store import Store
 
 __all__ = ["Puts", "owned", "size_of"]
@@ -37,7 +37,7 @@ def size_of(body: object) -> int:
     return memoryview(body).nbytes if isinstance(body, bytes | bytearray | memoryview) else 0
 
 
-class Puts(Bridge):
+class Puts(LoopThread):
     """Bridge of one store, with its puts."""
 
     store: Store

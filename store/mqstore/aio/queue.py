@@ -5,7 +5,7 @@
              waits at the queue's callback door
     settle   see `lease.py`
 
-Callers that wait for room stand in line, and only the first looks. It looks when an item is settled, and every 0.25 s,
+Callers that wait for room queue up, and only the first looks. It looks when an item is settled, and every 0.25 s,
 since other consumers and time settle items too.
 """
 
@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
+from mqstore.aio.base import Closable, Value, called, in_order, limit, to_its_end
 from mqstore.aio.deadletters import DeadLetters
 from mqstore.aio.lease import Task
 from mqstore.aio.puts import Puts
-from mqstore.aio.twin import Closable, Value, called, in_order, limit, to_its_end
 from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import release
 from mqstore.client.interceptors import Settled
@@ -89,7 +89,7 @@ class _Told(queue.Queue):
 
 class Queue(Closable[_Told]):
     """Persistent queue with coroutines, made by `Store.queue`.
-    An `await queue.get()` that is cancelled, at any moment, has taken nothing. A cancelled `put` has stored the item or
+    An `await queue.get()` that is cancelled, at any time, has taken nothing. A cancelled `put` has stored the item or
     has not.
 
     >>> import mqstore, mqstore.aio, tempfile
@@ -114,7 +114,7 @@ class Queue(Closable[_Told]):
 
     def __init__(self, bridge: Puts, name: str, **options: Any) -> None:
         """Make the queue, on the store's thread."""
-        super().__init__(bridge, _Told(bridge.tell, bridge.store.broker, name, **options))
+        super().__init__(bridge, _Told(bridge.post, bridge.store.broker, name, **options))
         self._codec = BYTES if options.get("codec") is None else options["codec"]
         self._maxsize: int = options.get("maxsize", 0)
         self._line = asyncio.Lock()
@@ -155,7 +155,7 @@ class Queue(Closable[_Told]):
             self._line.release()
 
     async def _until(self, look: Callable[[], T | None], end: float) -> T | None:
-        """Return what `look` finds on the store's thread, or None at `end`."""
+        """Return the result of `look` on the store's thread, or None at `end`."""
         while True:
             news = self._bridge.loop.create_future()
             self.sync.waiting.add(news)  # before the look, so that later settlements are noticed

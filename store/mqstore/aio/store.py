@@ -21,22 +21,22 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from mqstore import store as sync
-from mqstore.aio.bridge import uncancelled
+from mqstore.aio.base import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.aio.consumers import PullConsumer, SimpleConsumer
 from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.loop_thread import uncancelled
 from mqstore.aio.producer import Producer
 from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
-from mqstore.aio.twin import Closable, Made, Pages, Value, apart, called, in_order, made, paged, takes
 from mqstore.client.waits import Ready
 from mqstore.contract import SendOptions
 from mqstore.errors import InvalidMessageError
-from mqstore.files.beneath import resolved
+from mqstore.files.safe_open import resolved
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body
 from mqstore.log.recovery.report import RecoveryReport
+from mqstore.log.writing.outgoing import Body
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Lock
 
@@ -168,12 +168,12 @@ class Store(Closable[sync.Store]):
         until = time.monotonic() + timeout_s
         try:
             await asyncio.gather(
-                self._bridge.finish(self.sync.halt),  # consumers made by `sync` too
+                self._bridge.finish(self.sync._stop_handlers),  # consumers made by `sync` too
                 *(consumer.stop(timeout_s) for consumer in tuple(self._bridge.consumers)),
             )
         finally:
             try:
-                await self._bridge.finish(partial(self.sync.close_halted, timeout_s, until))
+                await self._bridge.finish(partial(self.sync._close_stopped, timeout_s, until))
             finally:
                 self._bridge.close()
 
@@ -213,7 +213,7 @@ class _Follower(Pages[Message]):
         return False if at_stop else None
 
     def _round(self) -> Iterator[Message]:
-        """Iterate over the present messages, merged by store time, and move the positions behind them."""
+        """Iterate over the present messages, merged by store time, and move the positions past them."""
         topic, store = self.topic, self.bridge.store
         ids = [ref.queue_id for ref in store.queues(topic)] if self.queue_id is None else [self.queue_id]
         if self.positions is None:
@@ -242,5 +242,5 @@ class _Follower(Pages[Message]):
             for queue_id, offset in (self.positions or {}).items():
                 ready.park(self.bridge.store.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)
         else:
-            self.bridge.tell(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
+            self.bridge.post(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
         return ready

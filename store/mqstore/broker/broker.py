@@ -7,8 +7,8 @@
 
 One thread, the housekeeper, drives every mechanism. A store with its own clock has no thread: call `run_once`.
 
-The module is long because it has the whole contract. A method checks its arguments and calls a mechanism. The contract
-says what its operations do. The others are administration.
+The module is long because it has the whole contract. A method checks its arguments and calls a service. The contract
+documents its operations. The others are administration.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
 from mqstore.broker.admin.statistics import StatisticsSnapshot
-from mqstore.broker.begun import Begun
-from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
+from mqstore.broker.context import Parts, delete_group, open_parts
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.filters import Filter, as_filter, parse_filter
-from mqstore.broker.groups import GroupTable
-from mqstore.broker.localoffsets import LocalOffsets, clients_of, refuse_clients
-from mqstore.broker.locks import QueueLocks
-from mqstore.broker.mechanism import Housekeeper, Mechanism, Pin
-from mqstore.broker.members import Members, Mode
+from mqstore.broker.filters.filter import Filter, as_filter, parse_filter
 from mqstore.broker.names import QueueKey, check_user_topic
-from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import Parts, delete_group, open_parts
-from mqstore.broker.pop.ask import Delivery, Pending
-from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.pop.orderinfo import BlockedQueue
+from mqstore.broker.pop.request import Delivery, Pending
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
+from mqstore.broker.redelivery.attempt_journal import AttemptJournal
+from mqstore.broker.redelivery.dead_letters import DeadLetterExpiry, DeadLetters
+from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.retention import RetentionService
-from mqstore.broker.retry import Retries
-from mqstore.broker.road import AsyncPuts, SendOptions
-from mqstore.broker.topics import QUEUES_MAX, TopicTable
-from mqstore.broker.transactions import Transactions
+from mqstore.broker.router import AsyncPuts, SendOptions
+from mqstore.broker.service import BackgroundService, Housekeeper, Pin
+from mqstore.broker.tables.groups import GroupTable
+from mqstore.broker.tables.localoffsets import LocalOffsets, clients_of, refuse_clients
+from mqstore.broker.tables.locks import QueueLocks
+from mqstore.broker.tables.members import Members, Mode
+from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.broker.tables.topics import QUEUES_MAX, TopicTable
+from mqstore.broker.transactions.service import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.closing import Closing
-from mqstore.contract import BrokerContract, Limits, News, Start
+from mqstore.contract import BrokerContract, ChangeFeed, Limits, Start
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -60,10 +60,10 @@ from mqstore.errors import (
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.log.writer import Sending, compiled_put
+from mqstore.log.writing.outgoing import Body, OutgoingMessage
+from mqstore.log.writing.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
 
@@ -85,7 +85,7 @@ class BrokerStats:
     delay_overdue_ms: dict[int, int]
     """For how long the oldest message of a level is overdue, if one is."""
     timer_waiting: int
-    """Number of messages that wait for a moment of any delay."""
+    """Number of messages that wait on the timer."""
     in_flight: int
     """Number of messages popped and not settled."""
     open_transactions: int
@@ -98,8 +98,9 @@ class BrokerStats:
 class Broker(Closing, Sending, BrokerContract):
     """Delivery on a store that is open for writing. Closing the broker closes the store.
 
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
+    >>> import tempfile
+    >>> from mqstore.log.store import MessageStore
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(MessageStore(folder)) as broker:
     ...     receipt = broker.put("orders", b"hello")
     ...     [delivery] = broker.pop("billing", "orders")
     ...     broker.ack("billing", "orders", [delivery.receipt])
@@ -112,7 +113,7 @@ class Broker(Closing, Sending, BrokerContract):
             raise ReadOnlyStoreError(refusal_to_reader(store.path, store.fs))
         if store.room.bound is not None:
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
-        store.room.bound = lambda policy: 0  # nothing is deleted before it is known what consumers need
+        store.room.bound = lambda policy: 0  # nothing is deleted before the needs of consumers are known
         self.store = store
         self.name = str(store.path)
         self.clock = store.clock
@@ -137,7 +138,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.offsets: OffsetTable = parts.offsets
         self.locks = QueueLocks(parts.clock, self._check_open)
         self.members = Members(self._may_join, parts.groups)
-        self._listeners: Mapping[News, list[Any]] = {
+        self._listeners: Mapping[ChangeFeed, list[Any]] = {
             "topics": self.topics.on_change,
             "members": self.members.on_change,
             "locks": self.locks.on_release,
@@ -151,7 +152,7 @@ class Broker(Closing, Sending, BrokerContract):
         self._waiters = Waiters(parts, wake("waiters"))
         self._delay = DelayService(parts, wake("delay"), self._retries.dead_letter)
         self._timer = TimerService(parts, wake("timer"))
-        self.begun = Begun(parts)
+        self.begun = AttemptJournal(parts)
         self._pop = PopService(
             parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self.begun
         )
@@ -161,7 +162,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.has_room = store.wakeups.log.has_room
         self.save_offsets = parts.offsets.save
         self.transactions = Transactions(parts, wake("transactions"))
-        keepers: dict[str, Mechanism] = {
+        keepers: dict[str, BackgroundService] = {
             "offsets": parts.offsets,
             "waiters": self._waiters,
             "delay": self._delay,
@@ -195,11 +196,11 @@ class Broker(Closing, Sending, BrokerContract):
     def check_open(self) -> None:
         self.store.check_open()
 
-    def listen(self, news: News, callback: Callable[..., object]) -> None:
+    def listen(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
         if callback not in self._listeners[news]:
             self._listeners[news].append(callback)
 
-    def unlisten(self, news: News, callback: Callable[..., object]) -> None:
+    def unlisten(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
         if callback in self._listeners[news]:
             self._listeners[news].remove(callback)
 
@@ -224,6 +225,7 @@ class Broker(Closing, Sending, BrokerContract):
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
+        """Append one message as `Router.put` does."""
         return self._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
@@ -280,7 +282,7 @@ class Broker(Closing, Sending, BrokerContract):
     def wait(
         self, topic: str, queue_id: int, offset: int, timeout: Duration, filter: Filter | str | None = None
     ) -> bool:
-        """Block until a message at or behind `offset` passes `filter`, or a read would move on.
+        """Block until a message at or after `offset` passes `filter`, or a read would move on.
         Returns False after `timeout` seconds."""
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
@@ -351,8 +353,8 @@ class Broker(Closing, Sending, BrokerContract):
         owner: str | None = None,
     ) -> None:
         self._check_open()
-        self.groups.need(group)
-        config = self.topics.need(topic)
+        self.groups.require(group)
+        config = self.topics.require(topic)
         end = (self.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         if not 0 <= queue_id < max(config.read_queues, config.write_queues) or not 0 <= offset <= end:
             raise OffsetOutOfRangeError(f"offset {offset} of {topic}/{queue_id} does not lie in 0..{end}", 0, end)
@@ -367,6 +369,7 @@ class Broker(Closing, Sending, BrokerContract):
         return self._reads.first_position(QueueKey(group, topic, queue_id), start)
 
     def local_offsets(self, client_id: str, group: str) -> LocalOffsets:
+        self._check_open()
         return LocalOffsets(self.store, client_id, group)
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
@@ -412,7 +415,7 @@ class Broker(Closing, Sending, BrokerContract):
         self._check_open()
         self._pop.note_attempt(QueueKey(group, topic, queue_id), offset, attempts, error)
 
-    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+    def suspended(self, group: str) -> dict[QueueRef, BlockedQueue]:
         self._check_open()
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
@@ -504,7 +507,7 @@ class Broker(Closing, Sending, BrokerContract):
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def end_pops(self, group: str, topic: str, queue_id: int) -> None:
+    def release_all(self, group: str, topic: str, queue_id: int) -> None:
         self._check_open()
         self._pop.end(QueueKey(group, topic, queue_id), move=True)
 
@@ -563,7 +566,7 @@ class Broker(Closing, Sending, BrokerContract):
         return self._metrics.prometheus()
 
     def _check_open(self) -> None:
-        """Raise StoreClosedError after closing: a value in memory may be older than what others have saved since."""
+        """Raise StoreClosedError after closing: values in memory may be older than those that others have saved."""
         self.store.check_closed()
         if self._closed:
             raise StoreClosedError(f"{self.store.path} is closing; open it again")
@@ -587,7 +590,7 @@ class Broker(Closing, Sending, BrokerContract):
         return due_ms if due_ms is None else self._housekeeper.next_due_ms(now_ms)
 
     def save(self) -> None:
-        """Write to disk everything that `close` would write. Raises what that raises, after saving the rest."""
+        """Write to disk everything that `close` would write. Raises the errors of that, after saving the rest."""
         self.saved(lambda: None)
 
     def saved(self, work: Callable[[], Result]) -> Result:

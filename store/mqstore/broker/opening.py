@@ -1,4 +1,4 @@
-"""Door of the room for `Store`: a broker on an open log, and what can be checked in a store without one."""
+"""Opening of a broker for `Store`, on an open log, and checks of a store without a broker."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.pop.log import unreadable_records
-from mqstore.log.reader import StoreReader
+from mqstore.broker.tables.configchecks import CONFIG_CHECKS
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 

@@ -19,17 +19,17 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from mqstore.broker.filters import Filter
-from mqstore.broker.localoffsets import clients_of, refuse_clients
+from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
+from mqstore.broker.tables.localoffsets import clients_of, refuse_clients
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
-from mqstore.log.reader import Bound, GetStatus
+from mqstore.log.reading.reader import Bound, GetStatus
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Tables
+    from mqstore.broker.context import Tables
 
 __all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
 
@@ -173,13 +173,13 @@ class Reads:
         return fetched
 
     def _check_group(self, group: str, topic: str) -> None:
-        if not self._groups.need(group).consume_enable:
+        if not self._groups.require(group).consume_enable:
             raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
 
     def _check_queue(self, topic: str, queue_id: int) -> None:
-        config = self._topics.need(topic)
+        config = self._topics.require(topic)
         if not config.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
         if not 0 <= queue_id < config.read_queues:
@@ -255,18 +255,18 @@ class Reads:
             return tuple(self._losses.pop(group, ()))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        self._topics.need(topic)
+        self._topics.require(topic)
         return self._offsets.bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        self._topics.need(topic)
+        self._topics.require(topic)
         return self._offsets.bounds(topic, queue_id)[1]
 
     def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
         """Return the offset for a time (an aware datetime, or ms since the epoch).
         "lower": the first message stored at or after it, or the end. "upper": the last one stored at or before it, or
         the first. Raises TopicNotFoundError."""
-        self._topics.need(topic)
+        self._topics.require(topic)
         low, _ = self._offsets.bounds(topic, queue_id)
         try:
             return max(low, self._store.offset_at(topic, queue_id, when, bound))
@@ -291,19 +291,19 @@ class Reads:
             with self._begin_lock:  # so that two members that start at the same time get the same offset
                 committed = self._offsets.committed(key)
                 if committed is None:
-                    committed = self._begin(key, self._groups.need(key.group).start if start is None else start)
+                    committed = self._begin(key, self._groups.require(key.group).start if start is None else start)
         return committed
 
     def _begin(self, key: QueueKey, start: Start) -> int:
         """Commit the first position of a group that has no committed offset in a queue."""
         group, topic, queue_id = key
-        queues = range(self._topics.need(topic).read_queues)
+        queues = range(self._topics.require(topic).read_queues)
         is_new = all(self._offsets.committed(QueueKey(group, topic, each)) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}
         # If the position could be another one after a crash, it must be on disk before a message is delivered.
-        same = is_retry_topic(topic) or (start == "earliest" and self._groups.need(group).start == "earliest")
+        same = is_retry_topic(topic) or (start == "earliest" and self._groups.require(group).start == "earliest")
         self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
 
@@ -330,7 +330,7 @@ class Reads:
         there (delivery#reset). If this raises, nothing is reset: TopicNotFoundError, GroupNotFoundError (no such group,
         and no committed offset of one), ConfigError, also for a group that broadcasts, or OffsetOutOfRangeError for an
         offset that a queue does not have."""
-        config = self._topics.need(topic)
+        config = self._topics.require(topic)
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")
         if group not in self._offsets.groups():

@@ -30,10 +30,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.mechanism import Mechanism, Pin, Roller, oldest_of
-from mqstore.broker.parts import Parts, Tables, kept_for_consumers
+from mqstore.broker.context import Parts, Tables, kept_for_consumers
+from mqstore.broker.service import BackgroundService, Pin, Roller, oldest_of
 from mqstore.layout.consumequeue import is_void
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
 from mqstore.options import Retention
 
 __all__ = ["RetentionService", "all_pins", "physical_of"]
@@ -55,7 +55,7 @@ def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> i
     return None
 
 
-def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
+def all_pins(parts: Tables, mechanisms: Iterable[BackgroundService]) -> Iterator[Pin]:
     """Yield the oldest record that each mechanism needs, and each queue's oldest unconsumed record."""
     for topic, queue_id, first, _, group, why in kept_for_consumers(parts):
         physical = physical_of(parts.store, topic, queue_id, first)
@@ -86,14 +86,14 @@ def worth_rolling(
     return (first + int(worth[-1]) + 1) * segment_bytes if len(worth) else None
 
 
-class RetentionService(Mechanism):
+class RetentionService(BackgroundService):
     """Retention of a broker: the bound of deletion, and relocation.
     A store without a policy gets the default one."""
 
     def __init__(
         self,
         parts: Parts,
-        mechanisms: Sequence[Mechanism],
+        mechanisms: Sequence[BackgroundService],
         rollers: Sequence[Roller] = (),
     ) -> None:
         """Set the store's bound."""

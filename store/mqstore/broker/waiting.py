@@ -36,14 +36,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mqstore.broker.mechanism import Mechanism, Wake
+from mqstore.broker.service import BackgroundService, Wake
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
-from mqstore.log.tagfilter import UnitFilter
+from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Bell, Lock
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts
+    from mqstore.broker.context import Parts
 
 __all__ = ["ANY_QUEUE", "Callback", "Waiter", "Waiters"]
 
@@ -101,7 +101,7 @@ class _Bucket:
         """Time at which a group's first waiter is woken to skip refused units."""
 
 
-class Waiters(Mechanism):
+class Waiters(BackgroundService):
     """All waiters on the queues of one store. Listens to `store.on_growth` from construction to `close`.
     The class is long because one lock guards all its tables: buckets, deadlines and fired waiters."""
 
@@ -358,7 +358,7 @@ class Waiters(Mechanism):
             units = self._store.units(*key, begin, end - begin)
             if len(units) != end - begin:  # retention removed some
                 return everything
-            found = np.flatnonzero(filter.units(units["tags_code"].astype(np.int64)))
+            found = np.flatnonzero(filter.prefilter(units["tags_code"].astype(np.int64)))
         except Exception:  # the reader will get the error itself
             _log.exception("units %d..%d of %s/%d could not be matched", begin, end, *key)
             return everything

@@ -15,13 +15,13 @@ from typing import cast
 
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.tip import as_queue
+from mqstore.log.writing.log_tail import as_queue
 
 __all__ = ["STRATEGIES", "Strategy", "avg", "circle", "fixed_queues", "name_of", "strategy_named"]
 
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """Function `(my client id, the queues of one topic, the members) -> my queues`.
-Queues and members are sorted, unique and not empty. A client that is no member has no queues. Each queue must go to
+Queues and members are sorted, unique and not empty. A client that is not a member has no queues. Each queue must go to
 exactly one member."""
 
 
@@ -51,7 +51,7 @@ def circle(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -
 def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
     """Return a `strategy=` that gives this member those of `queues` that exist.
     Other members are ignored, and nobody checks that the members' lists fit together. If two list a queue, one gets its
-    lock. A queue in no list is not consumed. Raises ConfigError for an entry that is no queue.
+    lock. A queue in no list is not consumed. Raises ConfigError for an entry that is not a queue.
 
     >>> fixed_queues([("t", 1)])("a", [QueueRef("t", 0), QueueRef("t", 1)], ["a", "b"])
     [QueueRef(topic='t', queue_id=1)]

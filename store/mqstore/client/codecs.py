@@ -2,10 +2,10 @@
 
     BYTES    bytes, bytearray, memoryview    as they are
     TEXT     str                             UTF-8
-    JSON     what JSON knows                 UTF-8, no spaces
+    JSON     types of JSON                   UTF-8, no spaces
 
-There is no pickle: anyone who can write to the directory could run code in every reader. An application that accepts
-that can pass a codec of four lines.
+Pickle is not supported: anyone who can write to the directory could run code in every reader. An application that
+accepts that can pass a codec of four lines.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Text:
         try:
             return body.decode()
         except UnicodeDecodeError as error:
-            raise FormatError(f"the item is no UTF-8 text: {error.reason}", "body", error.start) from error
+            raise FormatError(f"the item is not UTF-8 text: {error.reason}", "body", error.start) from error
 
 
 class _Json:
@@ -87,7 +87,7 @@ class _Json:
     def encode(self, item: Any) -> bytes:
         try:
             text = json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-            check(text, BODY)  # what is stored can be read
+            check(text, BODY)  # each stored item can be read
             return text.encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidMessageError(f"the item cannot be stored as JSON: {error}", "body") from error
@@ -96,7 +96,7 @@ class _Json:
         try:
             return decode(body, BODY)
         except FormatError as error:
-            raise FormatError(f"the item is no JSON: {error.__cause__}", "body", error.position) from error
+            raise FormatError(f"the item is not JSON: {error.__cause__}", "body", error.position) from error
 
 
 BYTES: Codec = _Bytes()

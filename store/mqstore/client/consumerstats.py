@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
-from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, PULL_US
-from mqstore.client.processqueue import QueueInfo
-from mqstore.contract import Suspended
+from mqstore.client.push.handler_call import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, PULL_US
+from mqstore.client.push.processqueue import QueueInfo
+from mqstore.contract import BlockedQueue
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["ConsumerStats", "QueueStats", "TopicStats", "topic_stats"]
@@ -70,7 +70,7 @@ class ConsumerStats:
     """Empty in mode "pop"."""
     running: int
     """Workers in a handler now."""
-    suspended: Mapping[QueueRef, Suspended]
+    suspended: Mapping[QueueRef, BlockedQueue]
     """Queues held up by a failed message, from its first failure until it is settled.
     They are those of the whole ordered group, in either mode. A broadcasting consumer has its own."""
 

@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from mqstore.broker.names import is_retry_topic
-from mqstore.broker.retry import origin_topic
-from mqstore.client.handlers import Reject, Retry, retry_delay, shortened
+from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
+from mqstore.client.push.handlers import Reject, Retry, retry_delay, shortened
 from mqstore.contract import BrokerContract
 from mqstore.contract import Delivery as Popped
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
@@ -107,7 +107,7 @@ class LeaseContext:
     def __init__(
         self, broker: BrokerContract, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
     ) -> None:
-        """`told` is called for each lease that was settled. The owner of `log` closes it."""
+        """Call `told` for each lease that was settled. The owner of `log` closes it."""
         self.broker = broker
         self.group = group
         self.log = log
@@ -241,7 +241,7 @@ class Lease:
             self.reject(error.reason)
             return True
         try:
-            if not isinstance(error, Exception):  # Ctrl-C or similar is no failure of the message
+            if not isinstance(error, Exception):  # Ctrl-C or similar is not a failure of the message
                 self._release()
             elif self._verb is None:
                 context = self._context
@@ -302,7 +302,7 @@ def as_delivered(delivery: Popped) -> Message:
 
 def fail(broker: BrokerContract, group: str, delivery: Popped, reason: str, delay: Duration | None = None) -> Settled:
     """Give back a failed delivery, or dead-letter it with the reason after its last attempt."""
-    limit = broker.groups.need(group).max_attempts
+    limit = broker.groups.require(group).max_attempts
     if limit is not None and delivery.attempt >= limit:
         broker.dead_letter(group, delivery.topic, delivery.receipt, reason)
         return "dlq"

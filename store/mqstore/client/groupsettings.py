@@ -6,10 +6,10 @@ ordered    None           False                         as the group has it
 start      None           "earliest"                    as the group has it
            given          the group is created so       counts in queues without a position of the group
 retry      None           the default                   as the group has it
-           given          the group is created so       replaces the group's when the consumer joins; beside members
-                                                        GroupInUseError if it differs (`Members.set_retry`)
+           given          the group is created so       replaces the group's when the consumer joins; with other
+                                                        members, GroupInUseError if it differs (`Members.set_retry`)
 
-A `Queue` is no member of its group; its `retry` follows the same rule when the `Queue` is made.
+A `Queue` is not a member of its group. Its `retry` follows the same rule when the `Queue` is made.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from mqstore.broker.filters import as_filter
+from mqstore.broker.filters.filter import as_filter
 from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
 from mqstore.contract import BrokerContract, Expression, Filter, GroupConfig, RetryPolicy, Start
 from mqstore.errors import ConfigError, FilterError, OffsetOutOfRangeError
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.reader import to_ms
+from mqstore.log.reading.reader import to_ms
 
 __all__ = [
     "GroupProgress",
@@ -44,7 +44,7 @@ class GroupProgress:
     The broker keeps one for each queue, written 100 ms later, and on disk every `commit_interval` of the store.
 
     A commit goes to the broker's memory at once. In one process that is as cheap as storing it here, and lags are
-    always exact. A kill loses only what the broker had not written yet.
+    always exact. A kill loses only the commits that the broker had not written yet.
     """
 
     def __init__(self, broker: BrokerContract, group: str, client_id: str, start: Start | None) -> None:
@@ -55,11 +55,11 @@ class GroupProgress:
         self._start = start
 
     def reload(self) -> None:
-        """Forget what was known before, when this consumer takes over."""
+        """Forget earlier offsets when this consumer takes over."""
 
     def begin(self, queue: QueueRef) -> int:
         """Return the offset at which to continue or begin in a queue."""
-        self._broker.end_pops(self._group, *queue)
+        self._broker.release_all(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
@@ -89,7 +89,7 @@ class LocalProgress:
         known = self.committed(queue)
         if known is not None:
             return known
-        queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
+        queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.require(queue.topic).read_queues)]
         if any(self.committed(each) is not None for each in queues):  # a later queue has only new messages
             begins = {queue: self._broker.min_offset(*queue)}
         else:
@@ -99,7 +99,7 @@ class LocalProgress:
         return begins[queue]
 
     def _first(self, queue: QueueRef) -> int:
-        start = self._start or self._broker.groups.need(self._group).start
+        start = self._start or self._broker.groups.require(self._group).start
         if type(start) is int:
             return self._broker.offset_for_time(*queue, start)
         return place(self._broker, queue, start)
@@ -110,7 +110,7 @@ Progress = GroupProgress | LocalProgress
 
 
 def check_start(start: object) -> None:
-    """Raise ConfigError unless a group can begin there. None stands for the group's own start."""
+    """Raise ConfigError if `start` is not a valid start. None means the group's own start."""
     if start not in (None, "earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
         raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
 
@@ -160,7 +160,7 @@ def enter_group(
     start: Start | None = None,
     retry: RetryPolicy | None = None,
 ) -> GroupConfig:
-    """Return the group, created with these settings if it is new. Raises what `GroupTable.create` raises."""
+    """Return the group, created with these settings if it is new. Raises the errors of `GroupTable.create`."""
     settings: dict[str, Any] = {"orderly": ordered}
     if retry is not None:
         settings["retry_policy"] = retry

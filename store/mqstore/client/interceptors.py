@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from mqstore.client.handlers import check_plain
 from mqstore.client.limitedlog import LimitedLog
+from mqstore.client.push.handlers import check_plain
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import OutgoingMessage
+from mqstore.log.writing.outgoing import OutgoingMessage
 
-__all__ = ["Consumed", "Interceptor", "Interceptors", "Settled"]
+__all__ = ["DeliveryResult", "Interceptor", "Interceptors", "Settled"]
 
 Settled = Literal["ack", "retry", "dlq"]
 """Outcome of a message: done, to be redelivered, or dead-lettered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Consumed:
+class DeliveryResult:
     """End of one call of a push consumer's handler.
 
-    >>> consumed = Consumed("billing", "orders", (), "exception", 0.25, ValueError("no such order"))
+    >>> consumed = DeliveryResult("billing", "orders", (), "exception", 0.25, ValueError("no such order"))
     >>> consumed.group, consumed.topic, consumed.outcome
     ('billing', 'orders', 'exception')
     """
@@ -67,14 +67,14 @@ class Interceptor:
         """React to a message that was stored (`receipt`) or was not (`error`)."""
 
     def on_receive(self, messages: list[Message]) -> list[Message]:
-        """Return the received messages that are to be handled. Messages left out count as done."""
+        """Return the received messages to handle. Messages left out count as done."""
         return messages
 
     def around_consume(self, call: Callable[[], None], messages: Sequence[Message]) -> None:
         """Call the handler, which is `call`, and do your work before and after."""
         call()
 
-    def after_consume(self, consumed: Consumed) -> None:
+    def after_consume(self, consumed: DeliveryResult) -> None:
         """React to the end or the timeout of a push consumer's handler.
         Without order the end of a handler that timed out is not reported, since it does not count."""
 
@@ -110,7 +110,7 @@ class Interceptors:
     after_send: tuple[Callable[[OutgoingMessage, SendReceipt | None, BaseException | None], None], ...]
     on_receive: tuple[Callable[[list[Message]], list[Message]], ...]
     around_consume: tuple[Callable[[Callable[[], None], Sequence[Message]], None], ...]
-    after_consume: tuple[Callable[[Consumed], None], ...]
+    after_consume: tuple[Callable[[DeliveryResult], None], ...]
     on_settle: tuple[Callable[[Message, Settled, float], None], ...]
     on_assign: tuple[Callable[[frozenset[QueueRef]], None], ...]
     on_revoke: tuple[Callable[[frozenset[QueueRef]], None], ...]
@@ -131,14 +131,14 @@ class Interceptors:
             setattr(self, name, tuple(hooks))
         self.log = LimitedLog() if log is None else log
 
-    def tell(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
+    def notify(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
         """Call each of `hooks`. Exceptions are logged."""
         for hook in hooks:
             try:
                 hook(*arguments)
             except Exception as error:
                 first = arguments[0]
-                self._report(_name(hook), first.messages if isinstance(first, Consumed) else first, error)
+                self._report(_name(hook), first.messages if isinstance(first, DeliveryResult) else first, error)
 
     def _report(self, name: str, at: object, error: Exception) -> None:
         self.log.say(logging.ERROR, f"an interceptor's {name} failed", at=at, error=error, traceback=True)
@@ -146,16 +146,16 @@ class Interceptors:
     def loss_teller(self) -> Callable[[QueueRef, int, int], None] | None:
         """Return a function that calls `on_offset_reset`, or None without hooks.
         With None the news is left to other members."""
-        return partial(self.tell, self.on_offset_reset) if self.on_offset_reset else None
+        return partial(self.notify, self.on_offset_reset) if self.on_offset_reset else None
 
     def sending(self, message: OutgoingMessage) -> OutgoingMessage:
-        """Return the message to send in place of `message`. Raises what a hook raises."""
+        """Return the message to send in place of `message`. Raises the errors of the hooks."""
         for hook in self.before_send:
             message = hook(message)
         return message
 
     def receiving(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages that are to be handled, in their order. A hook that fails leaves them all.
+        """Return the messages to handle, in their order. A hook that fails leaves them all.
         A hook's own order is ignored, because a position is the lowest unfinished offset."""
         for hook in self.on_receive:
             try:
@@ -169,7 +169,7 @@ class Interceptors:
     def consuming(self, call: Callable[[], object], messages: Sequence[Message]) -> None:
         """Call the handler inside every `around_consume`, the first one outermost.
 
-        Raises what the handler raised, whatever the hooks do with it. An error of a hook itself is logged. A handler
+        Raises the handler's exception, whatever the hooks do with it. An error of a hook itself is logged. A handler
         that no hook has called is called anyway.
         """
         called = False

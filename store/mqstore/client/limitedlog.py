@@ -4,7 +4,7 @@
     whose          where                what                           the error      how many since the last one
 
 Among similar lines the first is logged, then one every 10 s. The next one reports the number of lines held back. So do
-`tell_held`, which the owner calls now and then, and `close` at the end. Lines are similar if they say the same of
+`log_held`, which the owner calls now and then, and `close` at the end. Lines are similar if they say the same of
 the same topic, with an error of the same type from the same line of code. So a harmless mistake does not hide a harmful
 one.
 """
@@ -86,9 +86,9 @@ class LimitedLog:
         """Log `what`, unless a similar line was logged recently.
 
         at          place: a Message, a QueueRef, several of these, a topic
-        like        what makes lines similar, beside topic and error; None: `what`
+        like        key of similar lines, with topic and error; None: `what`
         traceback   True to log the traceback of `error`
-        stack       stack of a thread, to stand below the line
+        stack       stack of a thread, logged below the line
         times       number of events that this line reports
         once        True to log it only once, and report the number of others at the end
         """
@@ -113,7 +113,7 @@ class LimitedLog:
         below = f". It is at\n{stack}" if stack else ""
         _log.log(level, "%s%s%s%s", self._prefix, line, held, below, exc_info=error if traceback else None)
 
-    def tell_held(self) -> None:
+    def log_held(self) -> None:
         """Report the held-back lines of kinds that no longer occur. To be called now and then."""
         now_ms = self._clock.monotonic_ms()
         with self._lock:

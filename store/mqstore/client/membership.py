@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy, name_of
-from mqstore.contract import BrokerContract, Mode, News, RetryPolicy, Subscriptions
+from mqstore.contract import BrokerContract, ChangeFeed, Mode, RetryPolicy, Subscriptions
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.signalsafe import Lock
@@ -53,8 +53,10 @@ class Membership:
     The owner must call `join`, `take`, `give`, `renew` and `leave` one at a time.
 
     >>> import mqstore, tempfile
+    >>> from mqstore.log.store import MessageStore
+    >>> from mqstore.broker.broker import Broker
     >>> from mqstore.client.allocation import avg
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(MessageStore(folder)) as broker:
     ...     _ = broker.topics.create("orders", queues=2)
     ...     _ = broker.groups.create("billing")
     ...     seat = Membership(broker, "billing", "c1", Mode("queue"), avg, on_change=lambda: None)
@@ -133,7 +135,7 @@ class Membership:
         member = self._broker.members.get(self.client_id, self.group)
         return member is not None and member.owner != self._token
 
-    def _listeners(self) -> tuple[tuple[News, Callable[[str], None]], ...]:
+    def _listeners(self) -> tuple[tuple[ChangeFeed, Callable[[str], None]], ...]:
         return ("members", self._members_changed), ("topics", self._topic_changed), ("locks", self._lock_released)
 
     def leave(self) -> None:
@@ -152,7 +154,7 @@ class Membership:
         self._broker.members.unregister(self.client_id, self.group, owner=self._token)
 
     def _sit(self) -> None:
-        """Renew the seat, or take it again if it was lost. Raises what `join` raises."""
+        """Renew the seat, or take it again if it was lost. Raises the errors of `join`."""
         if self._mode.broadcasting or not self._joined:
             return
         member = self._broker.members.get(self.client_id, self.group)
@@ -180,7 +182,7 @@ class Membership:
 
         When broadcasting, all readable queues are returned. A topic that may not be read has none.
         A topic that does not exist yet, or for which the strategy failed, is missing. Members keep the queues of it
-        that they have, and it is logged once. Raises what `join` raises if this member lost its seat and no longer
+        that they have, and it is logged once. Raises the errors of `join` if this member lost its seat and no longer
         agrees with the others.
         """
         self._sit()
@@ -213,7 +215,7 @@ class Membership:
         if not queues:
             return self._fine(topic, ())
         if self.client_id not in members:
-            self._complain(topic, "%s is no member of group %s any more", self.client_id, self.group)
+            self._complain(topic, "%s is no longer a member of group %s", self.client_id, self.group)
             return frozenset()
         try:
             mine = list(self._strategy(self.client_id, tuple(queues), tuple(members)))
@@ -280,7 +282,7 @@ class Membership:
 
     def renew(self) -> set[QueueRef]:
         """Renew the seat and the locks of all queues held. Return the queues that were lost.
-        To be called every 20 seconds, since after 60 others may take the locks. Raises what `share` raises."""
+        To be called every 20 seconds, since after 60 others may take the locks. Raises the errors of `share`."""
         if self._mode.broadcasting:
             return set()
         self._sit()  # first, since another consumer with our client id may have the locks

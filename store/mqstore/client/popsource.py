@@ -3,10 +3,10 @@
     change --> positions of the group, from now on --> join: a member --> look, look, ... --> leave
 
     look: one pop of each topic, beginning with the next topic each time, or with the one whose turn it is; again of
-          topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists: what the group
-          failed at while it read by offset, see `pop_retries`
+          topics that gave as many as were requested. `%RETRY%group` is one more topic if it exists, with the
+          messages that failed while the group read by offset, see `pop_retries`
 
-Queues have no owner, so there is nothing to share out. The holder of a delivery decides what becomes of it.
+Queues have no owner, so nothing is shared out. The holder of a delivery settles it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Container, Mapping
 
 from mqstore.broker.names import retry_topic
-from mqstore.broker.retry import origin_topic
+from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.client.delivery import fail
 from mqstore.client.groupsettings import Wanted, check_start
 from mqstore.client.waits import Waits
@@ -109,7 +109,7 @@ class PopSource:
             raise StoreClosedError(f"this consumer of group {self._group!r} was closed; make another one")
 
     def check(self, after: Mapping[str, Wanted] | None) -> None:
-        """Raise what `change` with `join` would raise because of other members. None: not known yet."""
+        """Raise the errors of `change` with `join` because of other members. None: not known yet."""
         wanted = None if after is None else _subscriptions(after)
         self._broker.members.check(
             self._client_id, self._group, wanted, self._mode, owner=self._token, retry=self._retry
@@ -148,7 +148,7 @@ class PopSource:
 
     def topics(self, turn: str | None = None) -> Topics | None:
         """Return the topics to look through, `turn` first, else in rotation. None if this was closed.
-        The caller is a member from then on. Raises what `change` raises, and ConfigError without subscriptions."""
+        The caller is a member from then on. Raises the errors of `change`, and ConfigError without subscriptions."""
         with self._lock:
             if not self.closed:
                 if not self._topics:
@@ -198,7 +198,7 @@ class PopSource:
         except BaseException:  # Ctrl-C: no caller will get the messages
             if turn is not None:
                 self.waits.pass_on(turn)
-            self.give_back(found)
+            self.release(found)
             raise
         if self._on_loss is not None:
             for loss in self._broker.take_losses(self._group):
@@ -223,13 +223,13 @@ class PopSource:
             )
         return found, len(found) == count
 
-    def give_back(self, found: list[Delivery]) -> None:
+    def release(self, found: list[Delivery]) -> None:
         """Release deliveries that no handler has seen. They are redelivered at once."""
         for each in found:
             try:
                 self._broker.release(self._group, each.topic, [each.receipt])
             except MQStoreError as error:  # it is redelivered when its lease expires
-                _log.warning("group %s: %s/%d could not be released: %s", self._group, *each[3:5], error)
+                _log.warning("group %s: %s/%d could not be released (%s)", self._group, *each[3:5], error)
 
 
 def _subscriptions(wanted: Mapping[str, Wanted]) -> Subscriptions:
@@ -247,8 +247,8 @@ def pop_retries(
     skip_acked: bool = False,
 ) -> tuple[list[Delivery], bool]:
     """Pop up to `count` messages of the group's retry topic that were sent to one of `topics`.
-    Return them, and True if there may be more. In order the messages behind one that failed here are released. Raises
-    what `Broker.pop` raises.
+    Return them, and True if there may be more. In order the messages after one that failed here are released. Raises
+    the errors of `Broker.pop`.
 
     its topic is        the message is
     subscribed to       delivered, under that topic; it is settled in the retry topic
@@ -272,5 +272,5 @@ def pop_retries(
                     blocked.add(each.queue_id)
                 fail(broker, group, each, f"nobody subscribes to its topic {origin} any more")
         except MQStoreError as error:  # it is redelivered when its lease is over
-            _log.warning("group %s: %s/%d could not be released: %s", group, each.topic, each.queue_id, error)
+            _log.warning("group %s: %s/%d could not be released (%s)", group, each.topic, each.queue_id, error)
     return wanted, len(found) == count

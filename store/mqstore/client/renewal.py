@@ -96,7 +96,7 @@ class Renewer:
             self._count = 0
 
     def run_once(self, now_ms: int) -> int | None:
-        """Renew what is due. Return when to call again (monotonic ms), or None if nothing is held."""
+        """Renew the leases that are due. Return when to call again (monotonic ms), or None if nothing is held."""
         with self._lock:
             due = [held for held in self._held if held.due_ms <= now_ms]
         for held in due:

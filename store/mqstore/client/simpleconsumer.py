@@ -5,11 +5,11 @@
                   nothing there: wait at all topics at once, look first at the one that calls
 
 Queues have no owner. Any number of threads may share a consumer, and any number of consumers a group. It has no thread,
-and no messages that it did not hand out. So a process that stops between two calls leaves nothing behind.
+and no messages that it did not hand out. So a process may stop between two calls, and nothing is lost.
 
     newcomer             error
-    a member that        consumes in another mode: GroupInUseError; subscribes otherwise: SubscriptionConflictError
-    `ordered` or not     unlike the group, which remembers it: ConfigError
+    a member that        consumes in another mode (GroupInUseError), subscribes otherwise (SubscriptionConflictError)
+    `ordered` or not     unlike the group, which remembers it (ConfigError)
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class SimpleConsumer(Closing):
 
         topics       topic -> tags ("*": all), as by `subscribe`; then the group is joined here, not at first `receive`
         visibility   0.1 s to 12 h, unless `receive` is given another
-        start        where the group begins in a new topic: "earliest", "latest" or an aware datetime; None: the group's
-                     setting
-        ordered      nothing behind an unsettled message of its queue is received. A property of the group: set when it
+        start        where the group begins in a new topic: "earliest", "latest", an aware datetime, or None for the
+                     group's setting
+        ordered      nothing after an unsettled message of its queue is received. A property of the group: set when it
                      is created, the same for all afterwards; None: the group's
         retry        when failed messages are redelivered, and after how many attempts they are dead letters; None: the
-                     group's. A policy given here replaces the group's when the consumer joins, but beside other members
-                     it must equal theirs
+                     group's. A policy given here replaces the group's when the consumer joins, but must equal that of
+                     other members
         client_id    name of this consumer in the group; None: a new one
 
     A new group is created with the options given here. Raises ConfigError for bad options, and GroupInUseError if the
@@ -183,24 +183,24 @@ class SimpleConsumer(Closing):
     def _receive(self, count: int, wait_s: float, visibility_s: float) -> list[Delivery]:
         source, waits = self._source, self._source.waits
         end_s = time.monotonic() + wait_s
-        turn = waits.next_turn()
+        ticket = waits.next_turn()
         while True:
-            rings = waits.rings  # before the look, so that later changes end the wait
-            topics = source.topics(turn)
+            generation = waits.generation  # before the look, so that later changes end the wait
+            topics = source.topics(ticket)
             if topics is None:
                 return []
             begin_s = self._clock.monotonic_ms() / 1000
-            found = source.look(topics, turn, count, visibility_s)
+            found = source.look(topics, ticket, count, visibility_s)
             if found:
                 deliveries = [Delivery(self._context, each, begin_s) for each in found]
                 if not self._hooks.on_receive or (deliveries := self._filtered(found, deliveries)):
                     return deliveries
-                turn = None
-                continue  # there may be more behind them
+                ticket = None
+                continue  # more may follow
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return []
-            turn = waits.wait(topics, left_s, rings)
+            ticket = waits.wait(topics, left_s, generation)
 
     def _filtered(self, found: Sequence[Popped], deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries that the interceptors leave. The others are acknowledged."""
@@ -215,7 +215,7 @@ class SimpleConsumer(Closing):
 
     def _settled(self, delivery: Delivery, outcome: Settled) -> None:
         took_s = self._clock.monotonic_ms() / 1000 - delivery.received_at
-        self._hooks.tell(self._hooks.on_settle, delivery.message, outcome, took_s)
+        self._hooks.notify(self._hooks.on_settle, delivery.message, outcome, took_s)
 
     def __iter__(self) -> Iterator[Delivery]:
         """Yield deliveries one at a time, waiting for ever, until the consumer is closed."""
@@ -229,13 +229,13 @@ class SimpleConsumer(Closing):
         It is called during a `put`, by the store's own thread, by a call that subscribes or closes, or by this method.
         So it must pass the news on (`loop.call_soon_threadsafe`) and return, without use of the store. After the call,
         receive or call `cancel` on the returned object, because the broker calls one receiver for each message. Look
-        first, then register, then look again only when called. Messages that come in between cause a call. Raises what
-        `receive` raises.
+        first, then register, then look again only when called. Messages that come in between cause a call. Raises the
+        errors of `receive`.
         """
         waits = self._source.waits
-        rings = waits.rings
+        generation = waits.generation
         topics = self._source.topics()
-        return waits.add(topics or (), callback, rings if topics else -1, keep=True)
+        return waits.add(topics or (), callback, generation if topics else -1, keep=True)
 
     # -- inspection -------------------------------------------------------------------------------------------------
 

@@ -149,14 +149,14 @@ class Waits:
         """Waits that are not over."""
         self.turns: deque[str] = deque()
         """Topics whose turn belongs to a receiver that looks later (`add` with `keep`)."""
-        self.rings = 0
+        self.generation = 0
         """Number of calls of `ring`. Read it before you look, and pass it to `wait` and `add`."""
 
-    def wait(self, topics: Topics, timeout_s: float, rings: int) -> str | None:
+    def wait(self, topics: Topics, timeout_s: float, generation: int) -> str | None:
         """Block until there may be messages. Return the topic whose turn it is, to be looked at first.
         Return None if the time is over or after a ring."""
         bell = Bell()
-        wait = self.add(topics, bell.ring, rings)
+        wait = self.add(topics, bell.ring, generation)
         try:
             bell.wait(timeout_s)
             wait.end()
@@ -165,17 +165,17 @@ class Waits:
             wait.cancel()
             raise
 
-    def add(self, topics: Topics, call: Callable[[], object], rings: int, *, keep: bool = False) -> Wait:
+    def add(self, topics: Topics, call: Callable[[], object], generation: int, *, keep: bool = False) -> Wait:
         """Call `call()` once, when there may be messages in one of `topics`, or after a ring.
         It is called by the dispatching thread, by `ring`, or right here. So it must only wake a thread, and not use the
         store. An unknown topic is skipped. With `keep` the turn is stored in `turns`.
 
-        Raises StoreBusyError with 100 000 waiting, StoreClosedError, and what a pop raises about group and topics.
+        Raises StoreBusyError with 100 000 waiting, StoreClosedError, and the errors of a pop about group and topics.
         """
         wait = Wait(self, call, keep)
         with self.lock:
             self.open.add(wait)  # first, so that a later ring finds it
-            rung = rings != self.rings
+            rung = generation != self.generation
         if rung:
             wait.end()
             call()
@@ -198,7 +198,7 @@ class Waits:
     def ring(self) -> None:
         """End every wait, so that the receivers look again."""
         with self.lock:
-            self.rings += 1
+            self.generation += 1
             rung = list(self.open)
         for wait in rung:
             wait.ring()

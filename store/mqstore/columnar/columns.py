@@ -37,8 +37,8 @@ from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.reader import StoreReader
-from mqstore.log.records import RemovedBodyError
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.records import RemovedBodyError
 from mqstore.log.recovery.report import Finding, Kind
 
 __all__ = [
@@ -76,7 +76,7 @@ ARROW_TYPES: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column: its type in SQL, its cost (`body`: the body as it was sent) and its meaning."""
+    """Column with its type in SQL, its cost (`body`: the body as it was sent) and its meaning."""
 
     name: str
     sql: str
@@ -415,7 +415,7 @@ def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, 
     damaged = piece.take(slice(row, row + 1))
     damaged.topic, damaged.queue_id = str(piece.buffer[at : at + size], "utf-8", "replace"), int(headers.queue_id[row])
     where = f"{damaged.topic}, queue {damaged.queue_id}, offset {headers.queue_offset[row]}"
-    finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate: {error}")
+    finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate ({error})")
     yield from damaged.damaged([finding], policy)
 
 

@@ -44,8 +44,8 @@ from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.scan import Headers, everywhere, gather, has_crc_tail, verify
-from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
-from mqstore.log.tip import QueueRef
+from mqstore.log.writing.log_tail import QueueRef
+from mqstore.log.writing.outgoing import MAX_MESSAGE_GROUP, checked_text
 
 __all__ = ["Encoded", "Encoder", "derived_prefix"]
 
@@ -430,7 +430,7 @@ class _Slice:
         Changes `topics` and `queues`, and inserts the properties before the other parts."""
         names, rules = list(self._found), self._rules
         numbers = {name: number for number, name in enumerate(names)}
-        # Topic and queue of a record with these properties, as in `Road.route` (delivery#level-put).
+        # Topic and queue of a record with these properties, as in `Router.route` (delivery#level-put).
         route = partial(delay_route, now_ms=lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
         times = self._times("deliver_time", -1, up=True)
@@ -596,7 +596,7 @@ def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
     if "properties" in found:
         headers = found["properties"].cast(_HEADERS)
         if pc.struct_field(pc.list_flatten(headers), "key").null_count:
-            raise InvalidMessageError("column 'headers': a header has no name; leave it out: filter()", "headers")
+            raise InvalidMessageError("column 'headers': a header has no name; leave it out with filter()", "headers")
         found["properties"] = headers.view(pa.map_(pa.string(), pa.string()))
     return found
 
@@ -621,6 +621,6 @@ _LONG: Final = f"properties, including columns stored as such, take {props.MAX_P
 def _large(limit: int) -> str:
     """Return the rule for large messages."""
     return (
-        f"a message has at most {limit} bytes here, with topic and properties (max_message_size, or what a segment of "
-        "the target can hold); store large bodies elsewhere, and send their address"
+        f"a message has at most {limit} bytes here, with topic and properties (max_message_size, or the size of a "
+        "segment of the target); store large bodies elsewhere, and send their address"
     )

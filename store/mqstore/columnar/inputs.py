@@ -1,7 +1,7 @@
 """The columns that a frame to be written may have: one table to check and document them.
 
 By name, in any order. A column with another name or type is refused. If a misspelt `tag` were ignored, nobody would
-notice before a consumer filters by it.
+notice before a consumer filters by tag.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _TABLE: Final = (
         "unique_key",
         ("string",),
         "derived",
-        "what all copies of it have in common; derived from txnAppId and txnVersion (of a stream: from query and "
-        "batch), partition and row, so that whoever reads can leave out what was written twice",
+        "the same in all copies of a message; derived from txnAppId and txnVersion (of a stream: from query and "
+        "batch), partition and row, so that readers can leave out copies",
         UNIQ_KEY,
     ),
     Input(
@@ -112,7 +112,7 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
         others = [name for name in types if name not in ("record", *_BESIDE_RECORD)]
         if others:
             raise ConfigError(
-                f"column 'record' is a whole message: drop {', '.join(others)}; beside it there may be "
+                f"column 'record' is a whole message: drop {', '.join(others)}; the other columns may be "
                 f"{', '.join(_BESIDE_RECORD)}"
             )
         return

@@ -27,20 +27,20 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker import sql92
+from mqstore.broker.filters import sql92
 from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BODY_AT_V4, TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.layout.scan import Headers, collect, gather, walk
-from mqstore.log.checking import Units, check_units
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.checking import Units, check_units
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.tagfilter import TagFilter, parse_tags
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import Bad, Good, check_at, scan_segment
-from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.native import kernel
 
 __all__ = ["Cost", "OnCorrupt", "Piece", "PieceReader", "Policy"]
@@ -97,7 +97,7 @@ class Piece:
     sizes: _Int64s
     tags_codes: _Int64s | None
     buffer: _Buffer = b""
-    """Segment of the records, or a concatenated copy of them."""
+    """Segment of the records, or a concatenated copy."""
     base: int = 0
     """Physical offset of the buffer's first byte, in a log scan."""
     positions: _Int64s | None = None
@@ -263,7 +263,7 @@ class PieceReader:
                 units, whole, live = units[:count], whole.take(slice(count)), live[:count]
             live &= ~is_void(units)
             if tags is not None:
-                live &= tags.units(units["tags_code"].astype(np.int64))
+                live &= tags.prefilter(units["tags_code"].astype(np.int64))
             whole = whole.only(live)
             if self._looks:
                 yield from self._looked_up(queue, whole, apart=tags is not None)

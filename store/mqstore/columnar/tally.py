@@ -97,7 +97,7 @@ class Tally:
         self._sizes_of: dict[int, Bins] | None = {} if by_interval else None
 
     def add(self, piece: Piece) -> None:
-        """Count the records of a piece, which must have all of them."""
+        """Count the records of a piece, which must be complete."""
         headers = piece.headers
         sizes = headers.body_size.astype(np.int64)
         stored = np.clip(headers.store_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)

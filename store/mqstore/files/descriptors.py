@@ -1,6 +1,6 @@
 """A bounded cache of file descriptors by path, for files too many to keep open, such as consume queues.
 
-A file is closed when neither the table nor a call refers to it any more. There is no count of users, since an exception
+A file is closed when neither the table nor a call refers to it any more. Users are not counted, since an exception
 of a signal handler could leave it wrong.
 
 Linux reports a failed write-back to the open descriptors, or to the next one opened while the kernel still has the
@@ -110,7 +110,7 @@ class DescriptorCache:
             self._forgotten += 1
             self._files.clear()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Drop all files, since no descriptor is free. Does nothing in a signal handler that interrupted this cache."""
         if not self._lock.is_held_here:
             with self._lock:

@@ -8,7 +8,7 @@ Callers decide which order of calls makes bytes safe. The methods add these to `
   Two are answers rather than failures: `FileExistsError` passes unchanged, and a `MissingFileError` is a
   `FileNotFoundError`;
 * differences between systems are hidden (`files/system.py`);
-* nothing is written through a link, and only regular files and folders are opened (`files/beneath.py`);
+* nothing is written through a link, and only regular files and folders are opened (`files/safe_open.py`);
 * no file is shortened that a reader may have mapped (format#readers). `truncate_sparse` refuses it, and `shorten` is
   only for surplus bytes after a segment's length.
 
@@ -29,8 +29,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from mqstore.errors import MQStoreError, StoreIOError, raise_os_error
-from mqstore.files import beneath, system
-from mqstore.files.limit import TOO_MANY_OPEN, give_back
+from mqstore.files import safe_open as beneath
+from mqstore.files import system
+from mqstore.files.limit import TOO_MANY_OPEN, release
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 class SyncNotBegunError(StoreIOError):
     """No descriptor was free for one of several syncs.
-    The other syncs succeeded. The system has not seen the missing ones, and dropped no bytes: repeat all of them."""
+    The other syncs succeeded. The system has not seen the missing ones, and dropped no bytes. Repeat all syncs."""
 
 
 def is_not_begun(error: OSError) -> bool:
@@ -98,7 +99,7 @@ def takes_descriptor(
                 except OSError as error:
                     if error.errno not in TOO_MANY_OPEN:
                         raise
-                give_back()
+                release()
                 return method(self, file, *args, **kwargs)
             except OSError as error:
                 self._fail(error, file, operation)

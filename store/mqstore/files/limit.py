@@ -16,14 +16,14 @@ import resource
 import weakref
 from typing import Protocol
 
-__all__ = ["TOO_MANY_OPEN", "free_descriptors", "give_back", "register"]
+__all__ = ["TOO_MANY_OPEN", "free_descriptors", "register", "release"]
 
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 """Error numbers for "no descriptor is free", in the process or in the system."""
 
 
 class _Cache(Protocol):
-    def give_back(self) -> None: ...
+    def release(self) -> None: ...
 
 
 _caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
@@ -33,15 +33,15 @@ os.register_at_fork(after_in_child=_caches.clear)  # their locks may belong to t
 
 
 def register(cache: _Cache) -> None:
-    """Call `cache.give_back()` when no descriptor is free, for as long as the cache exists."""
+    """Call `cache.release()` when no descriptor is free, for as long as the cache exists."""
     _caches[id(cache)] = cache
 
 
-def give_back() -> None:
+def release() -> None:
     for reference in _caches.valuerefs():
         cache = reference()
         if cache is not None:
-            cache.give_back()
+            cache.release()
 
 
 def free_descriptors() -> int:

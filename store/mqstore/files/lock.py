@@ -45,8 +45,8 @@ from portalocker.portalocker import FlockLocker
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import FormatError, MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+from mqstore.files.safe_open import resolved
 from mqstore.layout.jsontext import decode
 
 __all__ = ["AbortMark", "WriterLock", "refusal_to_reader", "refuse_beside_writer", "writer_alive"]

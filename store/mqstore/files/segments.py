@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from mqstore.errors import MQStoreError
-from mqstore.files.beneath import REFUSED
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.safe_open import REFUSED
 from mqstore.files.segment import LoadProblem, Segment, segment_name, segment_start
 from mqstore.signalsafe import Lock
 

@@ -16,7 +16,7 @@ Rules that keep bytes safe:
 
 Mappings for writing get MADV_RANDOM, which means folios of one page. On file systems with large folios (xfs, ext4 of
 recent kernels) a fault that reads ahead, or a long write, fills the cache with folios of up to megabytes. One byte
-stored through a mapping makes the whole folio dirty, so a sync of one record writes all of it. For the same reason
+stored through a mapping makes the whole folio dirty, so a sync of one record writes the folio. For the same reason
 zeros are written page by page (`zero`), and `write` exists. The kernel tracks the changes of `pwrite` by block,
 whatever the folio, and the page need not be made writable again after each sync. So it is faster for writers that sync
 every record, and it is coherent with the mappings. A long write leaves large folios, but nothing stores to them again.
@@ -64,8 +64,8 @@ class SegmentWriter(SegmentRun):
     `sparse`: files get their length without disk blocks and are never mapped for writing. Only `write` changes them.
 
     `create`, `write`, `zero` and `drop_from` belong to the thread that appends. `prepare`, `allocate`, `populate`,
-    `sync` and `drop_before` may run concurrently in others. Errors are those of `FileSystem`: `StoreFullError` if there
-    is no room (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
+    `sync` and `drop_before` may run concurrently in others. Errors are those of `FileSystem`: `StoreFullError` on a
+    full disk (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The folder `tmp` of a store, in which files are prepared before they are renamed into place.
 
     tmp/<purpose>.<number>      the purpose is "cq", "index", "timerwheel" or the 20 digits of a segment
-    tmp/room                    not prepared for anything: it reserves disk blocks (`log/room.py`)
+    tmp/room                    not prepared for anything: it reserves disk blocks (`log/writing/room.py`)
 
 A crash leaves such files, and the next writer removes them. Other files in the folder do not belong to mqstore and are
 left alone. Earlier versions used the purpose alone, or "cq-" and a number. Such files are removed, too.

@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Unpack
 
-from mqstore.broker import sql92
 from mqstore.broker.admin.inspect import group_names
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.context import Tables, open_tables
+from mqstore.broker.filters import sql92
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
-from mqstore.broker.parts import Tables, open_tables
+from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.runner import Runner, Where

@@ -55,7 +55,7 @@ class ExportResult(Shaped):
     """Result of an export."""
 
     path: str
-    """Folder of the files. It is not created if there are no messages."""
+    """Folder of the files. It is only created if there are messages."""
     messages: int
     record_bytes: int
     """Bytes of the records of these messages in their stores."""

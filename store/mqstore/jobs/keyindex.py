@@ -18,7 +18,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
 
 __all__ = ["KeyIndex"]
 

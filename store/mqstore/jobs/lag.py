@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Unpack
 
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
+from mqstore.broker.context import open_tables
 from mqstore.broker.names import QueueKey
-from mqstore.broker.parts import open_tables
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import names_queue
@@ -89,7 +89,7 @@ def lag_report(
     groups: Iterable[str] | None = None,
     **where: Unpack[Where],
 ) -> LagReport:
-    """Return the lag of `groups` (default: all) on `topics` (default: all, retry topics included).
+    """Return the lag of `groups` (default all) on `topics` (default all, retry topics included).
     The figures are those on disk. A running broker saves committed offsets within a few seconds. `spark` and
     `progress`: see `mqstore.jobs`. Raises ConfigError for an unknown group or topic, and the errors of opening."""
     chosen = select(stores, topics=topics)

@@ -9,13 +9,13 @@ from typing import Final, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
+from mqstore.jobs.errors import of_store, warn_once
 from mqstore.jobs.options import SourceOptions
-from mqstore.jobs.telling import of_store, warn_once
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 
 __all__ = ["SlicedStore", "StoreName", "check_queues", "open_sliced", "open_store", "opened", "queues_of"]

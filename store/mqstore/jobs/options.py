@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from mqstore.broker import sql92
+from mqstore.broker.filters import sql92
 from mqstore.broker.names import check_group, is_system_group
-from mqstore.broker.topics import QUEUES_MAX
+from mqstore.broker.tables.topics import QUEUES_MAX
 from mqstore.errors import ConfigError, FormatError
-from mqstore.files.beneath import resolved
+from mqstore.files.safe_open import resolved
 from mqstore.jobs.optiontable import (
     Option,
     OptionTable,
@@ -33,7 +33,7 @@ from mqstore.jobs.optiontable import (
 )
 from mqstore.jobs.paths import checked_path
 from mqstore.layout.jsontext import decode
-from mqstore.log.tagfilter import parse_tags
+from mqstore.log.reading.tagfilter import parse_tags
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.columnar.rows import OnCorrupt

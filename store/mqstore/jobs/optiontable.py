@@ -1,7 +1,7 @@
 """Tables of options, which check and document them, and parsers of their values.
 
 Names may be written in any case. The error for an unknown name suggests the nearest one, or lists all. The error for an
-invalid value says what is accepted.
+invalid value lists the accepted ones.
 """
 
 from __future__ import annotations

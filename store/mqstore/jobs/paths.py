@@ -8,7 +8,7 @@ import re
 from typing import Final
 
 from mqstore.errors import ConfigError
-from mqstore.files.beneath import resolved
+from mqstore.files.safe_open import resolved
 
 __all__ = ["checked_path", "local_path"]
 
@@ -27,7 +27,7 @@ def checked_path(value: str) -> str:
     if found := _SCHEME.match(value):
         raise ValueError(f"{found[0]!r} is not supported, only paths of mounted file systems (a folder: ./NAME)")
     if value.startswith("~"):
-        raise ValueError("'~' is not expanded: give the whole path (a folder: ./NAME)")
+        raise ValueError("'~' is not expanded; give the whole path (a folder: ./NAME)")
     path = value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:")
     if not path.strip():
         raise ValueError("it is empty")

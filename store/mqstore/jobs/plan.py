@@ -24,19 +24,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from mqstore.broker.context import open_tables
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
-from mqstore.broker.parts import open_tables
 from mqstore.errors import ConfigError, MQStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.jobs.errors import warn_once
 from mqstore.jobs.keyindex import KeyIndex
 from mqstore.jobs.opening import StoreName, check_queues, open_store, opened, queues_of
 from mqstore.jobs.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
-from mqstore.jobs.sets import SET_FILE, read_set
-from mqstore.jobs.telling import warn_once
+from mqstore.jobs.store_set import SET_FILE, read_set
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
 
 __all__ = [
     "Bounds",
@@ -116,7 +116,7 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
         found = [store for path in options.paths for store in _stores_at(path)]
     if twice := sorted(name for name, number in Counter(store.id for store in found).items() if number > 1):
         raise ConfigError(
-            f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
+            f"two stores have the id {', '.join(map(repr, twice))}; give ids by paths={{'id': 'path', ...}}"
         )
     return found
 

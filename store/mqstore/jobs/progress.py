@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.published import publish
+from mqstore.broker.tables.external_offsets import publish
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.closing import Closing
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
@@ -58,7 +58,7 @@ from mqstore.jobs.plan import (
 )
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 
 __all__ = [
     "Costs",
@@ -387,7 +387,7 @@ class StreamProgress:
         self._target = self._seen.ends
 
     def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
-        """Return the offset at which the next batch ends, or `start` if there are no new messages.
+        """Return the offset at which the next batch ends, or `start` without new messages.
 
         With None the batch begins at the offset of the last call (Spark 4.1). Spark calls this when the batch that
         ended at `start` is done, so `start` is committed, as by `commit`. Raises errors for lost messages, and

@@ -23,21 +23,21 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
+from mqstore.broker.context import Parts, Tables, open_parts, open_tables
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
-from mqstore.broker.parts import Parts, Tables, open_parts, open_tables
-from mqstore.broker.topics import TopicConfig
+from mqstore.broker.tables.configchecks import OVERWRITE_FILE, check_overwrite
+from mqstore.broker.tables.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.columnar.rules import Rules, TopicRule
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
+from mqstore.files.safe_open import resolved
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SinkOptions
-from mqstore.jobs.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.jobs.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
+from mqstore.jobs.store_set import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.bulk.inbox import topics_entered
 from mqstore.log.bulk.txn import read_txn
@@ -279,7 +279,7 @@ def _already(root: Path, wanted: Commit, last: int) -> int | None:
             "checkpoint was restored from a copy, or two runs have a checkpoint each. Nothing was written. Start with "
             "a new checkpoint and an option that says where to begin (startingOffsets, ...)"
         )
-    text = "%s: version %d of %r was written before (last: %d); nothing was written. New rows need another txnAppId"
+    text = "%s: version %d of %r was written before (last %d); nothing was written. New rows need another txnAppId"
     _log.warning(text, root, wanted.version, wanted.app, last)
     return None
 
@@ -312,7 +312,7 @@ def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOp
             continue
         if parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
-        _refuse_altered(parts.store.path, name, planned, _rule(parts, parts.topics.need(name)))
+        _refuse_altered(parts.store.path, name, planned, _rule(parts, parts.topics.require(name)))
 
 
 def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:

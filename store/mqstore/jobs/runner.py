@@ -25,8 +25,8 @@ from queue import SimpleQueue
 from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.jobs.errors import settle
 from mqstore.jobs.opening import StoreName
-from mqstore.jobs.telling import settle
 
 __all__ = ["Progress", "Runner", "Where", "pack", "ship"]
 

@@ -29,7 +29,7 @@ from mqstore.columnar.encode import Encoded
 from mqstore.columnar.rules import TopicRule
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
-from mqstore.log.tip import QueueRef
+from mqstore.log.writing.log_tail import QueueRef
 from mqstore.options import Profile
 
 __all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
@@ -132,7 +132,7 @@ def write_shards(
     max_rows: int | None = None,
     fs: FileSystem = REAL,
 ) -> Iterator[ShardInfo]:
-    """Stage the encoded rows of a task, in their order. Without rows there is no shard.
+    """Stage the encoded rows of a task, in their order. Without rows no shard is made.
 
     Only shards for an inbox have to be `durable`, because the store's owner reads them later. A commit to another
     target checks the shards at once and syncs the result, and a crash before that loses the write as a whole.

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from mqstore.columnar.rows import Cost, Piece, PieceReader, Policy
 from mqstore.errors import OffsetOutOfRangeError
+from mqstore.jobs.errors import of_store
 from mqstore.jobs.opening import StoreName, open_sliced, opened
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, is_wanted
-from mqstore.jobs.telling import of_store
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]
 
@@ -104,11 +104,11 @@ def _log_skipped(options: SourceOptions, policy: Policy, name: StoreName, before
     """Log the number of messages that a query skips, because its result does not show them."""
     corrupt, removed = policy.corrupt - before[0], policy.removed - before[1]
     if corrupt and options.on_corrupt == "skip":
-        _log.warning("mqstore: %s: %d damaged messages were skipped (onCorrupt=skip)", name.id, corrupt)
+        _log.warning("mqstore: in %s %d damaged messages were skipped (onCorrupt=skip)", name.id, corrupt)
     if removed:
         what = "segments of messages" if options.read_by == "log" else "messages"
         _log.warning(
-            "mqstore: %s: %d %s deleted by retention were skipped (failOnDataLoss=false)", name.id, removed, what
+            "mqstore: in %s %d %s deleted by retention were skipped (failOnDataLoss=false)", name.id, removed, what
         )
 
 

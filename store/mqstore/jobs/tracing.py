@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Unpack
 
+from mqstore.broker.context import Tables, open_tables
 from mqstore.broker.names import (
     DLQ_PREFIX,
     HALF_TOPIC,
@@ -22,7 +23,6 @@ from mqstore.broker.names import (
     is_retry_topic,
     is_system_topic,
 )
-from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where

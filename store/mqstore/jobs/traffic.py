@@ -41,7 +41,7 @@ class TrafficRow(Shaped):
     store: str | None
     topic: str | None
     queue_id: int | None
-    """None if the report does not group by it."""
+    """None if the report has no such groups."""
     messages: int
     bytes: int
     rate: float
@@ -133,7 +133,7 @@ def traffic_report(
     )
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:

@@ -19,17 +19,17 @@ from itertools import chain, groupby
 from typing import Unpack
 
 from mqstore.broker.admin.inspect import delay_levels
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.parts import open_tables
+from mqstore.broker.context import open_tables
 from mqstore.broker.pop.log import unreadable_records
+from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import writer_alive
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
-from mqstore.log.recovery.known import load_known
+from mqstore.log.recovery.known_damage import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -88,7 +88,7 @@ class VerifyReport(Shaped):
     """Result of `verify`."""
 
     ok: bool
-    """True if every store could be read and there are no findings."""
+    """True if every store could be read without findings."""
     messages: int
     bytes: int
     stores: tuple[VerifiedStore, ...]
@@ -293,5 +293,5 @@ def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None
             orphans = {level: count for level, count in waiting.items() if count}
             profile = store.manifest.profile
             return replace(found, profile=profile, orphan_levels=orphans, foreign=tuple(store.foreign()))
-    except (MQStoreError, OSError):  # what is damaged in config/ does not concern a recovery of the log
+    except (MQStoreError, OSError):  # damage in config/ does not concern a recovery of the log
         return found

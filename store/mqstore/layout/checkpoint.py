@@ -61,7 +61,7 @@ FILE_BYTES: Final = 4096
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Fields of the checkpoint page. Times are ms since the epoch, 0 = never. Offsets are physical.
-    `flushed`, `dispatched` and `clean_end` are the extension: all given, or all None if there is no valid one. Raises
+    `flushed`, `dispatched` and `clean_end` are the extension: all given, or all None without a valid one. Raises
     ValueError if only some are None."""
 
     physic_msg_timestamp_ms: int = 0

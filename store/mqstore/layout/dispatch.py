@@ -121,7 +121,7 @@ class Output(NamedTuple):
 
 @dataclass(slots=True)
 class Rows:
-    """Records in log order, one row each, then a row for each light queue that lists one of them.
+    """Records in log order, one row each, then a row for each light queue that lists a record.
     `entry_*` are index entries in put order. `entry_row` is the row of each entry."""
 
     records: int

@@ -32,7 +32,7 @@ def encode_host(text: str) -> bytes:
     """Encode `ip:port` as 8 bytes, `[v6]:port` as 20 (format#hosts).
 
     Raises `InvalidMessageError` (field "host") for other texts: a port outside 0..65535, a name instead of an address,
-    or a zone (`%eth0`), for which there is no room.
+    or a zone (`%eth0`), which does not fit.
 
     >>> encode_host("192.168.1.10:10911").hex()
     'c0a8010a00002a9f'

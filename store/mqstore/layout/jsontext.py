@@ -49,7 +49,7 @@ def decode(text: str | bytes, limits: Limits = STORE, *, pairs: Callable[[list[A
     {'so': 7, 'd': [0, 1]}
     >>> decode('{"a":' * 2000)
     Traceback (most recent call last):
-    mqstore.errors.FormatError: not usable JSON: more than 64 levels: it is nested too deeply (field json at byte 0)
+    mqstore.errors.FormatError: not usable JSON: nested too deeply, beyond 64 levels (field json at byte 0)
     """
     try:
         if isinstance(text, bytes):
@@ -77,7 +77,7 @@ def check(text: str, limits: Limits) -> None:
     for bracket in _BRACKET.findall(_STRING.sub("", text)):
         depth += 1 if bracket in "[{" else -1
         if depth > limits.depth:
-            raise ValueError(f"more than {limits.depth} levels: it is nested too deeply")
+            raise ValueError(f"nested too deeply, beyond {limits.depth} levels")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -96,7 +96,7 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
     """Return the stored bytes: pairs in the order of the mapping, without those whose value is None.
 
     Raises `InvalidMessageError` (field "properties") for an empty name or value, and for 0x01 or 0x02 in either, since
-    there is no escaping. Also raises it for text that UTF-8 cannot encode, and beyond 32767 bytes.
+    nothing is escaped. Also raises it for text that UTF-8 cannot encode, and beyond 32767 bytes.
 
     >>> encode_properties({"TAGS": "a", "WAIT": None})
     b'TAGS\\x01a\\x02'

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
+from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
@@ -47,7 +48,6 @@ from mqstore.layout.record import (
     Checksum,
     check_record,
 )
-from mqstore.layout.spares import Spares
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _bytes_of(buf: ReadableBuffer) -> memoryview:
 def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = None) -> tuple[_Int64s, int]:
     """Follow the chain of records that starts at `start` and stays within `end`.
 
-    Returns `(positions, stop)`: int64 starts of the records, and the position after the last of them. A record counts
+    Returns `(positions, stop)`: int64 starts of the records, and the position after the last one. A record counts
     if its magic is V1 or V2, and its totalSize is at least the smallest possible and does not cross `end`. Nothing else
     is checked. So at `stop` there is a BLANK, zeros, damage or `end`, or the next record if `max_records` ended the
     walk.
@@ -131,7 +131,7 @@ def read_run(
     *,
     checksums: bool = True,
     met: int = 0,
-    spares: Spares | None = None,
+    spares: ArrayPool | None = None,
 ) -> tuple[Headers, int, int]:
     """Return the headers of consecutive records from `start` on that verify and begin before `stop`.
 
@@ -146,7 +146,7 @@ def read_run(
     if kernel is None:
         headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
         return headers, end, met
-    spares = Spares() if spares is None else spares
+    spares = ArrayPool() if spares is None else spares
     room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
     longs, ints = spares.empty((_LONG_ROWS, room), np.int64), spares.empty((_INT_ROWS, room), np.int32)
     whole = checksums and checksum == "crc32c-record"
@@ -239,7 +239,7 @@ class Run(NamedTuple):
     longs: _Int64s
     ints: _Int32s
     topics: int
-    spares: Spares
+    spares: ArrayPool
     """Memory for arrays built from the tables."""
 
 

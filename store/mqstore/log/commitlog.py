@@ -4,7 +4,7 @@
 
 Only `append` and its variants add records (format#append): Python code under one lock, or compiled code that adds one
 ordinary record in one step without the lock. Large batches are written by a system call, not through the mapping. That
-call waits for memory if the disk is far behind.
+call waits for memory if the disk is too slow.
 
 While Python code appends, compiled code does not (`_appending`), and the lock refuses a put of a signal handler.
 """
@@ -41,8 +41,8 @@ from mqstore.layout.record import (
     header_struct,
     host_bits,
 )
-from mqstore.log.receipts import SendReceipt, SendReceipts
-from mqstore.log.tip import Numbered, QueueRef, Tip
+from mqstore.log.writing.log_tail import LogTail, QueueRef, QueueTail
+from mqstore.log.writing.receipts import SendReceipt, SendReceipts
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
@@ -73,7 +73,7 @@ The kernel then accepts whole pages as they are. Before a store through the mapp
 the call costs more, since it switches threads."""
 
 Result = TypeVar("Result")
-_Encoded = tuple[bytearray | memoryview, Mapping[Numbered, int], Result]
+_Encoded = tuple[bytearray | memoryview, Mapping[QueueTail, int], Result]
 """Bytes to store at a position, the next offset of each queue after them, and the result for the caller."""
 
 
@@ -98,7 +98,7 @@ ORDINARY = Fields()
 """Fields of a put without a flag."""
 
 
-class CommitLog(Tip):
+class CommitLog(LogTail):
     """Log for appending, and its bounds. `end` is the write position, `min_offset` the first byte kept."""
 
     def __init__(
@@ -138,7 +138,7 @@ class CommitLog(Tip):
 
     @property
     def min_offset(self) -> int:
-        """First physical offset in the files, or `end` if there is no file."""
+        """First physical offset in the files, or `end` without files."""
         starts = self.run.starts
         return starts[0] if starts else self.end
 
@@ -172,7 +172,7 @@ class CommitLog(Tip):
 
     def append(
         self,
-        queue: Numbered,
+        queue: QueueTail,
         body: bytes,
         tail: bytes,
         fields: Fields = ORDINARY,
@@ -182,7 +182,7 @@ class CommitLog(Tip):
         """Append one record to `queue`. `tail` has the bytes after the body.
 
         The caller has checked the lengths. A prepared or rollback record (sys_flag bits 2-3) gets no queue offset.
-        Raises StoreFullError if there is no room for the next segment, and OutOfReachError if the record would start
+        Raises StoreFullError without room for the next segment, and OutOfReachError if the record would start
         after physical offset `latest`. Then nothing was written.
         """
         if kernel is not None and fields == ORDINARY and latest is None:
@@ -228,7 +228,7 @@ class CommitLog(Tip):
         return self._append(size, encode, by_call=self.group is not None and not self.group.busy)
 
     def append_many(
-        self, queue: Numbered, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
+        self, queue: QueueTail, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
         """Append records that are contiguous and become visible together, all or none (format#batch).
 
@@ -263,7 +263,7 @@ class CommitLog(Tip):
 
     def append_copies(
         self,
-        queues: Sequence[Numbered],
+        queues: Sequence[QueueTail],
         heads: Sequence[bytes],
         bodies: Sequence[bytes],
         tails: Sequence[bytes],
@@ -344,7 +344,7 @@ class CommitLog(Tip):
 
     @property
     def free_until(self) -> int:
-        """Position up to which puts of applications need not ask for room (`log/room.py`)."""
+        """Position up to which puts of applications need not ask for room (`log/writing/room.py`)."""
         return self._free_until
 
     @free_until.setter
@@ -384,7 +384,7 @@ class CommitLog(Tip):
         position: int,
         data: bytes | bytearray | memoryview,
         end: int,
-        numbers: Mapping[Numbered, int],
+        numbers: Mapping[QueueTail, int],
         *,
         by_call: bool,
     ) -> None:
@@ -420,7 +420,7 @@ class CommitLog(Tip):
     def _wipe(self) -> None:
         """Write zeros over the bytes of a failed put. Nothing is appended before that.
         After a crash, recovery would accept whole records there, although their put raised an error. A later record
-        must not be written in front of them."""
+        must not be written in front of such records."""
         while self._soiled > self.end:
             start = max(self.end, self._soiled - len(_ZEROS))
             self.run.write(start, _ZEROS[: self._soiled - start])

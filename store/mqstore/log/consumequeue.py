@@ -29,7 +29,7 @@ from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.tip import Numbered, QueueRef
+from mqstore.log.writing.log_tail import QueueRef, QueueTail
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _BLOCK_UNITS = 4096 // UNIT_BYTES
 _MAX_QUEUE_ID = 0x7FFF_FFFF
 
 
-class ConsumeQueue(Numbered):
+class ConsumeQueue(QueueTail):
     """Consume queue. Offsets count units, and `min_offset <= max_offset <= next_offset`.
 
     `max_offset` is the end of the dispatched messages, `next_offset` the offset of the next message. Only the holder of

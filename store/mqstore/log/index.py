@@ -186,7 +186,7 @@ class IndexFile:
 
     def span(self) -> tuple[int, int] | None:
         """Return the physical offsets of the first and the last entry.
-        Returns None if there is no entry, or if header and entries disagree."""
+        Returns None without entries, or if header and entries disagree."""
         header, table = self.header, self._table()
         if not len(table):
             return None
@@ -374,7 +374,7 @@ class Index:
         self.put_pending()
 
     def put_pending(self) -> None:
-        """Put the entries that wait. Raises what `put` raises."""
+        """Put the entries that wait. Raises the errors of `put`."""
         with self._lock:
             while self._pending:
                 hashes, physical, stamps = self._pending[0]

@@ -524,8 +524,8 @@ def write_guard(root: Path, fs: FileSystem) -> None:
 def check_own(root: Path, fs: FileSystem) -> None:
     """Raise StoreIOError, naming the file, if one of the store's own names is a link, a FIFO or the like.
 
-    A writer would change, move or remove files elsewhere through it (`files/beneath.py` also refuses each call). Other
-    names are not checked. Loading the log and the consume queues checks their folders.
+    A writer would change, move or remove files elsewhere through it (`files/safe_open.py` also refuses each call).
+    Other names are not checked. Loading the log and the consume queues checks their folders.
     """
     if not root.exists():
         return

@@ -53,7 +53,7 @@ from mqstore.layout.record import (
     body_length_at,
     store_timestamp_at,
 )
-from mqstore.log.tip import QueueRef
+from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 
 __all__ = ["Find", "Message", "UnitBatch", "row_of", "stored_bytes"]

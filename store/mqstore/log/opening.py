@@ -21,8 +21,7 @@ from mqstore.files.tmp import remove_temporaries
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import Undone, undo
 from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnFile
-from mqstore.log.deleted import continue_numbers, load_deleted, remove_queues, save_deleted
-from mqstore.log.parts import StoreParts
+from mqstore.log.reading.deleted import continue_numbers, load_deleted, remove_queues, save_deleted
 from mqstore.log.recovery.misnamed import (
     MisnamedSegmentsError,
     misnamed_segments,
@@ -34,7 +33,8 @@ from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.watermark import written_end
-from mqstore.log.room import give_up_room
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.room import give_up_room
 
 __all__ = ["Opened", "Opening", "report_renamed", "report_undone"]
 

@@ -19,12 +19,12 @@ from mqstore.errors import FlushFailedError
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
-from mqstore.log.background import AHEAD_MS, Checkpointer
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.deleted import remove_queues, save_deleted
-from mqstore.log.parts import StoreParts
-from mqstore.log.reput import Dispatcher
-from mqstore.log.taskerrors import TaskErrors
+from mqstore.log.reading.deleted import remove_queues, save_deleted
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.background import AHEAD_MS, Checkpointer
+from mqstore.log.writing.dispatcher import Dispatcher
+from mqstore.log.writing.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 from mqstore.signalsafe import Lock
 
@@ -140,7 +140,7 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
 
 
 def disk_ratio(run: SegmentRun) -> float:
-    """Return the used part of the file system, from 0 to 1, or 0 if there is no log yet."""
+    """Return the used part of the file system, from 0 to 1, or 0 without a log."""
     try:
         used, total = _disk_usage(run)
     except FileNotFoundError:

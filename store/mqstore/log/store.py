@@ -28,26 +28,26 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.lock import AbortMark, WriterLock
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
-from mqstore.log.background import BackgroundWork, Checkpointer
 from mqstore.log.bulk.inbox import BulkAppender, CreateTopics
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.manifest import check_own
-from mqstore.log.news import OwnNews
 from mqstore.log.opening import Opening
-from mqstore.log.parts import StoreParts
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.change_feed import WriterFeed
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.reput import Dispatcher, DispatchThread
 from mqstore.log.retention import Retainer
-from mqstore.log.room import Room
 from mqstore.log.stats import StoreStats
-from mqstore.log.syncs import LogSyncs
-from mqstore.log.taskerrors import TaskErrors
-from mqstore.log.wakeups import PagesAhead, Wakeups
-from mqstore.log.writer import LogWriter, Sending, compiled_put
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.background import BackgroundWork, Checkpointer
+from mqstore.log.writing.dispatcher import Dispatcher, DispatchThread
+from mqstore.log.writing.room import Room
+from mqstore.log.writing.syncs import LogSyncs
+from mqstore.log.writing.taskerrors import TaskErrors
+from mqstore.log.writing.wakeups import PagePrefetch, Wakeups
+from mqstore.log.writing.writer import LogWriter, Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.threads import start_thread
 
@@ -98,8 +98,9 @@ def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Con
 class MessageStore(StoreReader, Sending):
     """Store directory, opened for writing. Use `mqstore.open`.
 
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
+    >>> import tempfile
+    >>> from mqstore.log.store import MessageStore
+    >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
     ...     receipt = store.put("orders", b"hello", tag="created", keys=["o-1"])
     ...     [message] = store.read("orders")
     ...     message.body, message.tag, message.keys, receipt.offset
@@ -159,7 +160,7 @@ class MessageStore(StoreReader, Sending):
     def _build(self, txn: TxnFile) -> None:
         """Create the services of the store."""
         parts, config, errors = self.parts, self.config, self._errors
-        pages = PagesAhead(parts.log_writer, self.clock)
+        pages = PagePrefetch(parts.log_writer, self.clock)
         flushes = self.durability == "flush"
         self.wakeups = Wakeups(pages, background=self._background, after_sync=flushes)
         self._log = self.wakeups.log = CommitLog(
@@ -180,7 +181,7 @@ class MessageStore(StoreReader, Sending):
         """Retention if the configuration has none. Set by a broker."""
         self.on_lost: list[Callable[[], object]] = []
         """Called when the directory is gone, in any thread and under any lock. They may only wake other threads."""
-        self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_closed))
+        self._read_by(WriterFeed(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_closed))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
             parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors
@@ -518,11 +519,11 @@ class MessageStore(StoreReader, Sending):
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
         except OSError as error:
-            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, error)
+            _log.error("%s: not closed cleanly (%s); the next opening reads the log again", self.path, error)
             return
         if not self._checkpointer.sync_units():
             errors = self._errors.messages
-            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, errors)
+            _log.error("%s: not closed cleanly (%s); the next opening reads the log again", self.path, errors)
             return
         end = self._log.end
         index_ms = self.index.full_end_timestamp_ms()

@@ -27,10 +27,10 @@ from pyspark.sql.types import StructType
 from mqstore.columnar.encode import Encoder
 from mqstore.columnar.inputs import check_columns
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.jobs.errors import plain_errors, settle
 from mqstore.jobs.options import APP_NAME, NO_TABLES, SinkOptions
 from mqstore.jobs.publish import Commit, abort, check_lock, commit, make_member, plan_target
 from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
-from mqstore.jobs.telling import plain_errors, settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 
@@ -191,7 +191,7 @@ def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -
     """Return `frame` with all rows of a key in one partition, in the order of the columns `by`.
 
     A task writes the rows of its partition in their order, and its rows become one block of the log. So the messages of
-    a key are in their queue in the order of `by`. There is no order across tasks. Use this last before `write`, because
+    a key are in their queue in the order of `by`. Tasks have no order among them. Use this last before `write`, because
     later operations may move rows (except a `drop` of columns that a message does not have). All rows without a key are
     in one partition, which may become large.
     """

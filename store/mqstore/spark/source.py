@@ -34,6 +34,7 @@ except ImportError as error:  # pragma: no cover
 
 from mqstore.columnar.columns import COLUMNS, arrow_schema, check_columns, check_once
 from mqstore.errors import ConfigError
+from mqstore.jobs.errors import plain_errors, settle
 from mqstore.jobs.options import (
     ONLY_FOR_WRITING,
     SINK_OPTIONS,
@@ -45,7 +46,6 @@ from mqstore.jobs.options import (
 from mqstore.jobs.optiontable import unknown_option
 from mqstore.jobs.plan import plan
 from mqstore.jobs.tasks import read_slices
-from mqstore.jobs.telling import plain_errors, settle
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
 
 __all__ = ["MQStoreDataSource", "register_source"]
@@ -160,7 +160,7 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     """Check the schema of a query, and return the type in which to read bodies. Raises ConfigError."""
     known = _kinds(options)
     if not schema.fields:
-        raise ConfigError("schema: it needs at least one column, else there are no rows; queue_offset costs least")
+        raise ConfigError("schema: it needs at least one column, else no rows are returned; queue_offset costs least")
     check_once(schema.names)
     as_string = False
     for field in schema.fields:

@@ -30,16 +30,16 @@ except ImportError:  # pyspark 4.1
     limits = None
 
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.jobs.errors import plain_errors, settle
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.progress import Limit, StreamProgress
 from mqstore.jobs.tasks import read_slices
-from mqstore.jobs.telling import plain_errors, settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 
 
 class MQStoreStreamReader(DataSourceStreamReader):
-    """Reader of a run of a streaming query. Tasks use a copy of it."""
+    """Reader of a run of a streaming query. Tasks use copies."""
 
     def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mqstore.errors import ConfigError
-from mqstore_tools.many import duration, usable
+from mqstore_tools.multi_store import duration, usable
 from mqstore_tools.render import console, print_json, table
 from mqstore_tools.shared import StoreCommand, json_option
 

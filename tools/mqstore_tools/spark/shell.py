@@ -6,7 +6,7 @@ import code
 
 import click
 
-from mqstore_tools.many import Messages, message_options, session, session_options, spark_errors, usable
+from mqstore_tools.multi_store import Messages, message_options, session, session_options, spark_errors, usable
 from mqstore_tools.render import note
 from mqstore_tools.shared import StoreCommand
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.many import Messages, message_options, session, session_options, spark_errors, usable
+from mqstore_tools.multi_store import Messages, message_options, session, session_options, spark_errors, usable
 from mqstore_tools.render import as_json, body_text, console, note, progress, table
 from mqstore_tools.shared import StoreCommand, json_option
 

@@ -34,22 +34,22 @@ from typing import Any
 
 import numpy as np
 
-from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.configfile import object_member
-from mqstore.broker.published import PublishedFiles
+from mqstore.broker.tables.configchecks import CONFIG_CHECKS
+from mqstore.broker.tables.configfile import object_member
+from mqstore.broker.tables.external_offsets import ExternalOffsetFiles
 from mqstore.errors import MQStoreError
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
+from mqstore.files.safe_open import resolved
 from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.options import StoreConfig
@@ -74,9 +74,10 @@ def inspect_store(
     bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError and
     ReadOnlyStoreError.
 
-    >>> import mqstore, tempfile
+    >>> import tempfile
+    >>> from mqstore.log.store import MessageStore
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with mqstore.engine.MessageStore(folder) as store:
+    ...     with MessageStore(folder) as store:
     ...         receipt = store.put("orders", b"hello")
     ...     found = inspect_store(folder)
     >>> found["commitlog"]["messages"], found["topics"]["orders"]["queues"]["0"]["max_offset"], found["clean_shutdown"]
@@ -272,7 +273,7 @@ def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[s
             offsets.setdefault(group, {})[topic] = dict(
                 sorted(queues.items(), key=lambda item: (len(item[0]), item[0]))
             )
-    for group, progress in PublishedFiles(root, fs, problems.append).look():
+    for group, progress in ExternalOffsetFiles(root, fs, problems.append).look():
         for (topic, queue_id), offset in progress.items():
             offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
     return offsets

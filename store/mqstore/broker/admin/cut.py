@@ -9,7 +9,7 @@ restore has a number, which is the version of that bulk append:
 
     step                                                     a crash right after it leaves
     1 stage the records that are not in the log              files that the next restore removes
-    2 write restoring.json: number, names of the files       the same: the number is not recorded
+    2 write restoring.json (number, names of the files)      the same; the number is not recorded
     3 bulk append                                            the number is recorded, so the files count as restored
     4 move the files to cut/restored/, remove restoring.json nothing to do
 
@@ -35,10 +35,10 @@ from typing import Any, Final
 from crc32c import crc32c
 
 from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError, StoreIOError
-from mqstore.files.beneath import REFUSED
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.files.lock import refuse_beside_writer
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
+from mqstore.files.safe_open import REFUSED
 from mqstore.layout.bodyref import place_of
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import tags_code_at, topics_of
@@ -60,19 +60,19 @@ from mqstore.log.bulk.shard import MAX_QUEUE_ID, shard_json
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message, UnitBatch
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, is_path_safe
-from mqstore.log.outgoing import without_place
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import Progress
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
-from mqstore.log.tip import QueueRef
+from mqstore.log.writing.log_tail import QueueRef
+from mqstore.log.writing.outgoing import without_place
 
 __all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "cut_messages", "restore", "restore_cut"]
 
 _NAME: Final = re.compile(r"[0-9]{20}-(surplus-)?[0-9]+(\.[0-9]+)*")
 _OFFSET_DIGITS: Final = 20
-_APP: Final = "mqstore cut"
+_APP: Final = "mqstore quarantine"
 """Name under which `config/spark/txn.json` keeps the number of the last restore."""
 _JOURNAL: Final = "restoring.json"
 _RESTORED: Final = "restored"
@@ -127,7 +127,7 @@ class Restore:
     offsets: Mapping[QueueRef, tuple[int, int]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, under the names of `mqstore cut restore --json`."""
+        """Return plain values, under the names of `mqstore quarantine restore --json`."""
         queues = []
         for ref, count in sorted(self.queues.items()):
             first, end = self.offsets.get(ref, (None, None))
@@ -151,7 +151,7 @@ def cut_files(store: StoreReader, names: Sequence[str] = ()) -> list[CutFile]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{store.path / 'cut'} has no file {name!r}; `mqstore cut list` shows the names of its files"
+                f"{store.path / 'cut'} has no file {name!r}; `mqstore quarantine list` shows the names of its files"
             )
     return sorted({known[name] for name in names}, key=_order)
 
@@ -186,7 +186,7 @@ def cut_messages(
 ) -> Iterator[tuple[CutFile, Iterator[Message | Finding]]]:
     """Yield each file in `cut/` of the store at `path` that was not restored, or those with these `names`.
     With each come its whole messages, and a Finding for each range of bytes that is not one, or for a file that cannot
-    be read. Reads also beside a writer, and leaves no trace. Raises ConfigError for a name that does not exist."""
+    be read. Reads also while a writer runs, and leaves no trace. Raises ConfigError for a name that does not exist."""
     with ReadOnlyMessageStore(path, fs=QUIET) as store:
         for file in cut_files(store, names):
             yield file, _readable(store, file)

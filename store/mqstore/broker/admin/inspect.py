@@ -36,8 +36,7 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 from mqstore.broker.admin.metrics import WaitingRetries, measure
-from mqstore.broker.configfile import ConfigFile, object_member
-from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.context import Parts, Tables, messages_of, open_tables
 from mqstore.broker.delay.levels import deliver_time_ms, overdue_ms
 from mqstore.broker.delay.route import (
     PRECISION_MS,
@@ -52,7 +51,6 @@ from mqstore.broker.delay.route import (
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
 from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
-from mqstore.broker.mechanism import Pin, oldest_of
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -65,21 +63,23 @@ from mqstore.broker.names import (
     QueueKey,
     is_dlq_topic,
 )
-from mqstore.broker.parts import Parts, Tables, messages_of, open_tables
-from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
+from mqstore.broker.pop.ordered import OrderedQueues
+from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.references import reach_of
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.references import reach_of
 from mqstore.broker.retention import all_pins, physical_of
-from mqstore.broker.transactions import Transactions
+from mqstore.broker.service import Pin, oldest_of
+from mqstore.broker.tables.configfile import ConfigFile, object_member
+from mqstore.broker.transactions.service import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
     PGROUP,
@@ -90,8 +90,8 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
 )
 from mqstore.log.message import Message
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 
 __all__ = [
@@ -272,7 +272,7 @@ def is_waiting(tables: Tables, handle: str, now_ms: int) -> bool:
     return not all(map(recalled.cover, recallable(found, now_ms)))
 
 
-# -- what was popped ---------------------------------------------------------------------------------------------------
+# -- popped messages ---------------------------------------------------------------------------------------------------
 
 
 class InFlight(NamedTuple):
@@ -302,7 +302,7 @@ class PopView:
     until `next_visible_ms` at least."""
     standings: dict[QueueKey, Standing] = field(default_factory=dict)
     """Standing of each queue that the order info file and the pop log know."""
-    suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
+    suspended: dict[QueueKey, BlockedQueue] = field(default_factory=dict)
     """Failed message that blocks a queue, in either model."""
     retries: Callable[[QueueKey], int] = lambda key: 0
     """Number of retries that wait. The first call reads the delay levels."""
@@ -318,7 +318,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     parts = _as_parts(tables)
     pop_tables = PopTables(parts, _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
     pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
-    fifo = FifoQueues(pop_tables)
+    fifo = OrderedQueues(pop_tables)
     Replay(pop_tables, fifo).look()
     timer = cache(lambda: timer_view(tables).topics)
     levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
@@ -396,7 +396,7 @@ _NOBODY_WAITS = cast(Waiters, _Nobody())
 
 
 def _nothing() -> None:
-    """Do nothing: there is no thread to wake."""
+    """Do nothing, since no thread waits."""
 
 
 def _no_letter(*_: object, **__: object) -> None:
@@ -419,7 +419,7 @@ class QueueLag(NamedTuple):
     end: int
     """Offset of the next message."""
     messages: int
-    """Number of messages not consumed, those in flight included. 0 if there is no committed offset."""
+    """Number of messages not consumed, those in flight included. 0 without a committed offset."""
     lost: int
     """Number of messages that retention, expiry or a purge removed before the group consumed them."""
     in_flight: int

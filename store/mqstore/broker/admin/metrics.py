@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
-from mqstore.broker.mechanism import Mechanism
+from mqstore.broker.context import messages_of
 from mqstore.broker.names import (
     HALF_TOPIC,
     SCHEDULE_TOPIC,
@@ -38,22 +38,22 @@ from mqstore.broker.names import (
     is_system_topic,
     retry_topic,
 )
-from mqstore.broker.parts import messages_of
 from mqstore.broker.pop.state import Standing
 from mqstore.broker.retention import physical_of
+from mqstore.broker.service import BackgroundService
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.properties import REAL_TOPIC
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
+    from mqstore.broker.context import Parts
     from mqstore.broker.delay.levels import DelayService
     from mqstore.broker.delay.timer import TimerService
-    from mqstore.broker.offsets import OffsetTable
-    from mqstore.broker.parts import Parts
     from mqstore.broker.pop.service import PopService
     from mqstore.broker.reading import Reads
-    from mqstore.broker.transactions import Transactions
-    from mqstore.log.reader import StoreReader
+    from mqstore.broker.tables.offsets import OffsetTable
+    from mqstore.broker.transactions.service import Transactions
+    from mqstore.log.reading.reader import StoreReader
     from mqstore.log.stats import StoreStats
 
 __all__ = ["Lag", "Metrics", "measure"]
@@ -66,12 +66,12 @@ class Lag(NamedTuple):
     Brokers and file views use one rule (delivery#statistics).
 
         lag       = ready + in flight + waiting (retries that wait for their time)
-        popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled
-        read      ready: after the last read                                  in flight: read and not committed
+        group     ready                                           in flight
+        popped    not delivered yet, or free to be redelivered    delivered and not settled
+        read      after the last read                             read and not committed
 
     Messages acknowledged after a message in flight do not count as lag, although the committed offset is lower.
-    Without a committed offset the lag is 0. Files do not show how far a group has read: from outside, its messages in
-    flight count as ready, and the sum is the same.
+    Without a committed offset the lag is 0. In file views, messages in flight of a reading group count as ready.
     """
 
     standing: Standing
@@ -143,7 +143,7 @@ _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
 
 
-class Metrics(Mechanism):
+class Metrics(BackgroundService):
     """Statistics of one store. Thread-safe. Listens to `store.on_growth` until `close`."""
 
     def __init__(

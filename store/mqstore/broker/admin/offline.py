@@ -1,6 +1,6 @@
 """View of a store directory for an operator, and changes while no broker runs, by the command or by scripts.
 
-    look        opens the directory for reading, also beside a broker. A change is checked, and then refused
+    look        opens the directory for reading, also while a broker runs. A change is checked, and then refused
     offline     opens it for writing
 
     reset, delete_group, delete_topic     tables, and the pop log, else it would restore the deleted state
@@ -31,22 +31,22 @@ from mqstore.broker.admin.inspect import (
     pop_view,
     timer_view,
 )
-from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.context import Parts, delete_group, open_parts, open_tables
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.groups import GroupConfig
 from mqstore.broker.names import pop_retry_topic, retry_topic
-from mqstore.broker.parts import Parts, delete_group, open_parts, open_tables
-from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads
-from mqstore.broker.retry import Retries
+from mqstore.broker.redelivery.dead_letters import DeadLetters
+from mqstore.broker.redelivery.retry import Retries
+from mqstore.broker.tables.groups import GroupConfig
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
 from mqstore.files.lock import refusal_to_reader, refuse_beside_writer
-from mqstore.files.quiet import QUIET
+from mqstore.files.readonly_fs import QUIET
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
@@ -107,7 +107,7 @@ class Offline:
         return group_names(self.tables)
 
     def group(self, name: str) -> GroupConfig:
-        """Return the configuration of a group, or for one without settings what it would start with."""
+        """Return the configuration of a group, or the default one of a group without settings."""
         return self.groups.get(name) or GroupConfig(name)
 
     def lag(self, group: str) -> list[QueueLag]:
@@ -115,20 +115,20 @@ class Offline:
         Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
         return lag_of(self.tables, group, self._pops)
 
-    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+    def suspended(self, group: str) -> dict[QueueRef, BlockedQueue]:
         """Return the failed message that blocks each of the group's blocked queues, by queue."""
         found = sorted(self._pops.suspended.items())
         return {QueueRef(key.topic, key.queue_id): each for key, each in found if key.group == group}
 
     def pending(self, group: str, topics: Iterable[str], start: Start | None = None) -> list[dict[str, Any]]:
-        """Return what a group would consume of `topics`: a row for each queue, and for the group's retry queues.
+        """Return the messages that a group would consume of `topics`, a row for each queue and retry queue.
         A row has `topic`, `queue_id`, `from`, `end`, `messages` and `in_flight`. `start` decides where a group begins
         that has not started; None: its configuration does. Raises TopicNotFoundError."""
         topics = [*topics]
         begin = start or self.group(group).start
         known = self.lag(group) if group in self.group_names() else []
         lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
-        queues = [(topic, i) for topic in topics for i in range(self.topics.need(topic).read_queues)]
+        queues = [(topic, i) for topic in topics for i in range(self.topics.require(topic).read_queues)]
         again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
         queues += sorted(key for key in lags if key[0] in again)
         reads = Reads(self.tables)
@@ -145,8 +145,8 @@ class Offline:
         return rows
 
     def delays(self) -> dict[str, Any]:
-        """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them:
-        {"levels": [a row for each level in use, orphans included], "timer": {"waiting", "next_due_ms"}}."""
+        """Return the messages that wait to be delivered later, as `mqstore delay show --json` prints them.
+        `levels` has a row for each level in use, orphans included, and `timer` has `waiting` and `next_due_ms`."""
         timer = timer_view(self.tables)
         return {
             "levels": [view._asdict() for view in delay_levels(self.tables)],
@@ -154,7 +154,7 @@ class Offline:
         }
 
     def dead_letters(self, group: str) -> DeadLetters:
-        """Return the dead letters of a group. Raises GroupNotFoundError if there is no trace of the group."""
+        """Return the dead letters of a group. Raises GroupNotFoundError if the group has left no trace."""
         letters = DeadLetters(self.tables, group)
         if self.topics.get(letters.topic) is None and group not in self.group_names():
             raise GroupNotFoundError(
@@ -229,7 +229,7 @@ def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
 
 @contextmanager
 def look(path: str | os.PathLike[str], *, alone: bool = False) -> Iterator[Offline]:
-    """Open the store in directory `path` to look at it, also beside a broker. Leaves no trace.
+    """Open the store in directory `path` to look at it, also while a broker runs. Leaves no trace.
     With `alone`, for the plan of a change: raises StoreLockedError, naming the holder, if there is a writer."""
     with ReadOnlyMessageStore(path, fs=QUIET) as store:
         opened = Offline(store)
@@ -242,7 +242,7 @@ def look(path: str | os.PathLike[str], *, alone: bool = False) -> Iterator[Offli
 def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) -> Iterator[Offline]:
     """Open the store in directory `path` for changes by an operator. Never creates a store.
     Raises the errors of opening for writing: StoreLockedError while a broker runs, NotAStoreError without a store."""
-    config = replace(config or StoreConfig(), release_in_flight=False)
+    config = replace(config or StoreConfig(), requeue_on_open=False)
     with MessageStore(path, create=False, config=config) as store:
         opened = Offline(store)
         try:
@@ -252,4 +252,4 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
 
 
 def _nothing() -> None:
-    """Do nothing: there is no housekeeper to wake."""
+    """Do nothing, since no housekeeper waits."""

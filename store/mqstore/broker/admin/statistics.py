@@ -360,7 +360,7 @@ def labels_of(group: str, topic: str) -> dict[str, str]:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    # A lone surrogate, from a name that was not UTF-8, cannot be sent: a question mark stands for it.
+    # A lone surrogate, from a name that was not UTF-8, cannot be sent: a question mark replaces it.
     values = ((name, labels[name].encode("utf-8", "replace").decode()) for name in sorted(labels))
     inside = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in values)
     return f"{{{inside}}}" if inside else ""

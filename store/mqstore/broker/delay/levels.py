@@ -45,17 +45,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
+from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
-from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
-from mqstore.broker.parts import Parts
 from mqstore.broker.retention import physical_of
+from mqstore.broker.service import Pin, Roller, Wake
+from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Copy
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.writing.outgoing import Copy
 from mqstore.native import kernel
 
 __all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "overdue_ms"]
@@ -428,7 +428,7 @@ class DelayService(Roller):
                 if queues is None:
                     queues = settled[topic] = self._road.settled_queues(topic)
                 settles = queue_id < queues
-                home = queue_id if settles else self._road.home(message, topic, queue_id)
+                home = queue_id if settles else self._road.target_queue(message, topic, queue_id)
             if home is not None and topic != HALF_TOPIC:
                 properties = begin + rest
                 if rolled:
@@ -514,7 +514,7 @@ class DelayService(Roller):
             return
         self._done(level, message)
         self._statistics.add("delay_dead_letters", str(level.number))
-        _log.error("%s: %s (offset %d of level %d): dead letter of %s",
+        _log.error("%s: %s (offset %d of level %d), now a dead letter of %s",
                    self._store.path, reason, message.offset, level.number, SCHEDULE_GROUP)  # fmt: skip
 
     def _skip(self, level: _Level, offset: int) -> None:

@@ -58,8 +58,8 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
-from mqstore.log.outgoing import ROUTING, check_integer, user_properties
-from mqstore.log.reader import StoreReader, to_ms
+from mqstore.log.reading.reader import StoreReader, to_ms
+from mqstore.log.writing.outgoing import ROUTING, check_integer, user_properties
 from mqstore.options import Duration, seconds
 
 __all__ = [

@@ -8,7 +8,7 @@ One step (`run_once`) does, in this order, a bounded amount of
 
     place    each new message of the timer topic gets a unit in the timer log, chained to the others of the slot in
              which it is due or rolled (`timerunits.py`)
-    read     each slot that has begun, oldest first, after all new messages are placed. Its chain is read, and then its
+    read     each started slot, oldest first, after all new messages are placed. Its chain is read, and then its
              units are handled at their due times (`SlotReading`). Cancelled messages are skipped, due ones are put to
              their real queues, and others are rolled, which means put to the timer topic again (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint. Also at the end of each step until the timer has caught up
@@ -55,6 +55,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.context import Parts, messages_of
 from mqstore.broker.delay.route import (
     PRECISION_MS,
     Cancellations,
@@ -78,11 +79,10 @@ from mqstore.broker.delay.timerfiles import (
 )
 from mqstore.broker.delay.timermessages import TimerMessages
 from mqstore.broker.delay.timerunits import REACH_MS, SlotReading, TimerUnits, unit_times, within
-from mqstore.broker.mechanism import Pin, Roller, Wake
 from mqstore.broker.names import TIMER_TOPIC
-from mqstore.broker.parts import Parts, messages_of
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
+from mqstore.broker.service import Pin, Roller, Wake
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TIMER_DEL_UNIQKEY, TIMER_OUT_MS
@@ -293,7 +293,7 @@ class TimerService(Roller):
             self._messages.put_again(unit)
         except InvalidMessageError as error:  # a limit has changed since it was put
             if self._stuck != unit.physical_offset:
-                _log.error("%s: timer: the message at %d cannot be relocated, so segments stay until it is due (%s)",
+                _log.error("%s: the timer cannot relocate the message at %d, so segments stay until it is due (%s)",
                            self._store.path, unit.physical_offset, error)  # fmt: skip
             self._stuck = unit.physical_offset
             return False
@@ -427,7 +427,7 @@ class TimerService(Roller):
             self._reading.add(position, unit, message)
 
     def _open_slot(self, now_ms: int) -> bool:
-        """Start to read the next slot that has begun. Return False if there is none."""
+        """Start to read the next slot that has started. Return False if none has."""
         slot_ms = self._units.next_slot(self._read_ms)
         if slot_ms is None or slot_ms >= now_ms:
             # The skipped slots were empty, so nothing needs to be saved.
@@ -456,7 +456,7 @@ class TimerService(Roller):
                 self._late_offset = self._late_slot_ms = NOWHERE
         return max(1, handled)
 
-    # -- what is on disk --------------------------------------------------------------------------------------------
+    # -- state on disk ----------------------------------------------------------------------------------------------
 
     def _touch(self, now_ms: int) -> None:
         if self._dirty_ms is None:
@@ -503,7 +503,7 @@ class TimerService(Roller):
         if found is None:
             if bounds is not None:
                 # Either the last run ended within a second of its first message, or the checkpoint was lost.
-                self._rebuild("there is no checkpoint, so some messages may be delivered again")
+                self._rebuild("the checkpoint is missing, so some messages may be delivered again")
             return
         if isinstance(found, JavaProgress):
             self._left = found
@@ -566,7 +566,7 @@ class TimerService(Roller):
             read_ms, queue_offset = self._skip_ms, self._skip_until
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)
-        _log.warning("%s: timer files are rebuilt from the timer topic: %s", self._store.path, why)
+        _log.warning("%s: rebuilding the timer files from the timer topic (%s)", self._store.path, why)
         self._log.restart()
         self._begin(self._parts.clock.now_ms())
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)

@@ -176,7 +176,7 @@ class TimerLog:
         return self._run
 
     def load(self, low: int, end: int) -> None:
-        """Use [low, end) of the files as the log. Other bytes are not part of it.
+        """Use [low, end) of the files as the log. Other bytes are ignored.
         Raises TimerFilesDamaged if a part of it is missing."""
         run = self._run
         run.load()

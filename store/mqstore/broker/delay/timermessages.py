@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
+from mqstore.broker.context import Parts
 from mqstore.broker.delay.route import (
     LEVEL_MARKS,
     PRECISION_MS,
@@ -24,9 +25,8 @@ from mqstore.broker.delay.route import (
 )
 from mqstore.broker.delay.timerfiles import NOWHERE, ROLLS, TimerFilesDamaged, TimerUnit
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
-from mqstore.broker.parts import Parts
 from mqstore.broker.pop.receipts import RecallHandle
-from mqstore.broker.retry import Retries
+from mqstore.broker.redelivery.retry import Retries
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,
@@ -70,7 +70,7 @@ class TimerMessages:
             return
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")
-        home = self._parts.road.home(message, topic, int(properties[REAL_QID]))
+        home = self._parts.road.target_queue(message, topic, int(properties[REAL_QID]))
         if home is None:
             self._pass_over(message, topic)
             return
@@ -92,7 +92,7 @@ class TimerMessages:
 
     def _pass_over(self, message: Message, topic: str) -> None:
         _log.warning(
-            "%s: timer: the message at %d of the log is for topic %s, which was deleted, and is skipped",
+            "%s: the timer skips the message at %d of the log, since its topic %s was deleted",
             self._store.path,
             message.physical_offset,
             topic,
@@ -201,7 +201,7 @@ class TimerMessages:
             return
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")
-        if self._parts.road.home(message, topic, 0) is None:
+        if self._parts.road.target_queue(message, topic, 0) is None:
             self._pass_over(message, topic)
             return
         kept = {name: value for name, value in properties.items() if name not in _ROLLED_WITHOUT}

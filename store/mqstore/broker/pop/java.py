@@ -55,7 +55,7 @@ from mqstore.layout.jsontext import decode
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
-from mqstore.log.tagfilter import TagFilter
+from mqstore.log.reading.tagfilter import TagFilter
 
 __all__ = ["REVIVE_GROUP", "REVIVE_PREFIX", "JavaTakeover"]
 
@@ -82,7 +82,7 @@ class _Marked(TagFilter):
 
     __slots__ = ()
 
-    def passing(self, messages: list[Message]) -> list[Message]:
+    def apply(self, messages: list[Message]) -> list[Message]:
         return messages
 
 
@@ -237,7 +237,7 @@ class JavaTakeover:
                 return
             codes: npt.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
             known = codes > LAST_ADDRESS  # other codes may match any tag
-            lost = int(np.count_nonzero(_MARKED.units(codes) & known)) - len(result.messages)
+            lost = int(np.count_nonzero(_MARKED.prefilter(codes) & known)) - len(result.messages)
             if lost:
                 _log.error(
                     "%s: %d records of %s/%d between %d and %d cannot be read, so deliveries or acknowledgements of a "
@@ -303,7 +303,7 @@ class JavaTakeover:
         if parts.groups.names() or not parts.config.auto_create_groups:
             return False
         try:
-            parts.groups.need(key.group)
+            parts.groups.require(key.group)
         except MQStoreError as error:
             _log.error("%s: cannot create group %r (%s)", self._store.path, key.group, error)
             return False

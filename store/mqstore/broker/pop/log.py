@@ -21,7 +21,7 @@ from mqstore.layout.javahash import java_hash
 from mqstore.layout.jsontext import decode
 from mqstore.layout.properties import TAGS
 from mqstore.log.message import Message
-from mqstore.log.reader import StoreReader
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 

@@ -20,7 +20,7 @@ their pop time differs.
 The same file keeps the failed attempts of groups that consume orderly in the queue model (delivery#order-file):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
-Both kinds of record also say which of their messages have failed and are not settled (`Suspended`). This is for
+Both kinds of record also say which of their messages have failed and are not settled (`BlockedQueue`). This is for
 operators: nothing depends on it.
 
 Records are immutable: each change makes a new record in place of the old one. A caller that changes the record of a
@@ -36,13 +36,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.ask import is_visible
+from mqstore.broker.pop.request import is_visible
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.broker.pop.state import Batch
 
-__all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
+__all__ = ["BATCH_MAX", "BlockedQueue", "OrderInfo", "OrderInfoTable", "check_order_info", "record_of"]
 
 BATCH_MAX: Final = 63
 """Maximum number of offsets in one record (delivery#order-info).
@@ -57,7 +57,7 @@ Committed = Callable[[QueueKey], int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class BlockedQueue:
     """Failed message that blocks its queue: no later message is handled before it is settled.
 
     >>> import mqstore, tempfile
@@ -107,7 +107,7 @@ class OrderInfo:
     """Visible times by offset, if they were changed after the pop."""
     released: int = 0
     """Bit i: `offsets[i]` was released unseen, so its next delivery is not a redelivery."""
-    suspended: dict[int, Suspended] = field(default_factory=dict)
+    suspended: dict[int, BlockedQueue] = field(default_factory=dict)
     """Messages that have failed and are not settled, by offset."""
     unknown: dict[str, Any] = field(default_factory=dict)
     """Unknown members of the file's entry, which are kept on rewriting (delivery#tables)."""
@@ -123,7 +123,7 @@ class OrderInfo:
         """Return the number of this delivery of the message, from 1."""
         return (self.counts or {}).get(offset, 0) + 1
 
-    def suspended_at(self, committed: int) -> Suspended | None:
+    def suspended_at(self, committed: int) -> BlockedQueue | None:
         """Return the first message from offset `committed` on that has failed and is not settled, or None."""
         unsettled = (offset for offset in self.unacked(committed) if offset in self.suspended)
         return next((self.suspended[offset] for offset in unsettled), None)
@@ -203,7 +203,7 @@ class OrderInfo:
         before = self.suspended.get(offset)
         since_ms = now_ms if before is None else before.since_ms
         return replace(
-            self, suspended={**self.suspended, offset: Suspended(offset, attempt, since_ms, error[:_ERROR_CHARS])}
+            self, suspended={**self.suspended, offset: BlockedQueue(offset, attempt, since_ms, error[:_ERROR_CHARS])}
         )
 
     def before(self, end: int) -> OrderInfo:
@@ -330,7 +330,7 @@ class OrderInfoTable:
         record = self.get(queue)
         return record is not None and record.blocks(None, now_ms)
 
-    def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
+    def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], BlockedQueue]:
         found = {
             (queue.topic, queue.queue_id): record.suspended_at(committed(queue) or 0)
             for queue, record in self.records().items()
@@ -440,7 +440,7 @@ def check_order_info(value: Mapping[str, Any]) -> None:
     _read(value)
 
 
-def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], now_ms: int) -> OrderInfo | None:
+def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, BlockedQueue], now_ms: int) -> OrderInfo | None:
     """Return an attempt entry, or None without attempts."""
     left = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
     failed = {offset: suspended[offset] for offset in left if offset in suspended}
@@ -494,14 +494,14 @@ def _numbers(value: object, where: str) -> dict[int, int] | None:
     return {_key_number(name, where): _integer(n, f"{where}[{name}]") for name, n in _object(value, where).items()}
 
 
-def _suspended(value: object, where: str) -> dict[int, Suspended]:
+def _suspended(value: object, where: str) -> dict[int, BlockedQueue]:
     found = {}
     for name, each in _object(value, where).items():
         if not (isinstance(each, list) and len(each) == 3 and isinstance(each[2], str)):
             _refuse(f"{where}[{name}]", "[attempt, ms, error] is expected")
         offset = _key_number(name, where)
         attempt, since_ms = (_integer(number, f"{where}[{name}]") for number in each[:2])
-        found[offset] = Suspended(offset, attempt, since_ms, each[2])
+        found[offset] = BlockedQueue(offset, attempt, since_ms, each[2])
     return found
 
 

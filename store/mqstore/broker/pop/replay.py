@@ -25,15 +25,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mqstore.broker.begun import Address, Begun
 from mqstore.broker.names import POP_LOG_KEY, QueueKey
-from mqstore.broker.pop.ask import SAME_MOMENT_MS
-from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
 from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE
+from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.broker.pop.request import SAME_MOMENT_MS
 from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 
 __all__ = ["Replay", "count_begun"]
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("mqstore")
 class Replay:
     """One replay of the log into `tables`, which must be empty except for the order info."""
 
-    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+    def __init__(self, tables: PopTables, fifo: OrderedQueues) -> None:
         self._tables = tables
         self._orders = tables.orders
         self._fifo = fifo
@@ -240,7 +240,7 @@ class Replay:
             return
         state, batch = found
         if state.fifo is not batch:
-            state.give_back(batch, value["o"])
+            state.release(batch, value["o"])
         elif (record := self._order(state, batch)) is not None:
             at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
             self._orders.put(state.key, record.given_back(value["o"], at_ms))
@@ -319,7 +319,7 @@ class Replay:
         """End the deliveries of receivers that ended with their process, as if their time had run out."""
         begun = self._tables.begun
         if begun is not None and state.key.group in begun.groups:
-            self._tell_apart(state, begun, now_ms)
+            self._release_fetched(state, begun, now_ms)
         for batch in dict.fromkeys(state.in_flight.values()):
             if batch.local:
                 later = {offset: batch.times(offset) for offset in batch.failed or ()}
@@ -331,7 +331,7 @@ class Replay:
             held = [o for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms]
             self._orders.put(state.key, record.moved(held, now_ms))
 
-    def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
+    def _release_fetched(self, state: QueueState, begun: AttemptJournal, now_ms: int) -> None:
         """Release messages that were only fetched, and record a failed attempt for the others.
         Then later openings do not need the attempt journal. A push consumer renews its deliveries, so their time had
         not run out when the process ended, however late it is now."""
@@ -342,7 +342,7 @@ class Replay:
             past_ms = min(0, now_ms - batch.pop_time_ms)
             if fetched:
                 log.put_settled(GIVE, batch.name, fetched)
-                state.give_back(batch, fetched)
+                state.release(batch, fetched)
             for offset in ended:
                 log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
@@ -380,7 +380,7 @@ class Replay:
             record = replace(known, acked=known.acked | settled)
             self._orders.put(key, record)
             if state.fifo is None and record.unacked():
-                self._fifo.put_anew(state)
+                self._fifo.rewrite(state)
             elif state.fifo is None and record.offsets[-1] < state.cursor:
                 state.fifo = _unnamed(record)
             state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
@@ -389,7 +389,7 @@ class Replay:
                 tables.announce(state, now_ms)
 
 
-def count_begun(tables: PopTables, begun: Begun) -> bool:
+def count_begun(tables: PopTables, begun: AttemptJournal) -> bool:
     """Count an attempt of each message whose handler had started in the queue model.
     Returns True if there was one."""
     counted = False
@@ -411,7 +411,7 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
     return counted
 
 
-def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
+def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list[int], list[int]]:
     """Return (offsets that were only fetched, offsets whose handler had started).
     The latter become suspects."""
     noted = begun.groups[key.group]

@@ -49,16 +49,16 @@ class Routes:
         self._groups.on_change.append(self._group_changed)
         self._topics.in_order.append(self._in_order)
 
-    def need(self, group: str, topic: str) -> Route:
+    def require(self, group: str, topic: str) -> Route:
         """Return the route of a group that pops a topic. A missing group may be created.
         Raises TopicNotFoundError, GroupNotFoundError or NotPermittedError."""
         known = self.known
         if (route := known.get((group, topic))) is not None:
             return route
-        config = self._groups.need(group)
+        config = self._groups.require(group)
         if not config.consume_enable:
             raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
-        found = self._topics.need(topic)
+        found = self._topics.require(topic)
         if not found.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
         if found.read_queues < 1:  # only a file can have this

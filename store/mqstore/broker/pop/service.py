@@ -32,28 +32,28 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from mqstore.broker.begun import Begun
-from mqstore.broker.configfile import ConfigFile
-from mqstore.broker.filters import Filter
-from mqstore.broker.mechanism import Mechanism, Pin, Wake
+from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, pop_retry_topic
-from mqstore.broker.pop.ask import SAME_MOMENT_MS, Ask, Delivery, Pending
-from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.keep import PopKeeper
+from mqstore.broker.pop.compaction import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
-from mqstore.broker.pop.orderinfo import Suspended, check_order_info
+from mqstore.broker.pop.ordered import OrderedQueues
+from mqstore.broker.pop.orderinfo import BlockedQueue, check_order_info
 from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
+from mqstore.broker.pop.request import SAME_MOMENT_MS, Delivery, Pending, PopRequest
 from mqstore.broker.pop.routes import Route, Routes
-from mqstore.broker.pop.standard import StandardQueues
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopFigures, PopTables
+from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.reading import Start
+from mqstore.broker.redelivery.attempt_journal import AttemptJournal
+from mqstore.broker.service import BackgroundService, Pin, Wake
+from mqstore.broker.tables.configfile import ConfigFile
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts
+    from mqstore.broker.context import Parts
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Callback, Waiter, Waiters
 
@@ -62,13 +62,13 @@ __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """Percentage of pops that look at the retry topic first."""
-_PopOne = Callable[[QueueState, Ask, int, int, list[Delivery]], bool]
+_PopOne = Callable[[QueueState, PopRequest, int, int, list[Delivery]], bool]
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
 """Maximum number of chunks redelivered from one queue in one run: some thousand messages."""
 
 
-class PopService(Mechanism):
+class PopService(BackgroundService):
     """Consumption by receipt. Thread-safe. Opening replays the pop log."""
 
     def __init__(
@@ -79,7 +79,7 @@ class PopService(Mechanism):
         reads: Reads,
         dead_letter: DeadLetter,
         *,
-        begun: Begun | None = None,
+        begun: AttemptJournal | None = None,
         rng: Callable[[], float] = random.random,
     ) -> None:
         """Open the service.
@@ -100,11 +100,11 @@ class PopService(Mechanism):
         self._orders = self._tables.orders
         self._orders.load(file.load() or {})
         as_loaded = self._tables.order_version
-        self._standard = StandardQueues(self._tables)
-        self._fifo = FifoQueues(self._tables)
+        self._standard = UnorderedQueues(self._tables)
+        self._fifo = OrderedQueues(self._tables)
         self.figures = PopFigures(self._tables, self._fifo)
         self._tables.begun = begun
-        Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
+        Replay(self._tables, self._fifo).run(release=parts.config.requeue_on_open)
         self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
         if begun is not None and count_begun(self._tables, begun):
             self._keeper.save(self._clock.now_ms())
@@ -158,14 +158,14 @@ class PopService(Mechanism):
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
             # Looked up each time, because the topic may have been altered during the wait.
-            route = self._routes.known.get((group, topic)) or self._routes.need(group, topic)
+            route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
             roll = int(self._rng() * 100) if route.has_choice else 0
             if filter is None and attempt_id is None:
                 found = self._pop_prefetched(route, queue_id, n, invisible_ms, local, order, roll)
                 if found:
                     break
             now_ms, limit = self._clock.now_ms(), route.max_attempts
-            ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
+            ask = PopRequest(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
             found = self._pop(route, ask, queue_id, n, order, roll)
             if found or not poll_s:
                 break
@@ -200,14 +200,14 @@ class PopService(Mechanism):
         if queue_id != -1:
             route.check_queue(queue_id)
         state = route.queues[roll % len(route.queues) if queue_id == -1 else queue_id]
-        found = self._tables.hand_out(state, n, invisible_ms, route.topic, local, order)
+        found = self._tables.deliver(state, n, invisible_ms, route.topic, local, order)
         if found is None:
             return []
         if not order and self._waiters.parked and state.ahead:
             self._waiters.wake_one(route.group, route.topic, queue_id)
         return found
 
-    def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, roll: int) -> list[Delivery]:
+    def _pop(self, route: Route, ask: PopRequest, queue_id: int, n: int, order: bool, roll: int) -> list[Delivery]:
         """Pop from the route's queues. `roll` is a random number from 0 to 99.
         Most pops read the retry topic last, so that failing messages do not delay new ones, and some read it first, so
         that retries do not starve in a busy topic."""
@@ -244,7 +244,7 @@ class PopService(Mechanism):
         return found
 
     @staticmethod
-    def _pop_retries(route: Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
+    def _pop_retries(route: Route, pop: _PopOne, ask: PopRequest, n: int, found: list[Delivery]) -> bool:
         # Without the filter, because copies have passed one at their first delivery.
         ask = ask._replace(filter=None)
         more = False
@@ -281,7 +281,7 @@ class PopService(Mechanism):
         The dispatching thread makes the call. `deadline_ms` is monotonic time. Each message wakes one of several
         waiters. A woken waiter that does not pop must pass it on with `Waiters.wake_one`. Raises the errors of
         `Waiters.add_waiter` and `pop`."""
-        self._routes.need(group, topic)  # first, because the creation of a group would wake the waiter
+        self._routes.require(group, topic)  # first, because the creation of a group would wake the waiter
         also = self.retry_topics(group, topic)
         waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
         try:
@@ -298,7 +298,7 @@ class PopService(Mechanism):
         return [name for _, name in self._routes.retry_topics(group, topic)]
 
     def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
-        route = self._routes.need(group, topic)
+        route = self._routes.require(group, topic)
         if queue_id != -1:
             route.check_queue(queue_id)
         queues = route.queues if queue_id == -1 else [route.queues[queue_id]]
@@ -399,7 +399,7 @@ class PopService(Mechanism):
                 _check_delay(delay_ms)
             claim = claim_of(receipt)
             state = self._state_of(group, topic, claim)
-            config = self._parts.groups.need(group)
+            config = self._parts.groups.require(group)
             kind = self._kind(claim)
             with state.lock:
                 attempt = kind.attempt(state, claim)
@@ -424,7 +424,7 @@ class PopService(Mechanism):
             with state.lock:
                 self._kind(claim).dead_letter(state, claim, reason)
 
-    def _kind(self, claim: Claim) -> StandardQueues | FifoQueues:
+    def _kind(self, claim: Claim) -> UnorderedQueues | OrderedQueues:
         return self._fifo if claim.fifo else self._standard
 
     def _settle(self, group: str, topic: str, texts: Sequence[str] | str, kind: str) -> list[str]:
@@ -454,7 +454,7 @@ class PopService(Mechanism):
         key = QueueKey(group, name, first.queue_id)
         state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
-            self._parts.topics.need(topic)
+            self._parts.topics.require(topic)
             if self._parts.offsets.committed(key) is None:
                 raise InvalidReceiptError(
                     f"receipt {first.text!r}: group {group!r} has never popped from queue {first.queue_id} of {name!r}"
@@ -547,7 +547,7 @@ class PopService(Mechanism):
         self._orders.note_attempt(key, offset, count, self._clock.now_ms(), error)
         self._save_soon()
 
-    def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:
+    def suspended(self, group: str) -> dict[tuple[str, int], BlockedQueue]:
         """Return the failed message that blocks a queue, by (topic, queue id), in either model."""
         return self._orders.suspended(group, self._parts.offsets.committed)
 

@@ -26,10 +26,10 @@ from itertools import islice, repeat, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.ask import is_visible
 from mqstore.broker.pop.log import queue_head
+from mqstore.broker.pop.request import is_visible
 from mqstore.log.message import Message
-from mqstore.log.tagfilter import UnitFilter
+from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
@@ -367,7 +367,7 @@ class QueueState(QueueFields):
             self._compact()
         return before - len(self.in_flight)
 
-    def give_back(self, batch: Batch, offsets: Iterable[int]) -> None:
+    def release(self, batch: Batch, offsets: Iterable[int]) -> None:
         """Release deliveries that nobody has seen."""
         for offset in offsets:
             if self.in_flight.get(offset) is batch:

@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from mqstore.broker.begun import Address, Begun
-from mqstore.broker.filters import Filter
-from mqstore.broker.mechanism import Wake
+from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.ask import Delivery
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
+from mqstore.broker.pop.request import Delivery
 from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
 from mqstore.broker.reading import Start
-from mqstore.broker.retry import origin_topic
+from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
+from mqstore.broker.redelivery.retry import origin_topic
+from mqstore.broker.service import Wake
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.tip import Numbered, Tip
+from mqstore.log.writing.log_tail import LogTail, QueueTail
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
-    from mqstore.broker.offsets import OffsetTable
-    from mqstore.broker.parts import Parts
-    from mqstore.broker.pop.fifo import FifoQueues
+    from mqstore.broker.context import Parts
+    from mqstore.broker.pop.ordered import OrderedQueues
     from mqstore.broker.reading import Reads
+    from mqstore.broker.tables.offsets import OffsetTable
     from mqstore.broker.waiting import Waiters
 
 __all__ = ["DeadLetter", "PopFigures", "PopTables"]
@@ -62,8 +62,8 @@ class PopTables(PopFields):
     """Tables of one store.
     Compiled methods need the fields up to `_delivery` besides a queue's state. If `_tip` is None they decline."""
 
-    _tip: Tip | None
-    _queue: Numbered
+    _tip: LogTail | None
+    _queue: QueueTail
     """Queue of the pop log."""
     _pop_tail: bytes
     """Bytes after the body of a `ck` record."""
@@ -83,17 +83,17 @@ class PopTables(PopFields):
 
     if TYPE_CHECKING:
 
-        def hand_out(
+        def deliver(
             self, state: QueueState, n: int, invisible_ms: int, topic: str, local: bool, in_order: bool
         ) -> list[Delivery] | None:
             """Pop the next `n` messages, which must be prefetched neighbours. Takes the state's lock.
-            Returns None, with nothing changed, for any other case of `pop` of `StandardQueues` or `FifoQueues`."""
+            Returns None, with nothing changed, for any other case of `pop` of `UnorderedQueues` or `OrderedQueues`."""
 
         def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
             """Acknowledge deliveries from queues of `states`, a list by queue id. Takes the states' locks.
             Returns the number of settled receipts, from the front. It stops, with no further change, at the first
-            receipt that `settle` of `StandardQueues` or `FifoQueues` must handle. In order, all receipts must be of one
-            batch."""
+            receipt that `settle` of `UnorderedQueues` or `OrderedQueues` must handle. In order, all receipts
+            must be of one batch."""
 
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
         self.parts = parts
@@ -103,7 +103,7 @@ class PopTables(PopFields):
         self.waiters = waiters
         self.reads = reads
         self.dead_letter = dead_letter
-        self.begun: Begun | None = None
+        self.begun: AttemptJournal | None = None
         self.log = PopLog(parts.store)
         self.orders = OrderInfoTable()
         self.states: dict[QueueKey, QueueState] = {}
@@ -398,7 +398,7 @@ class PopTables(PopFields):
 class PopFigures:
     """Measurements of all queue states, each read under its lock."""
 
-    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+    def __init__(self, tables: PopTables, fifo: OrderedQueues) -> None:
         self._tables = tables
         self._fifo = fifo
         self.moving = tables.moving

@@ -31,16 +31,16 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.errors import FormatError, StoreIOError
-from mqstore.files.beneath import REFUSED
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, read_json
+from mqstore.files.safe_open import REFUSED
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, TRANSACTION_MASK, unreadable_number
 from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
-from mqstore.log.ahead import Ahead
 from mqstore.log.names import is_path_safe
-from mqstore.log.tip import QueueRef
+from mqstore.log.reading.prefetch import Prefetch
+from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 from mqstore.options import Profile
 
@@ -206,7 +206,7 @@ class Shard:
             found = self.fs.size(fd)
             if found != self.bytes:
                 _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
-            ahead = held.enter_context(Ahead[int]("mqstore-shard"))
+            ahead = held.enter_context(Prefetch[int]("mqstore-shard"))
             wanted = self.window_bytes()
 
             def begin(position: int) -> memoryview:

@@ -57,10 +57,10 @@ from mqstore.log.bulk.shard import Groups, Limits, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, Finding
 from mqstore.log.recovery.scanner import used_end
-from mqstore.log.tip import QueueRef
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.log_tail import QueueRef
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 

@@ -14,7 +14,7 @@ distinguishes them from other records.
     intent               bytes at and beyond `start` are half    cuts the log back to `start`, then clears the intent
                          a transaction, not yet in any queue
 
-One rename records a version and clears its intent, so there is no third state. An intent that may be outdated (`doubt`)
+One rename records a version and clears its intent, so no third state exists. An intent that may be outdated (`doubt`)
 is only reported and cleared (spark#splice-undo). Then half a transaction may stay, but no stored message is lost.
 
 Beyond 10,000 applications, those unused for 30 days are removed. Beyond 100,000, the oldest are. A streaming query uses
@@ -38,8 +38,8 @@ from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import FileState, load_json, save_json, state_of
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum
-from mqstore.log.parts import CheckpointFile
 from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.store_files import CheckpointFile
 
 __all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]
 

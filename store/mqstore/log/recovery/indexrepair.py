@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mqstore.layout.dispatch import Rows
 from mqstore.log.index import Index, IndexFile
-from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.store_files import StoreParts
 
 __all__ = ["IndexRepair", "IndexTally", "Wanted", "is_nonsense", "tally_index"]
 

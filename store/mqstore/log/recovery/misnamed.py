@@ -29,7 +29,7 @@ __all__ = ["MisnamedSegmentsError", "Piece", "misnamed_segments", "rename_segmen
 
 _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MAGIC_V2))
 _TRIED = 1000
-"""Maximum number of magic numbers to examine in one file. A hostile file may consist of them."""
+"""Maximum number of magic numbers to examine in one file. A hostile file may contain nothing else."""
 _UNFINISHED = ".moved"
 """Suffix of a file that a killed recovery was renaming."""
 

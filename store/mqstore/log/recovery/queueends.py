@@ -1,7 +1,7 @@
 """Note of the queue ends after a recovery that may have shortened queues (reliability#p3).
 
 Suppose that a group has committed offset 100 of a queue, and the queue is cut at 43. The group must continue at 43, or
-it skips the next messages. The broker lowers committed offsets when it opens (`broker/offsets.py`). But a
+it skips the next messages. The broker lowers committed offsets when it opens (`broker/tables/offsets.py`). But a
 `MessageStore`, `mqstore recover` or a job may open the store, and append to it, without a broker. So each recovery that
 changed anything leaves a note. The next broker that loads the offsets applies the note and removes it. A recovery also
 leaves one if offsets were saved without a sync, and refer to more of the log than exists (`logEnd`):
@@ -29,7 +29,7 @@ import crc32c
 from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
-from mqstore.log.recovery.known import KNOWN_FILE
+from mqstore.log.recovery.known_damage import KNOWN_FILE
 
 __all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
 
@@ -56,7 +56,7 @@ class QueueEnds:
 
 def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
     """Save the ends of all queues and of the log. Durable on return. Raises the errors of `save_json`.
-    Does nothing if `config` is missing, or has known damage alone, since then there are no committed offsets."""
+    Does nothing if `config` is missing, or has known damage alone, since then no offsets were committed."""
     folder = root / _FILE.parent
     if not folder.is_dir() or all(name.startswith(Path(KNOWN_FILE).name) for name in fs.scandir(folder)):
         return

@@ -14,7 +14,7 @@ A result says for every queue whether its records followed each other. Such a *s
     first == end of the previous result         the result counts
     nothing verified since, and first is later  the bytes in between are `Bad`, and the result counts
     no result, or anything else                 the range is read again, from the end of the previous result. The range
-                                                may have begun at a false start: a record image inside a body, or a
+                                                may start at a false start: a record image inside a body, or a
                                                 record that only verifies if reading starts there
 
 Ranges and results are small, plain values. They contain no record, and at most `max_errors` findings.
@@ -36,6 +36,7 @@ from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.indexrepair import IndexTally
+from mqstore.log.recovery.offset_assigner import MAX_SLOT
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import (
     Bad,
@@ -48,8 +49,7 @@ from mqstore.log.recovery.scanner import (
     scan_segment,
     until_torn,
 )
-from mqstore.log.recovery.slots import MAX_SLOT
-from mqstore.log.tip import QueueRef
+from mqstore.log.writing.log_tail import QueueRef
 
 __all__ = [
     "RANGE_BYTES",

@@ -41,23 +41,23 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indexrepair import IndexRepair
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, surplus_pieces
-from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
-from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
-from mqstore.log.recovery.slots import (
+from mqstore.log.recovery.offset_assigner import (
     Misnumbered,
-    SlotAssigner,
+    OffsetAssigner,
     TopicGenerations,
     first_slot_in_range,
     strays_in_front,
     unit_findings,
 )
+from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
+from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
+from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
-from mqstore.log.tip import QueueRef
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.log_tail import QueueRef
 
 __all__ = ["Progress", "RecoverOptions", "recover", "unlisted_queue"]
 
@@ -105,7 +105,7 @@ def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | Non
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
     """Return a queue for which recovery will write a unit after its end or before its first file.
-    Only queues whose topic is `wanted` count. Returns None if there is no such queue. Reads headers from S on (with
+    Only queues whose topic is `wanted` count. Returns None without such a queue. Reads headers from S on (with
     `whole` all), up to the first such record. Changes nothing."""
     if not parts.log_files.starts:
         return None
@@ -142,7 +142,7 @@ class _Recovery:
         """Physical offset at which the log should begin. Segments between it and `first` are lost."""
         self.start = self.first
         """Records from this physical offset on get their units."""
-        self.slots = SlotAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
+        self.slots = OffsetAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
         self.damage: list[tuple[int, int]] = []  # ranges [start, stop) of the log, ascending
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
@@ -192,8 +192,8 @@ class _Recovery:
             _log.warning("%s: %s at %d: %s", finding.kind, finding.file, finding.position, finding.detail)
         if report.moved_to_cut and self.writing:
             _log.warning(
-                "%s: %d whole messages after damage at %d were moved to cut/. `mqstore cut list %s` lists them, "
-                "`mqstore cut restore` appends them again",
+                "%s: %d whole messages after damage at %d were moved to cut/. `mqstore quarantine list %s` lists them, "
+                "`mqstore quarantine restore` appends them again",
                 parts.root,
                 report.moved_to_cut,
                 end,
@@ -368,7 +368,7 @@ class _Recovery:
         if good.end > self.start:  # a batch is within one segment, and `start` begins one
             self.report.messages += len(rows)
             if self.report.damaged_ranges:
-                self.report.kept_behind_damage += len(rows)
+                self.report.quarantined += len(rows)
             self._give_units(rows)
         self.index.take(rows)
 
@@ -472,7 +472,7 @@ class _Recovery:
         if before and self.damage[before - 1][1] > start:
             return
         for at, units in queue.chunks(low, high):
-            detail = "their records are not in the log, and there is no damage where they were"
+            detail = "their records are not in the log, without damage where they were"
             self.report.findings += unit_findings(queue, "bad_unit", at, ~is_void(units), detail)
 
     def _note_lost_tail(self, end: int, mark: int) -> None:

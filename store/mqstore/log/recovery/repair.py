@@ -10,15 +10,15 @@ from pathlib import Path
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import CorruptStoreError, NotAStoreError
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
+from mqstore.files.safe_open import resolved
 from mqstore.log import manifest as manifests
 from mqstore.log.manifest import check_own
-from mqstore.log.reader import StoreReader
-from mqstore.log.readonly import ReadOnlyMessageStore
-from mqstore.log.recovery.known import load_known, save_known
+from mqstore.log.reading.reader import StoreReader
+from mqstore.log.reading.readonly import ReadOnlyMessageStore
+from mqstore.log.recovery.known_damage import load_known, save_known
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import bad_json, json_files, json_tables

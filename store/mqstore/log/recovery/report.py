@@ -123,14 +123,14 @@ class RecoveryReport:
     kept: list[str] = field(default_factory=list)
     """Files under `cut/` with a copy of the removed bytes. A dry run lists the files that it would create."""
     moved_to_cut: int = 0
-    """Number of whole messages in these files. `mqstore cut` lists, exports and restores them."""
+    """Number of whole messages in these files. `mqstore quarantine` lists, exports and restores them."""
     messages: int = 0
     """Number of records that verified in the range read."""
     renumbered: int = 0
     """Number of records whose damaged queue offset was corrected from their units and neighbours."""
     damaged_ranges: int = 0
     """Number of damaged ranges of the log that are followed by whole records."""
-    kept_behind_damage: int = 0
+    quarantined: int = 0
     """Number of `messages` after the first damaged range."""
     changed: bool = False
     seconds: float = 0.0

@@ -23,10 +23,10 @@ from typing import Literal, TypeVar
 
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
+from mqstore.layout.array_pool import ArrayPool
 from mqstore.layout.record import Check, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, check_place, content_end, find_next, read_run
-from mqstore.layout.spares import Spares
-from mqstore.log.ahead import Ahead
+from mqstore.log.reading.prefetch import Prefetch
 from mqstore.native import kernel
 
 __all__ = [
@@ -180,7 +180,7 @@ def scan_segment(
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
     run.read_ahead(segment, start, stop)
-    spares = Spares()
+    spares = ArrayPool()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
         # Up to the last data, not `stop`: on a full tmpfs, reading a hole of a mapped file raises SIGBUS.
@@ -189,7 +189,7 @@ def scan_segment(
     at = start
     doubted = -1
     met = length = used = 0
-    with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
+    with Prefetch[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
             if at >= used:  # read it again, since another process may be writing
                 used = min(stop, run.data_end(segment, at))

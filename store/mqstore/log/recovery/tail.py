@@ -12,9 +12,9 @@ from pathlib import Path
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
 from mqstore.layout.record import check_record
-from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
+from mqstore.log.store_files import StoreParts
 
 __all__ = ["COPY_BYTES", "Tail", "free_cut_path", "save_bytes"]
 

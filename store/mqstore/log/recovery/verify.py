@@ -31,12 +31,12 @@ from mqstore.layout.consumequeue import differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.log.bulk.txn import TXN_FILE, TxnState
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.deleted import DELETED_FILE, check_deleted
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
-from mqstore.log.parts import StoreParts
+from mqstore.log.reading.deleted import DELETED_FILE, check_deleted
 from mqstore.log.recovery.indexrepair import IndexTally, Wanted, tally_index
-from mqstore.log.recovery.known import KNOWN_FILE, check_known
+from mqstore.log.recovery.known_damage import KNOWN_FILE, check_known
+from mqstore.log.recovery.offset_assigner import Misnumbered, OffsetAssigner, Placed, first_slot_in_range, unit_findings
 from mqstore.log.recovery.ranges import (
     RANGE_BYTES,
     LogRange,
@@ -49,7 +49,7 @@ from mqstore.log.recovery.ranges import (
 )
 from mqstore.log.recovery.report import Finding, Kind, finding_of
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
-from mqstore.log.recovery.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range, unit_findings
+from mqstore.log.store_files import StoreParts
 
 __all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
@@ -142,14 +142,14 @@ class Verifier:
         self.until = until
         """End of the part of the log that is checked while a writer runs."""
         self._until = 1 << 62 if until is None else until
-        # When a check beside a running writer began, all bytes before this end had been written.
+        # When a check began while a writer ran, all bytes before this end had been written.
         self._watermark: int | None = self._until if live else None
         self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
         """Function that returns the physical offset from which the next opening treats bad bytes as a torn tail."""
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self.slots = SlotAssigner(run, parts.queue_table, parts.checksum, self._first_slot)
+        self.slots = OffsetAssigner(run, parts.queue_table, parts.checksum, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.min_offset
@@ -404,7 +404,7 @@ class Verifier:
             yield from self._compare(queue, first, units)
 
     def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
-        """Yield the results of `SlotAssigner.place`, with a finding for each record whose slot is not its offset."""
+        """Yield the results of `OffsetAssigner.place`, with a finding for each record whose slot is not its offset."""
         for found in self.slots.place(rows, wanted):
             yield found.finding(self._run.segment_bytes) if isinstance(found, Misnumbered) else found
 
@@ -491,7 +491,7 @@ class Verifier:
         return self._among_indexed(rows.entries())
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
-        """Return the entries of records before the end of the index, which may lag behind the log, or None."""
+        """Return the entries of records before the end of the index, which may end before the log, or None."""
         ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)

@@ -1,0 +1,1 @@
+"""Filters: by tags and by SQL92 expressions."""

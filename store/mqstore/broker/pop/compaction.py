@@ -1,0 +1,197 @@
+"""Housekeeping of pop: a short log, and the order info file (delivery#pop-log).
+See also delivery#order-clean and delivery#order-file.
+
+replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes.
+                   It is the offset of group CID_RMQ_SYS_POP_LOG, so it is saved together with the offsets of groups
+relocation         batches too far from the log end are appended again, so that a replay takes seconds and few segments
+                   must be kept
+order info file    saved every 10 s, within 1 s of a failed orderly attempt, and at close, after a flush of the log
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey
+from mqstore.broker.pop.ordered import OrderedQueues
+from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.pop.unordered import UnorderedQueues
+from mqstore.broker.service import Pin, Wake
+from mqstore.broker.tables.configfile import ConfigFile
+from mqstore.options import seconds
+from mqstore.signalsafe import Lock
+
+__all__ = ["PopKeeper"]
+
+_ORDER_INFO_MS = 10_000
+_REPLAY_RECORDS = 1_000_000
+_REPLAY_SEGMENTS = 4
+"""Maximum distance of the oldest open batch from the log end before it is appended again."""
+_ANEW = 4_096
+"""Number of batches appended again in one run."""
+
+
+class PopKeeper:
+    def __init__(
+        self,
+        tables: PopTables,
+        wake: Wake,
+        standard: UnorderedQueues,
+        fifo: OrderedQueues,
+        file: ConfigFile,
+        saved_version: int,
+    ) -> None:
+        """Start housekeeping. `saved_version` is the version of the order info in `file`."""
+        self._tables = tables
+        self._wake = wake
+        self._parts = tables.parts
+        self._store = tables.store
+        self._orders = tables.orders
+        self._standard = standard
+        self._fifo = fifo
+        self._file = file
+        interval = seconds(tables.parts.config.commit_interval, "commit_interval")
+        self._keep_ms = max(1, round(interval * 1000))
+        self._keep_due_ms = 0
+        self._save_due_ms = 0
+        self._save_lock = Lock()
+        self._saved_version = saved_version
+        self._summed_up = self._position()
+        """Log position up to which the saved file has the outcome of FIFO batches."""
+        self._looked_to = self._summed_up
+        """Log end at the last `_advance`. The order info includes all records before it."""
+        self._rests = False
+        """True if the position was at the log end at the last check: only a growth of the log wakes us."""
+        self._advance()
+        self._store.on_growth.append(self._on_growth)
+
+    def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        """Wake the housekeeper when the pop log grows. The dispatching thread calls this.
+        A message that is popped and settled at once announces no earlier run than its visible time, so without this
+        the replay position would not move until then."""
+        if self._rests and topic == POP_LOG_TOPIC:
+            self._rests = False
+            self._wake()
+
+    def save_within(self, duration_ms: int, now_ms: int) -> None:
+        due_ms = now_ms + duration_ms
+        self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Move the replay position and save the order info if they are due. Return the time of the next run."""
+        if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
+            self._keep_due_ms = now_ms + self._keep_ms
+            self._advance()
+        self._rests = True  # set before the check: later records wake us
+        times = []
+        if self._position() < self._tables.log.bounds()[1]:
+            self._rests = False
+            times.append(self._keep_due_ms)
+        if self._tables.order_version != self._saved_version:
+            if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
+                self._save_due_ms = now_ms + _ORDER_INFO_MS
+            elif now_ms >= self._save_due_ms:
+                self.save(now_ms)
+            if self._save_due_ms:
+                times.append(self._save_due_ms)
+        return min(times, default=None)
+
+    def close(self) -> None:
+        if self._on_growth in self._store.on_growth:
+            self._store.on_growth.remove(self._on_growth)
+
+    def persist(self) -> None:
+        """Save the order info and the replay position."""
+        self._advance()
+        if self._tables.order_version != self._saved_version:
+            self.save(self._tables.clock.now_ms())
+            self._advance()
+
+    def pins(self) -> Iterable[Pin]:
+        """Yield the record from which a replay begins. Committed offsets pin the messages in flight."""
+        units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
+        if len(units):
+            why = "popped and not settled"
+            yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
+
+    def _position(self) -> int:
+        return self._parts.offsets.committed(POP_LOG_KEY) or 0
+
+    def _advance(self) -> None:
+        """Move the replay position up to the oldest open batch, after relocating batches too far from the log end.
+        It never passes the records that the order info file includes. With an older file and only a later part of the
+        log, a replay would restore a batch that was replaced, or that a reset ended."""
+        log, offsets = self._tables.log, self._parts.offsets
+        # Read the end first: the record of a batch that is added to its state later is after this end.
+        end = log.bounds()[1]
+        bound = self._put_anew_before(end)
+        position = end
+        budget = _ANEW
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                self._tables.order(state)
+                for batch in state.named_before(bound, budget):
+                    self._rewrite(state, batch)
+                    budget -= 1
+                oldest = state.oldest()
+                if oldest is not None:
+                    position = min(position, oldest.name)
+        self._looked_to = end
+        if self._tables.order_version == self._saved_version:
+            self._summed_up = end
+        elif self._summed_up < bound:
+            self.save_within(0, self._tables.clock.now_ms())
+        position = min(position, self._summed_up)
+        if position != self._position():
+            offsets.commit(POP_LOG_KEY, position)
+
+    def _rewrite(self, state: QueueState, batch: Batch) -> None:
+        if batch is state.fifo:
+            self._fifo.rewrite(state)
+        else:
+            self._standard.rewrite(state, batch)
+
+    def _put_anew_before(self, end: int) -> int:
+        """Return the log position before which batches are appended again.
+        It limits the records and segments that a replay reads."""
+        low = self._tables.log.bounds()[0]
+        bound = max(low, end - _REPLAY_RECORDS)
+        far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
+        low = max(low, self._position())
+        if far > 0 and low < end:
+            high = end
+            while low < high:  # binary search for the first record at or after `far`
+                middle = (low + high) // 2
+                units = self._store.units(POP_LOG_TOPIC, 0, middle, 1)
+                if len(units) and int(units["physical_offset"][0]) < far:
+                    low = middle + 1
+                else:
+                    high = middle
+            bound = max(bound, low)
+        return bound
+
+    def _lock_of(self, queue: QueueKey) -> AbstractContextManager[object]:
+        state = self._tables.states.get(queue)
+        return nullcontext() if state is None else state.lock
+
+    def save(self, now_ms: int) -> None:
+        """Write `consumerOrderInfo.json`. The log is flushed first, because the file must not be ahead of the log."""
+        parts, orders = self._parts, self._orders
+        with self._save_lock:
+            orders.clean(
+                now_ms,
+                self._read_queues,
+                lambda group: parts.groups.get(group) is not None,
+                parts.offsets.committed,
+                self._lock_of,
+            )
+            version, looked_to, value = self._tables.order_version, self._looked_to, orders.as_json()
+            self._file.flush_log()
+            self._file.save(value)
+            self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0
+
+    def _read_queues(self, topic: str) -> int | None:
+        config = self._parts.topics.get(topic)
+        return None if config is None else config.read_queues

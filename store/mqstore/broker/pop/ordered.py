@@ -1,0 +1,293 @@
+"""Popping in order: a batch waits while a message of the last is invisible (delivery#pop-fifo).
+
+    pop      blocked?  -> nothing
+             else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`
+                          it keeps the state of messages of the last batch that this one does not deliver
+    settle   ack record, then the bit; committed = first message not acknowledged. Released: rel record
+    change   chg record, then the visible time
+    visit    attempts all used up -> dead letter, rev record, then as acknowledged
+             else the queue is free: a parked receiver is woken
+
+Redelivery makes no copies: the queue is read again from `committed`. Acknowledged messages are read again, too, unless
+the pop skips them, as receivers do that handle the message groups of a batch in parallel. The order info knows which
+messages of the last batch are settled, and until when the others are invisible (orderinfo.py). `state.fifo` names its
+`ck` record.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
+from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
+from mqstore.broker.pop.receipts import Claim, expired, receipt_head
+from mqstore.broker.pop.request import Delivery, PopRequest, pop_time
+from mqstore.broker.pop.state import QueueState, Standing
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.errors import InvalidMessageError, InvalidReceiptError
+from mqstore.log.message import Message, stored_bytes
+
+__all__ = ["OrderedQueues"]
+
+_log = logging.getLogger("mqstore")
+
+_RETRY_MS = 1_000
+"""Number of ms after which a failed dead-lettering is tried again."""
+
+
+class OrderedQueues:
+    """Operations on one queue of a group that pops in order, all under the state's lock."""
+
+    def __init__(self, tables: PopTables) -> None:
+        self._tables = tables
+        self._log = tables.log
+        self._orders = tables.orders
+
+    def pop(self, state: QueueState, ask: PopRequest, room: int, mark: int, out: list[Delivery]) -> bool:
+        """Deliver the next batch, up to `room` messages, if the queue is free.
+        Always returns False: the queue is then blocked or empty, so no other receiver needs to be woken."""
+        tables, key, now_ms = self._tables, state.key, ask.now_ms
+        if not tables.ready(state, ask.start) or state.in_flight or state.released:
+            return False  # the group popped this queue without order before, and those deliveries must end first
+        self._dead_letter_exhausted(state, now_ms, ask.max_attempts)
+        last = tables.order(state)
+        if last is not None and last.blocks(ask.attempt_id, now_ms):
+            return False
+        cursor = state.cursor
+        try:
+            if state.ahead_from != cursor or state.ahead_filter != ask.filter:
+                state.drop_ahead()
+            known = last if ask.skip_acked else None
+            messages = self._take(state, ask, room, known)
+            if not messages:
+                tables.commit(state)  # after the messages that the filter refuses
+                return False
+            offsets, done, left = _with_known([message.offset for message in messages], known)
+            if offsets[-1] < messages[-1].offset:  # more messages than one batch can name
+                messages = [message for message in messages if message.offset <= offsets[-1]]
+            old = self._orders.get(key)
+            pop_time_ms = pop_time(now_ms, max(state.reset_ms, 0 if old is None else old.pop_time_ms))
+            visible_ms = now_ms + ask.invisible_ms
+            invisible_ms = max(0, visible_ms - pop_time_ms)
+            if old is None:
+                record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
+            else:
+                record = old.followed_by(offsets, pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
+            if done:
+                record = record.acknowledged(done)
+            if left:
+                record = record.given_back(left, now_ms)
+            self._name(state, record, state.cursor, local=ask.local)
+        except BaseException:  # without its record the batch was not popped, so its messages must be read again
+            state.cursor = cursor
+            state.drop_ahead()
+            raise
+        # Back to the first message, because redelivery reads the queue again from here.
+        state.cursor = offsets[0]
+        tables.put_order(state, record)
+        state.pops += 1
+        state.popped += len(messages)
+        state.popped_bytes += stored_bytes(messages)
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        tables.commit(state)
+        tables.announce(state, visible_ms)
+        head = receipt_head(offsets[0], pop_time_ms, invisible_ms, mark, key.queue_id, fifo=True)
+        for message in messages:
+            offset = message.offset
+            before = record.attempt(offset) - 1
+            out.append(Delivery(message, f"{head}{offset}", visible_ms, ask.topic, key.queue_id, before))
+        return False
+
+    def _take(self, state: QueueState, ask: PopRequest, room: int, known: OrderInfo | None) -> list[Message]:
+        """Take the next messages, up to `room`, without those acknowledged in `known`.
+        Moves the cursor past them."""
+        done = known.among(known.acked) if known is not None else ()
+        found: list[Message] = []
+        while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, ask.filter))):
+            found += [message for message in state.take_ahead(room - len(found)) if message.offset not in done]
+        return found
+
+    def _name(self, state: QueueState, record: OrderInfo, cursor: int, *, local: bool) -> None:
+        """Append a batch to the log, in place of the one that `state.fifo` names."""
+        state.fifo = self._tables.log_batch(
+            state,
+            record.offsets,
+            record.pop_time_ms,
+            record.invisible_ms or 0,
+            cursor,
+            local=local,
+            more=order_members(record),
+        )
+
+    def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
+        """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
+        Released messages are visible at once, and their next delivery is not a redelivery. Raises InvalidReceiptError
+        for an offset that was not in the batch, before anything is written."""
+        late: list[str] = []
+        offsets: list[int] = []
+        record = self._tables.order(state)
+        for claim in claims:
+            if claim.offset < state.cursor:
+                continue  # settled before
+            if record is None or not self._is_of(record, claim):
+                late.append(claim.text)
+            elif not record.acked >> record.offsets.index(claim.offset) & 1:
+                offsets.append(claim.offset)
+        if offsets and record is not None and state.fifo is not None:
+            self._log.put_settled(kind, state.fifo.name, offsets)
+            if kind == GIVE:
+                self._orders.put(state.key, record.given_back(offsets, self._tables.clock.now_ms()))
+            else:
+                self._note_settled(state, record, offsets)
+                state.acked += len(set(offsets))  # one may be named twice
+            self._tables.wake_if_free(state)
+        return late
+
+    def change(
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+    ) -> str:
+        """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
+        The pop time stays, so the old receipt stays valid. The new one differs only in its invisible time. `failed`:
+        the receiver no longer holds the delivery."""
+        del renew
+        if claim.offset < state.cursor:
+            return claim.text  # settled before
+        record = self._need(state, claim)
+        if claim.offset not in record.unacked():
+            return claim.text
+        assert state.fifo is not None
+        visible_ms = self._tables.clock.now_ms() + invisible_ms
+        # Negative if the clock was set back, so that the pop time is ahead of it.
+        invisible_ms = visible_ms - record.pop_time_ms
+        self._log.put_change(state.fifo.name, claim.offset, record.pop_time_ms, invisible_ms, failed=failed)
+        state.fifo.note_failed(claim.offset, failed)
+        self._orders.put(state.key, record.moved([claim.offset], visible_ms))
+        self._tables.announce(state, visible_ms)
+        start, shown_ms = record.offsets[0], max(0, invisible_ms)
+        head = receipt_head(start, record.pop_time_ms, shown_ms, claim.mark, claim.queue_id, fifo=True)
+        return f"{head}{claim.offset}"
+
+    def attempt(self, state: QueueState, claim: Claim) -> int:
+        """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
+        return 1 if claim.offset < state.cursor else self._need(state, claim).attempt(claim.offset)
+
+    def note_failed(self, state: QueueState, claim: Claim, attempt: int, error: str) -> None:
+        """Record for operators why a delivery failed: the queue is suspended."""
+        record = self._orders.get(state.key)
+        if record is not None and claim.offset in record.unacked():
+            now_ms = self._tables.clock.now_ms()
+            self._orders.put(state.key, record.failed(claim.offset, attempt, now_ms, error))
+
+    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
+        """Dead-letter the message, then settle it."""
+        if claim.offset < state.cursor:
+            raise expired([claim.text])
+        record = self._need(state, claim)
+        if claim.offset not in record.unacked():
+            raise expired([claim.text])
+        self._dead_letter(state, record, claim.offset, reason)
+        self._tables.wake_if_free(state)
+
+    def standing(self, state: QueueState, record: OrderInfo, now_ms: int) -> Standing:
+        """Return the standing of the group, with `record` for its last batch."""
+        cursor = state.cursor
+        left = record.unacked(cursor)
+        again = [offset for offset in left if record.is_visible(offset, now_ms)]
+        behind = max(cursor, record.offsets[-1] + 1) if record.offsets else cursor
+        ready = again[0] if again else behind
+        return Standing(left[0] if left else behind, ready, behind, len(left) - len(again), len(again))
+
+    def visit(self, state: QueueState, now_ms: int) -> None:
+        """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""
+        group = self._tables.parts.groups.get(state.key.group)
+        try:
+            self._dead_letter_exhausted(state, now_ms, None if group is None else group.max_attempts)
+            self._tables.wake_if_free(state)
+        except BaseException:
+            self._tables.announce(state, now_ms + _RETRY_MS)  # a due message announces no later time
+            raise
+        finally:
+            record = self._tables.order(state)
+            if record is not None and (held := record.held(0, now_ms)):
+                self._tables.announce(state, min(map(record.visible_at, held)))
+
+    def _dead_letter_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
+        """Dead-letter messages that became visible after their last attempt (delivery#pop-change)."""
+        record = self._tables.order(state)
+        if record is None or limit is None:
+            return
+        given_back = record.among(record.released)
+        for offset in record.unacked(state.cursor):
+            attempt = record.attempt(offset)
+            if attempt < limit or offset in given_back or not record.is_visible(offset, now_ms):
+                continue
+            try:
+                reason = f"attempt {attempt} of {limit} ended without acknowledgement"
+                ended = self._tables.ended_process(state, offset)
+                record = self._dead_letter(state, record, offset, PROCESS_ENDED if ended else reason)
+                if ended:
+                    self._tables.comes_again(state, offset, None)
+            except InvalidMessageError as error:
+                # A later try would fail, too, because the record has the greatest possible length. So it stays in its
+                # queue and is delivered again and again.
+                group, topic, queue_id = state.key
+                _log.error(
+                    "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
+                )
+
+    def _dead_letter(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> OrderInfo:
+        self._tables.move_to_dead_letters(state, offset, reason, reconsume_times=record.attempt(offset))
+        assert state.fifo is not None
+        self._log.put_settled(REVIVE, state.fifo.name, [offset])
+        return self._note_settled(state, record, [offset])
+
+    def _note_settled(self, state: QueueState, record: OrderInfo, offsets: list[int]) -> OrderInfo:
+        record = record.acknowledged(offsets)
+        state.cursor = record.next_offset()
+        self._tables.put_order(state, record)
+        self._tables.commit(state)
+        return record
+
+    def _need(self, state: QueueState, claim: Claim) -> OrderInfo:
+        record = self._tables.order(state)
+        if record is None or not self._is_of(record, claim):
+            raise expired([claim.text])
+        return record
+
+    @staticmethod
+    def _is_of(record: OrderInfo, claim: Claim) -> bool:
+        """Return True if the claim is of that batch.
+        Raises InvalidReceiptError if the claim names a message that was not in the batch."""
+        if claim.pop_time_ms != record.pop_time_ms:
+            return False
+        if claim.offset not in record.offsets:
+            raise InvalidReceiptError(f"receipt {claim.text!r}: no message {claim.offset} was delivered with it")
+        return True
+
+    def rewrite(self, state: QueueState) -> None:
+        """Append the last batch again at the log end, so that a replay may begin after its old record."""
+        record = self._orders.get(state.key)
+        if record is None or not record.offsets or record.pop_time_ms == 0:
+            return
+        old = state.fifo
+        self._name(state, record, record.offsets[-1] + 1, local=old is not None and old.local)
+        assert state.fifo is not None
+        for offset in sorted((old.failed if old is not None else None) or ()):
+            later_ms = record.visible_at(offset) - record.pop_time_ms
+            self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True)
+            state.fifo.note_failed(offset, True)
+        self._tables.put_order(state, record)
+
+
+def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:
+    """Return (all offsets of the batch, offsets kept as acknowledged, offsets kept as released).
+    The batch delivers `popped`, and keeps the offsets of `known` after the first one of these. Released ones are free
+    for the next pop, with the counts that they would have if they were delivered now."""
+    if known is None:
+        return popped, [], []
+    offsets = sorted({*popped, *(offset for offset in known.offsets if offset > popped[0])})[:BATCH_MAX]
+    kept = set(offsets).difference(popped)
+    unacked = kept.intersection(known.unacked())
+    return offsets, sorted(kept - unacked), sorted(unacked)

@@ -1,0 +1,421 @@
+"""Popping without order: unacknowledged messages are redelivered as copies (delivery#pop-queue).
+
+    pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `dead_letter`:
+    settle   ack record, then settled                               copy to the retry topic, or dead letter
+    settle, to release: rel record, then popped again first         then rev record, then settled
+    change   chg record, then visible at another time
+
+Each record is appended under the queue's lock before memory changes (delivery#pop-state). After a crash between copy
+and `rev` the message is copied once more. Nothing else happens twice, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
+from mqstore.broker.pop.log import ACK, GIVE, REVIVE
+from mqstore.broker.pop.receipts import Claim, expired, receipt_head
+from mqstore.broker.pop.request import Delivery, PopRequest, pop_time
+from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import DELAY, FIRST_POP_TIME, TIMER_DELIVER_MS, encode_properties
+from mqstore.log.message import Message, stored_bytes
+from mqstore.log.writing.outgoing import Copy
+from mqstore.options import milliseconds
+
+__all__ = ["UnorderedQueues"]
+
+_log = logging.getLogger("mqstore")
+
+_CHUNK = 64
+"""Number of batches redelivered at once. This limits how long the queue is locked."""
+_NEAR = 8
+"""Maximum distance of messages that are read together."""
+_BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
+_offset = attrgetter("offset")
+_new = tuple.__new__
+
+
+class UnorderedQueues:
+    """Operations on one queue of a standard group, all under the state's lock."""
+
+    def __init__(self, tables: PopTables) -> None:
+        self._tables = tables
+        self._log = tables.log
+
+    def pop(self, state: QueueState, ask: PopRequest, room: int, mark: int, out: list[Delivery]) -> bool:
+        """Deliver up to `room` messages. Return True if there seem to be more."""
+        tables = self._tables
+        if not tables.ready(state, ask.start) or (state.fifo is not None and not self._leave_fifo(state, ask)):
+            return False
+        cursor = state.cursor
+        try:
+            messages = self._released(state, ask, room) if state.released else []
+            while len(messages) < room:
+                if state.ahead_filter is not ask.filter and state.ahead_filter != ask.filter:
+                    state.drop_ahead()
+                if not state.ahead and not tables.read_ahead(state, ask.filter):
+                    break
+                found = state.take_ahead(room - len(messages))
+                if ask.max_attempts is not None and is_retry_topic(state.key.topic):
+                    found = self._within_limit(state, ask.max_attempts, found)
+                messages = messages + found if messages else found
+            if messages:
+                self._deliver(state, ask, mark, messages, out)
+        except BaseException:  # without its record the batch was not popped, so its messages must be read again
+            state.cursor = cursor
+            state.drop_ahead()
+            raise
+        tables.commit(state)
+        return bool(messages) and bool(state.ahead or state.released)
+
+    def _deliver(
+        self, state: QueueState, ask: PopRequest, mark: int, messages: list[Message], out: list[Delivery]
+    ) -> None:
+        topic, invisible_ms, _, _, _, local, now_ms, *_ = ask
+        visible_ms = now_ms + invisible_ms
+        last_ms = state.reset_ms
+        if state.released:
+            messages.sort(key=_offset)
+            for message in messages:
+                if message.offset in state.released:
+                    last_ms = max(last_ms, state.released[message.offset].times(message.offset)[0])
+        pop_time_ms = pop_time(now_ms, last_ms)
+        if pop_time_ms != now_ms:
+            invisible_ms = max(0, visible_ms - pop_time_ms)
+        count = len(messages)
+        start = messages[0].offset
+        offsets = (start,) if count == 1 else [message.offset for message in messages]
+        batch = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
+        state.add(batch, offsets)
+        state.pops += 1
+        state.popped += count
+        state.popped_bytes += stored_bytes(messages)
+        if pop_time_ms > state.last_pop_ms:
+            state.last_pop_ms = pop_time_ms
+        if state.announced_ms is None or visible_ms < state.announced_ms:
+            self._tables.announce(state, visible_ms)
+        queue_id = state.key.queue_id
+        head = receipt_head(start, pop_time_ms, invisible_ms, mark, queue_id)
+        for message, offset in zip(messages, offsets, strict=True):
+            out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
+
+    def _released(self, state: QueueState, ask: PopRequest, room: int) -> list[Message]:
+        """Return released messages. A message that is gone, or that the filter now refuses, is settled."""
+        found: list[Message] = []
+        for offset in state.first_released(room):
+            message = self._tables.message(state.key, offset)
+            if message is not None and (ask.filter is None or ask.filter.apply([message])):
+                found.append(message)
+                continue
+            if message is None:
+                self._tables.lost(state, offset)
+            self._settle(state, ACK, state.released[offset], [offset])
+        return found
+
+    def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
+        """Return the messages that have an attempt left. The others become dead letters.
+        Such copies exist if the limit was lowered, or if a Java broker made them. The cursor has passed them. After a
+        crash before it is saved they are dead-lettered a second time."""
+        key = state.key
+        over = [message for message in messages if message.reconsume_times >= limit]
+        for message in over:
+            reason = f"{message.reconsume_times} attempts ended, of {limit}"
+            self._tables.file_dead_letter(key.group, message, reason, reconsume_times=message.reconsume_times)
+        return [message for message in messages if message.reconsume_times < limit] if over else messages
+
+    def _leave_fifo(self, state: QueueState, ask: PopRequest) -> bool:
+        """End the order in which the group popped before. Return False if its last batch still blocks.
+        Unsettled messages of that batch then count as not popped yet."""
+        if self._tables.order(state) is not None:
+            if self._tables.orders.blocks(state.key, ask.now_ms):
+                return False
+            self._tables.reset(state, state.cursor)
+        return True
+
+    def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
+        """Acknowledge deliveries, or release them unseen (`GIVE`). Return the expired receipts.
+        Settling a delivery a second time is allowed."""
+        late: list[str] = []
+        found: dict[Batch, list[int]] = {}
+        for claim in claims:
+            batch = self._batch(state, claim)
+            if batch is None:
+                if not self._is_done(state, claim):
+                    late.append(claim.text)
+            elif batch in found:
+                found[batch].append(claim.offset)
+            else:
+                found[batch] = [claim.offset]
+        for batch, offsets in found.items():
+            self._log.put_settled(kind, batch.name, offsets)
+            if kind == GIVE:
+                state.release(batch, offsets)
+            else:
+                state.acked += state.settle(batch, offsets)
+        self._tables.commit(state)
+        if kind == GIVE and state.released:
+            self._tables.waiters.wake_one(*state.key)
+        return late
+
+    def change(
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+    ) -> str:
+        """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
+        `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery."""
+        batch = self._need(state, claim)
+        now_ms = self._tables.clock.now_ms()
+        pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
+        # Negative if the clock was set back, so that the pop time is ahead of it.
+        invisible_ms = now_ms + invisible_ms - pop_time_ms
+        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
+        state.change(batch, claim.offset, pop_time_ms, invisible_ms)
+        batch.note_failed(claim.offset, failed)
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        self._tables.announce(state, pop_time_ms + invisible_ms)
+        if renew:
+            return claim.text
+        head = receipt_head(claim.offset, pop_time_ms, max(0, invisible_ms), claim.mark, claim.queue_id)
+        return f"{head}{claim.offset}"
+
+    def attempt(self, state: QueueState, claim: Claim) -> int:
+        """Return the number of this delivery of its message, from 1. Raises ReceiptExpiredError if late."""
+        self._need(state, claim)
+        message = self._tables.message(state.key, claim.offset)
+        return 1 if message is None else message.attempt
+
+    def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
+        """Dead-letter the message, then settle it: a crash between the two makes a second copy, and loses none."""
+        batch = self._need(state, claim)
+        self._tables.move_to_dead_letters(state, claim.offset, reason)
+        self._settle(state, REVIVE, batch, [claim.offset])
+        state.note_revived([claim.offset])
+
+    def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+        # Logged before memory changes, so that memory is always what a replay makes of the log.
+        self._log.put_settled(kind, batch.name, offsets)
+        state.settle(batch, offsets)
+        self._tables.commit(state)
+
+    def _batch(self, state: QueueState, claim: Claim) -> Batch | None:
+        """Return the batch in which the claim's delivery is in flight, or None."""
+        batch = state.in_flight.get(claim.offset)
+        if batch is None:
+            return None
+        if batch.moved is None:
+            return batch if batch.pop_time_ms == claim.pop_time_ms else None
+        return batch if batch.times(claim.offset)[0] == claim.pop_time_ms else None
+
+    def _is_done(self, state: QueueState, claim: Claim) -> bool:
+        """Return True if a delivery not in flight was acknowledged, as far as known, and not redelivered."""
+        offset = claim.offset
+        if offset in state.in_flight or offset in state.released or offset >= state.cursor:
+            return False
+        return offset not in state.revived
+
+    def _need(self, state: QueueState, claim: Claim) -> Batch:
+        batch = self._batch(state, claim)
+        if batch is None:
+            raise expired([claim.text])
+        return batch
+
+    def visit(self, state: QueueState, now_ms: int) -> None:
+        """Redeliver a chunk of the visible messages, and announce the time of the next.
+        If a put fails its error is raised, and the other messages stay in flight and are tried again."""
+        batches = state.timeline.take(now_ms, _CHUNK)
+        try:
+            self._redeliver(state, batches, now_ms)
+            state.backoff_ms = 0
+        except BaseException:
+            state.backoff_ms = min(_BACKOFF_MAX_MS, max(_BACKOFF_MIN_MS, 2 * state.backoff_ms))
+            for batch in batches:
+                if batch.left:
+                    state.timeline.add(now_ms + state.backoff_ms, batch)
+            raise
+        finally:
+            self._announce_next(state)
+
+    def _announce_next(self, state: QueueState) -> None:
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            self._tables.announce(state, first_ms)
+
+    def _redeliver(self, state: QueueState, batches: list[Batch], now_ms: int) -> None:
+        due = [
+            (offset, batch)
+            for batch in dict.fromkeys(batches)
+            for offset in batch.open_offsets()
+            if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
+        ]
+        due.sort(key=lambda pair: pair[0])
+        topic = ""
+        copies: list[Copy] = []
+        sources: list[tuple[int, Batch]] = []
+        done: dict[Batch, list[int]] = {}
+        stay: dict[Batch, list[int]] = {}
+
+        def move(offset: int, message: Message | None, batch: Batch) -> None:
+            ended = done if self._move(state, offset, message, batch) else stay
+            ended.setdefault(batch, []).append(offset)
+
+        try:
+            for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
+                if message is None or (properties := self._properties(state, message, batch)) is None:
+                    move(offset, message, batch)
+                    continue
+                topic = topic or self._retry_topic(state)
+                copies.append((message, topic, 0, properties))
+                sources.append((offset, batch))
+            at = 0
+            while at < len(copies):
+                try:
+                    count = self._tables.parts.road.copy_many(copies[at:], attempts=1)
+                except InvalidMessageError:  # of the first copy: `_move` finds the reason and handles it
+                    move(sources[at][0], copies[at][0], sources[at][1])
+                    at += 1
+                    continue
+                for offset, batch in sources[at : at + count]:
+                    done.setdefault(batch, []).append(offset)
+                at += count
+        finally:  # settled after the copies are in the log: a crash between the two makes a second copy, and loses none
+            for batch, offsets in done.items():
+                self._settle(state, REVIVE, batch, offsets)
+                state.note_revived(offsets)
+            for batch, offsets in stay.items():
+                self._log.put_settled(GIVE, batch.name, offsets)
+                state.release(batch, offsets)
+                self._tables.waiters.wake_one(*state.key)
+
+    def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
+        """Yield the messages at ascending offsets, None for each that is gone or damaged.
+        Neighbours are read together."""
+        i = 0
+        low = (self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
+        while i < len(offsets):
+            j = i + 1
+            while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
+                j += 1
+            begin = max(low, offsets[i])
+            found: dict[int, Message] = {}
+            if begin <= offsets[j - 1]:
+                read = self._tables.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin)
+                found = {message.offset: message for message in read.messages}
+            yield from (found.get(offset) for offset in offsets[i:j])
+            i = j
+
+    def move_all(self, state: QueueState) -> None:
+        """Copy every unsettled message to the retry topic, to be delivered at its time.
+        For a group that reads the queue from now on. Otherwise it would read from the first of them, and get the
+        acknowledged messages after it again."""
+        for offset, batch in sorted((state.in_flight | state.released).items()):
+            message, unseen = self._tables.message(state.key, offset), offset in state.released
+            visible_ms = 0 if unseen else batch.visible_at(offset)
+            if not self._move(state, offset, message, batch, visible_ms, unseen=unseen):
+                break  # the group reads from this message on
+            self._settle(state, REVIVE, batch, [offset])
+
+    def _limit(self, key: QueueKey) -> int | None:
+        """Return the greatest number of attempts in the group, or None without a limit."""
+        group = self._tables.parts.groups.get(key.group)
+        return None if group is None else group.max_attempts
+
+    def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
+        """Return the properties of a copy for the next attempt, or None if `_move` must handle the message.
+        Then it was the last attempt, or the handler's process was killed, or the properties are too long."""
+        limit = self._limit(state.key)
+        if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, message.offset):
+            return None
+        try:
+            return encode_properties(_retry_properties(message, batch.pop_time_ms))
+        except InvalidMessageError:
+            return None
+
+    def _retry_topic(self, state: QueueState) -> str:
+        """Return the retry topic for copies of the queue's messages, which is created if it is new."""
+        key, parts = state.key, self._tables.parts
+        if is_retry_topic(key.topic):
+            return key.topic
+        topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
+        parts.topics.ensure(topic, 1)
+        parts.offsets.begin(QueueKey(key.group, topic, 0))
+        return topic
+
+    def _move(
+        self,
+        state: QueueState,
+        offset: int,
+        message: Message | None,
+        batch: Batch,
+        visible_ms: int = 0,
+        *,
+        unseen: bool = False,
+    ) -> bool:
+        """Copy a message to the retry topic or to the dead letters. Return False if a copy would be too long.
+        Then the message is redelivered from its own queue."""
+        try:
+            if message is None:
+                self._tables.lost(state, offset)
+            else:
+                self._put_again(state, message, batch.pop_time_ms, visible_ms, unseen=unseen)
+        except InvalidMessageError as error:
+            _log.error("message %d of %s is too long for a copy and stays in its queue (%s)", offset, state.key, error)
+            return False
+        return True
+
+    def _put_again(
+        self, state: QueueState, message: Message, pop_time_ms: int, visible_ms: int, *, unseen: bool
+    ) -> None:
+        """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
+        The attempt of an `unseen` message has not ended."""
+        parts, key = self._tables.parts, state.key
+        limit = None if unseen else self._limit(key)
+        attempts = message.reconsume_times + (not unseen)
+        ended = self._tables.ended_process(state, message.offset)
+        if limit is not None and attempts >= limit:
+            reason = f"attempt {attempts} of {limit} ended without acknowledgement"
+            if ended:
+                reason = PROCESS_ENDED
+                self._tables.comes_again(state, message.offset, None)
+            self._tables.file_dead_letter(key.group, message, reason)
+            return
+        topic = self._retry_topic(state)
+        properties = _retry_properties(message, pop_time_ms)
+        if visible_ms > (now_ms := self._tables.clock.now_ms()):
+            latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
+            properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
+        try:
+            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=attempts)
+            if ended:
+                self._tables.comes_again(state, message.offset, copy)
+        except InvalidMessageError as error:
+            # A later try would fail, too, because the properties leave no room for those of a copy.
+            reason = f"cannot be retried: {error}"
+            self._tables.file_dead_letter(key.group, message, reason)
+
+    def rewrite(self, state: QueueState, batch: Batch) -> None:
+        """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
+        released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
+        alike: dict[tuple[int, int, bool], list[int]] = {}
+        for offset in batch.open_offsets():
+            alike.setdefault((*batch.times(offset), batch.holds(offset)), []).append(offset)
+        for (pop_time_ms, invisible_ms, local), offsets in alike.items():
+            new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
+            state.replace(new, offsets)
+            given = [offset for offset in offsets if offset in released]
+            if given:
+                self._log.put_settled(GIVE, new.name, given)
+                state.release(new, given)
+        self._announce_next(state)
+
+
+def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:
+    properties = message.stored_properties()
+    for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
+        del properties[name]  # else the copy would be delayed again
+    properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+    return properties

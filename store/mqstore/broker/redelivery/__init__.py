@@ -1,0 +1,1 @@
+"""Redelivery: retries, dead letters, and the journal of attempts."""

@@ -1,0 +1,310 @@
+"""Redelivery of messages that a group could not consume (delivery#send-back).
+The limits and delays are in delivery#groups and delivery#backoff.
+
+    outcome of an attempt                             copy goes to                  with
+    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY, or a timer property
+    failed, level > 0 or delay_ms given               %RETRY%group, after that      likewise
+    failed, reconsume_times >= limit                  %DLQ%group, queue 0           DELAY = 0, dlq_reason
+    level < 0, or a group without retry queues        %DLQ%group, queue 0           likewise
+
+    property of a copy     set by                   and then
+    RETRY_TOPIC            the first failure        never changed: consumers show it as the topic
+    ORIGIN_MESSAGE_ID      the first failure        never changed: address of the first copy
+    reconsumeTimes         each copy                counts up; attempt = reconsumeTimes + 1
+    DLQ_ORIGIN_*           the dead letter          topic and id of the original
+    1ST_POP_TIME           a group that pops        its dead letters are replayed into its retry topic of pop
+
+The copy is in the log before the caller settles the original. So a crash between the two makes a second copy, and never
+loses the only one. Nor does a power cut, because the settlement is written after the copy, or flushes the log first.
+Only `send_back` waits for the disk, as a put does, because its caller has no other copy. For the same reason it is not
+idempotent. A waiting copy may refer to its body instead of having it (`references.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from mqstore.broker.context import Parts
+from mqstore.broker.names import QueueKey, dlq_topic, is_retry_topic, is_system_topic, popped_topic, retry_topic
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
+from mqstore.layout.properties import (
+    CRC_TAIL_BYTES,
+    DELAY,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    DLQ_REASON,
+    FIRST_POP_TIME,
+    MAX_PROPERTIES_BYTES,
+    ORIGIN_MESSAGE_ID,
+    POP_CK,
+    REAL_TOPIC,
+    RETRY_TOPIC,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_OUT_MS,
+    TIMER_ROLL_TIMES,
+    WAIT,
+)
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+from mqstore.options import Durability, milliseconds
+
+__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "origin_topic"]
+
+DLQ_REASON_BYTES: Final = 1024
+"""Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
+
+TIMER_MARKS: Final = (
+    TIMER_DELAY_SEC,
+    TIMER_DELAY_MS,
+    TIMER_DELIVER_MS,
+    TIMER_OUT_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ROLL_TIMES,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
+)
+"""Properties of a delay that is over.
+A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
+
+_ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
+_DISPENSABLE: Final = (
+    DLQ_REASON,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    WAIT,
+    ORIGIN_MESSAGE_ID,
+    FIRST_POP_TIME,
+    RETRY_TOPIC,
+    DELAY,
+)
+"""Properties that a dead letter may lose if the message's own fill the record, the least important first."""
+_CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
+_MAX_TIMES: Final = 0x7FFF_FFFF
+
+
+class Retries:
+    """Copies of failed messages. Stateless and thread-safe. No closing is needed."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._levels_ms = parts.store.delay_table_ms
+        self._max_delay_ms = milliseconds(parts.config.max_delay, "max_delay")
+
+    def send_back(
+        self,
+        group: str,
+        physical_offset: int,
+        *,
+        delay_level: int = 0,
+        delay_ms: int | None = None,
+        max_reconsume: int | None = None,
+        attempts: int | None = None,
+        reason: str | None = None,
+        durability: Durability | None = None,
+    ) -> SendReceipt:
+        """Redeliver or dead-letter the message at `physical_offset` (bytes) that `group` failed to consume.
+        See delivery#send-back. `delay_level` 0 means the group's policy, > 0 that level, < 0 a dead letter now.
+        `delay_ms` replaces a level. `max_reconsume` replaces the group's limit, and may be 0. `attempts` is the number
+        of attempts that have ended, and the copy's `reconsume_times`. None means one more than the message's. `reason`
+        is that of a dead letter. `durability` is that of the copy. Returns the receipt of the stored copy, for a
+        delayed copy in the topic where it waits.
+        Raises, with nothing written, ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
+        LookupError (no readable message there), and the errors of a put."""
+        self._check_arguments(delay_level, delay_ms, max_reconsume, attempts)
+        parts = self._parts
+        config = parts.groups.require(group)
+        message = parts.store.at(physical_offset)
+        limit = config.retry_max_times if max_reconsume is None else max_reconsume
+        times = _next(message.reconsume_times) if attempts is None else attempts
+        if delay_level < 0 or times > limit or config.retry_queues <= 0:
+            reason = reason or _why(delay_level, times, limit)
+            receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
+            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
+            return receipt
+        topic = retry_topic(group)
+        queue_id = self._queue_of(topic, config.retry_queues)
+        properties = self._marked(message, group, None)
+        if delay_level == 0 and delay_ms is None:
+            delay_ms = min(config.retry_policy._next_delay_ms(times - 1), self._max_delay_ms)
+        self._delay(properties, delay_level, delay_ms)
+        try:
+            for each in (0, queue_id):  # retries that wait count in the first queue
+                parts.offsets.begin(QueueKey(group, topic, each))
+            receipt = parts.road.copy(
+                message, topic, queue_id, properties, refers=True, reconsume_times=times, durability=durability
+            )
+        except InvalidMessageError as error:
+            # A later try would fail, too, because the properties leave no room for those of a retry.
+            reason = f"cannot be retried: {error}"
+            receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
+            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
+            return receipt
+        parts.statistics.add("SNDBCK_PUT_NUMS", _key(message, group))
+        return receipt
+
+    def dead_letter(
+        self,
+        message: Message,
+        group: str,
+        reason: str,
+        *,
+        origin_topic: str | None = None,
+        reconsume_times: int | None = None,
+        durability: Durability | None = "append",
+    ) -> SendReceipt:
+        """Put a copy of `message` into `%DLQ%group`, which is created with 1 queue, readable and writable.
+
+        `origin_topic` is the topic from which the group popped it. None means that the group does not pop: the origin
+        is its RETRY_TOPIC, or else the topic it was sent to. `reconsume_times` is that of the copy, the number of
+        deliveries. None means one more than the message's, or the message's if it waited in a system topic.
+        `durability` None is the store's. `reason` is cut to 1024 bytes. It and other additions are left out if the
+        message's own properties leave no room, because they must not prevent the copy. Raises NotPermittedError if the
+        topic is not writable, and the errors of a put."""
+        topic = dlq_topic(group)
+        queue_id = self._queue_of(topic, 1)
+        properties = self._marked(message, group, origin_topic)
+        came_from = origin_topic or properties[RETRY_TOPIC]
+        _label(properties, reason, origin_topic)
+        if origin_topic is not None:
+            first = message._stored_property(FIRST_POP_TIME)
+            properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
+        properties[DELAY] = "0"
+        _shed(properties)
+        if any(
+            "\x01" in value for value in properties.values()
+        ):  # readers accept it (format#properties), a put does not
+            properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
+        if reconsume_times is None:
+            times = message.reconsume_times
+            reconsume_times = times if is_system_topic(message.topic) else _next(times)
+        try:
+            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
+        except InvalidMessageError:  # the whole record is too long
+            _shed(properties, 0)
+            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
+        self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
+        return receipt
+
+    def _put_letter(
+        self,
+        topic: str,
+        queue_id: int,
+        message: Message,
+        properties: Mapping[str, str],
+        reconsume_times: int,
+        durability: Durability | None,
+    ) -> SendReceipt:
+        message = message._whole()
+        return self._parts.road.append(  # not `copy`, which would add an origin although there may be no room
+            topic,
+            queue_id,
+            bytes(message.body_view),
+            properties,
+            flag=message.flag,
+            sys_flag=message.sys_flag,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            reconsume_times=reconsume_times,
+            durability=durability,
+        )
+
+    def _check_arguments(
+        self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None
+    ) -> None:
+        if delay_ms is not None and delay_level != 0:
+            raise ConfigError(f"delay_level={delay_level} and delay_ms={delay_ms}: give only one")
+        if delay_ms is not None and not 0 <= delay_ms <= self._max_delay_ms:
+            raise ConfigError(f"delay_ms must be 0..{self._max_delay_ms} (max_delay), got {delay_ms}")
+        if max_reconsume is not None and not 0 <= max_reconsume <= _MAX_TIMES:
+            raise ConfigError(f"max_reconsume must be 0..{_MAX_TIMES}, got {max_reconsume}")
+        if attempts is not None and not 1 <= attempts <= _MAX_TIMES:
+            raise ConfigError(f"attempts must be 1..{_MAX_TIMES}, got {attempts}")
+
+    def _queue_of(self, topic: str, queues: int) -> int:
+        """Return a queue of `topic` to write to. A missing topic is created with this number of `queues`."""
+        config = self._parts.topics.ensure(topic, queues)
+        if not config.writable:
+            raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
+        # An altered topic may have fewer queues, and a message in a queue that is not read would be lost.
+        there = min(queues, config.read_queues, config.write_queues)
+        return random.randrange(there) if there > 1 else 0
+
+    def _marked(self, message: Message, group: str, origin_topic: str | None) -> dict[str, str]:
+        """Return the properties of a copy: the message's with its origin, without those of this delivery."""
+        properties = message.stored_properties()
+        if origin_topic is None:  # an undelivered delayed message is in a system topic
+            origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
+            origin_topic = origin_topic or popped_topic(group, message.topic)
+        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
+            properties.pop(name, None)
+        properties.setdefault(RETRY_TOPIC, origin_topic)
+        properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
+        properties[WAIT] = "false"
+        return properties
+
+    def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
+        """Set the delay, if possible as a level, because levels need no timer."""
+        if delay_ms is not None and delay_ms in self._levels_ms:
+            level, delay_ms = self._levels_ms.index(delay_ms) + 1, None
+        if level > 0:
+            properties[DELAY] = str(level)
+        elif delay_ms:
+            properties[TIMER_DELAY_MS] = str(delay_ms)
+
+
+def origin_topic(message: Message, group: str) -> str:
+    """Return the topic from which `group` first received a message that may now be in its retry topic."""
+    topic = message.topic
+    if not is_retry_topic(topic):
+        return topic
+    popped = popped_topic(group, topic)
+    return popped if popped != topic else (message._stored_property(RETRY_TOPIC) or topic)
+
+
+def _next(times: int) -> int:
+    return min(times + 1, _MAX_TIMES)
+
+
+def _key(message: Message, group: str) -> str:
+    """Return the key of failure counts, which has the original topic even after several redeliveries."""
+    properties = message.stored_properties()
+    origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
+    return f"{properties.get(RETRY_TOPIC) or origin or popped_topic(group, message.topic)}@{group}"
+
+
+def _why(delay_level: int, attempts: int, limit: int) -> str:
+    if delay_level < 0:
+        return "rejected by its consumer"
+    return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else ", no retry queues")
+
+
+def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:
+    """Add the properties of a dead letter: its origin and the reason."""
+    properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
+    if ORIGIN_MESSAGE_ID in properties:
+        properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
+    properties.pop(DLQ_REASON, None)
+    # A reason may have any characters, but properties must not contain separators or lone surrogates.
+    plain = reason.translate(_CONTROLS).encode("utf-8", "replace")[:DLQ_REASON_BYTES].decode("utf-8", "ignore").strip()
+    if plain:
+        properties[DLQ_REASON] = plain
+
+
+def _shed(properties: MutableMapping[str, str], room: int = _ROOM) -> None:
+    """Remove properties that mqstore added until the rest fits a record (format#properties)."""
+    size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
+    for name in _DISPENSABLE:
+        if size <= room:
+            return
+        value = properties.pop(name, None)
+        if value is not None:
+            size -= len(name) + len(value.encode()) + 2

@@ -1,0 +1,1 @@
+"""Tables of a broker and their files: topics, groups, offsets, members, locks."""

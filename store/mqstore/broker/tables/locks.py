@@ -1,0 +1,183 @@
+"""Queue locks for orderly consumption: which client of a group may consume a queue (delivery#locks).
+
+A lock is a lease in memory. It ends when its owner releases it, or when it was not renewed for `LEASE_MS`. It does not
+end while its owner is at work on the queue (`begin_work`). Leases use the monotonic clock. They do not survive a
+restart, which is safe because the clients of this process do not either.
+
+::
+
+    free ──────── try_lock ────────► held by c  ──── try_lock by c ─────────────────► renewed
+      ▲                                │   │
+      ├──────── unlock by c ───────────┘   └─── age > LEASE_MS, then try_lock by another ────► held by the other
+      └── unlock by another: ignored
+
+    held by c ── begin_work by c ──► at work: no client can lock or unlock ── end_work ──► held by c
+
+A process may be stopped during a handler for longer than a lease. When it continues, the handler is still at work, so
+no other client may get its queue. Before a handler starts, it calls `begin_work`, which fails if the lock was lost.
+
+Listeners are called with the group whose locks were released, outside the mutex, in the releasing thread. So a member
+whose request was refused need not poll. No listener is called when a lease expires.
+
+All calls, renewals included, run under one mutex (delivery#x7).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mqstore.clock import Clock
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.writing.log_tail import as_queue
+from mqstore.signalsafe import Lock
+
+__all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
+
+_log = logging.getLogger(__name__)
+
+LEASE_MS: Final = 60_000
+"""Age in ms up to which a lock holds after its last renewal. An older lock may be taken over."""
+
+
+class QueueLock(NamedTuple):
+    """One lock, for `stats()` and inspection."""
+
+    group: str
+    queue: QueueRef
+    client_id: str
+    age_ms: int
+    """Number of ms since it was taken or last renewed."""
+    expired: bool
+
+
+@dataclass(slots=True)
+class _Lease:
+    client_id: str
+    renewed_ms: int
+    at_work: bool = False
+
+    def expired(self, now_ms: int) -> bool:
+        return not self.at_work and now_ms - self.renewed_ms > LEASE_MS
+
+
+class QueueLocks:
+    """All queue locks of a store. Thread-safe. Only the mutex blocks.
+
+    >>> from mqstore.clock import SimulatedClock
+    >>> clock = SimulatedClock()
+    >>> locks, queue = QueueLocks(clock), QueueRef("orders", 0)
+    >>> locks.try_lock("billing", queue, "c1"), locks.try_lock("billing", queue, "c2")
+    (True, False)
+    >>> clock.advance(LEASE_MS + 1)
+    >>> locks.try_lock("billing", queue, "c2"), locks.owner("billing", queue)
+    (True, 'c2')
+    """
+
+    def __init__(self, clock: Clock, check_open: Callable[[], object] = lambda: None) -> None:
+        """Start without locks.
+        `check_open` raises if the store is closed: another process may then grant its locks."""
+        self._clock = clock
+        self._check_open = check_open
+        self._mutex = Lock()
+        self._leases: dict[str, dict[QueueRef, _Lease]] = {}
+        self.on_release: list[Callable[[str], None]] = []
+        """Functions called with the name of a group that has released locks."""
+
+    def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Lock `queue` for `client_id`, or renew its lock. False while another client's lock holds."""
+        return bool(self.try_lock_batch(group, (queue,), client_id))
+
+    def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Call `try_lock` for all `queues` atomically. Return the queues that `client_id` holds now.
+        These may not be all. Raises StoreClosedError."""
+        self._check_open()
+        wanted = [as_queue(queue) for queue in queues]  # not under the mutex, because it runs the caller's iterator
+        with self._mutex:
+            # Read under the mutex, else a renewal could get an earlier time than the take-over before it.
+            now_ms = self._clock.monotonic_ms()
+            return {queue for queue in wanted if self._take(group, queue, client_id, now_ms)}
+
+    def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Renew the locks of `client_id` on `queues`. Return the queues whose locks were not lost.
+        An expired lock is lost only if another client has taken it, even if it is free again."""
+        wanted = [as_queue(queue) for queue in queues]
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            leases = self._leases.get(group, {})
+            kept = {queue for queue in wanted if (lease := leases.get(queue)) and lease.client_id == client_id}
+            for queue in kept:
+                leases[queue].renewed_ms = now_ms
+            return kept
+
+    def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Keep the lock of `client_id` on `queue` until `end_work`. Return False if it was lost.
+        `renew_batch` says when a lock is lost."""
+        with self._mutex:
+            lease = self._leases.get(group, {}).get(queue)
+            if lease is None or lease.client_id != client_id or lease.at_work:
+                return False
+            lease.at_work = True
+            return True
+
+    def end_work(self, group: str, queue: QueueRef) -> None:
+        with self._mutex:
+            self._leases[group][queue].at_work = False
+
+    def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Release the locks of `client_id` on `queues`, expired ones included. Return the released ones.
+        Locks of others stay, and those at work."""
+        wanted = list(queues)
+        with self._mutex:
+            leases = self._leases.get(group, {})
+            released = {
+                queue
+                for queue in wanted
+                if (lease := leases.get(queue)) and lease.client_id == client_id and not lease.at_work
+            }
+            for queue in released:
+                del leases[queue]
+            if not leases:
+                self._leases.pop(group, None)
+        if released:
+            self._notify(group)
+        return released
+
+    def forget(self, group: str) -> None:
+        """Forget the locks of a deleted group, unless one is at work."""
+        with self._mutex:
+            if not any(lease.at_work for lease in self._leases.get(group, {}).values()):
+                self._leases.pop(group, None)
+
+    def owner(self, group: str, queue: QueueRef) -> str | None:
+        """Return the client that holds `queue`, or None if it is free or expired. Renews nothing."""
+        with self._mutex:
+            lease = self._leases.get(group, {}).get(queue)
+            return None if lease is None or lease.expired(self._clock.monotonic_ms()) else lease.client_id
+
+    def snapshot(self) -> list[QueueLock]:
+        """Return all locks by group and queue, expired ones that nobody took over included."""
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            return sorted(
+                QueueLock(group, queue, lease.client_id, now_ms - lease.renewed_ms, lease.expired(now_ms))
+                for group, leases in self._leases.items()
+                for queue, lease in leases.items()
+            )
+
+    def _notify(self, group: str) -> None:
+        for listener in list(self.on_release):
+            try:
+                listener(group)
+            except Exception:  # the locks are free, and the other listeners must be called
+                _log.exception("a listener failed after group %s has released locks", group)
+
+    def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
+        leases = self._leases.setdefault(group, {})
+        lease = leases.get(queue)
+        if lease is not None and (lease.at_work or (lease.client_id != client_id and not lease.expired(now_ms))):
+            return False  # at work: even with the same client id, it may belong to a consumer that is stopping
+        leases[queue] = _Lease(client_id, now_ms)
+        return True

@@ -1,0 +1,1 @@
+"""Transactions: prepared messages and their outcomes."""

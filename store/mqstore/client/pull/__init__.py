@@ -1,0 +1,1 @@
+"""Pull consumers and their positions."""

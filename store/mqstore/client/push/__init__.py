@@ -1,0 +1,1 @@
+"""Push consumers: assignment, read-ahead, handlers and settlement."""

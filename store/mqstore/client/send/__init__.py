@@ -1,0 +1,1 @@
+"""Producers: preparation, sending and transactions."""

@@ -1,0 +1,209 @@
+"""Checks that the records of units verify and belong to these units (format#readers, format#verifies).
+
+units of one segment -> its mapping -> compiled check, or numpy, or one by one -> flags of the good ones
+"""
+
+from __future__ import annotations
+
+import mmap
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.files.segment import Segment
+from mqstore.layout.dispatch import is_listed
+from mqstore.layout.record import (
+    BODY_LENGTH_BYTES,
+    MAGIC_AT,
+    MAGIC_V1,
+    MIN_RECORD_BYTES,
+    QUEUE_ID_AT,
+    Checksum,
+    body_length_at,
+    check_record,
+)
+from mqstore.layout.scan import Headers, gather, topic_is, verify
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.reading.change_feed import ChangeFeed
+from mqstore.log.store_files import StoreParts
+from mqstore.native import kernel
+
+__all__ = ["Checked", "RecordChecker", "Units", "check_units"]
+
+_SMALL_BATCH = 16
+"""Up to this many units, checking one at a time is no slower than checking arrays."""
+_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
+_I4 = Struct(">i").unpack_from
+
+
+class Checked(NamedTuple):
+    """Result of checking the records of some units."""
+
+    good: npt.NDArray[np.bool_]
+    headers: Headers | None = None
+    """Header fields, if all records are good and the check has read them."""
+    body_ends: npt.NDArray[np.int64] | None = None
+    """End of each body in the buffer, or -1 for a body that is compressed or has a host that is not IPv4.
+    Only the compiled check computes them."""
+    bodies: npt.NDArray[np.uint8] | None = None
+    """All bodies, concatenated, if requested and if no end is -1."""
+
+
+class Units(NamedTuple):
+    """Units of a queue and the starts of their records in a buffer, one array each."""
+
+    starts: npt.NDArray[np.int64]
+    physical: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+
+
+class RecordChecker:
+    def __init__(self, parts: StoreParts, news: ChangeFeed, *, passes_over_bad: bool) -> None:
+        """With `passes_over_bad` a record that does not verify is damage.
+        A reader of another process's store checks it again, since it may be half-written."""
+        self.passes_over_bad = passes_over_bad
+        self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
+        """Compiled checks, if they exist for these records."""
+        self._run = parts.log_files
+        self._news = news
+        self._checksum = parts.checksum
+        self._verify_reads = parts.config.verify_reads
+
+    def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
+        """Return the segment of records in [physical, stop) and its mapping, or None.
+        A file may end early for a reader, as at the start of a bulk append, and may have grown since. So the segments
+        are listed again before such a record is checked."""
+        segment = self._run.find(physical)
+        if segment is None or segment.start + segment.length < min(stop, segment.end):
+            self._news.list_again()
+            segment = self._run.find(physical)
+        if segment is None:
+            return None
+        try:
+            return segment, self._run.mapping(segment)
+        except FileNotFoundError:  # another process's retention removed it
+            self._news.list_again()
+            return None
+
+    def check(
+        self,
+        queue: ConsumeQueue,
+        physical: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> tuple[mmap.mmap | None, Checked]:
+        """Check the records of units of one segment. Return its mapping (None if the file is gone) and the result."""
+        there = self.segment_at(int(physical[0]), int((physical + sizes).max()))
+        if there is None:
+            return None, Checked(np.zeros(len(physical), np.bool_))
+        segment, buffer = there
+        units = Units(physical - segment.start, physical, sizes, slots)
+        if self.kernel is None and self._verify_reads and len(physical) <= _SMALL_BATCH:
+            rows = zip(*(column.tolist() for column in units), strict=True)
+            sound = [_is_sound(queue, buffer, self._checksum, *row) for row in rows]
+            return buffer, Checked(np.array(sound, np.bool_))
+        return buffer, check_units(queue, buffer, units, self._checksum if self._verify_reads else None)
+
+
+def check_units(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    units: Units,
+    checksum: Checksum | None,
+    *,
+    copied: bool = False,
+    headers: bool = False,
+) -> Checked:
+    """Check which records verify and match the units of `queue` (format#readers, format#verifies).
+
+    One compiled pass checks records if all are sound and ordinary. It keeps bodies (`copied`) and `headers` if
+    requested. All others are checked by arrays. With `checksum` None, checksums of whole records are not compared.
+    """
+    if checksum in (None, "crc32c-record"):
+        found = _ordinary(queue, buffer, units, copied=copied, headers=headers, checksums=checksum is not None)
+        if found is not None:
+            return found
+    chosen, known = _sound(queue, buffer, units, checksum)
+    good = np.zeros(len(units.starts), np.bool_)
+    good[chosen] = True
+    return Checked(good, known if good.all() else None)
+
+
+def _is_sound(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    checksum: Checksum,
+    start: int,
+    physical: int,
+    size: int,
+    slot: int,
+) -> bool:
+    """Check one record as `_sound` does, without the fixed cost of arrays."""
+    check = check_record(buffer, start, len(buffer), physical, checksum)
+    if check.status != "ok" or check.size != size:
+        return False
+    queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
+    if queue_id == queue.queue_id and queue_offset == slot:
+        at = start + body_length_at(sys_flag)
+        at += BODY_LENGTH_BYTES + _I4(buffer, at)[0]
+        topic = queue.topic_bytes
+        length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
+        if buffer[at : at + len(length) + len(topic)] == length + topic:
+            return True
+    return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
+
+
+def _ordinary(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    units: Units,
+    *,
+    copied: bool,
+    headers: bool,
+    checksums: bool,
+) -> Checked | None:
+    """Check records by one compiled pass. Return None without compiled parts, or unless all are sound and ordinary.
+    Headers of the same pass are cheaper than gathering them again."""
+    if kernel is None:
+        return None
+    starts, physical, sizes, _ = units
+    view = memoryview(buffer)
+    good, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
+    # The sizes may be damaged. Sizes of good records add up to no more than the view, unless records overlap.
+    bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
+    table = np.empty((6, len(starts)), np.int64) if headers else None
+    length = kernel.check_units(view, *units, queue.queue_id, queue.topic_bytes, good, ends, bodies, table, checksums)
+    if not good.all():
+        return None
+    found = None
+    if table is not None:
+        found = gather(buffer, starts)
+        found.take_parts(table)
+        if (found.physical_offset != physical).any():  # changed meanwhile, as by another process's recovery
+            return None
+    return Checked(good, found, ends, None if bodies is None or length < 0 else bodies[:length])
+
+
+def _sound(
+    queue: ConsumeQueue, buffer: mmap.mmap | bytes, units: Units, checksum: Checksum | None
+) -> tuple[npt.NDArray[np.intp], Headers]:
+    """Check records by arrays. Return the indices of the good ones, and their headers."""
+    starts, physical, sizes, slots = units
+    rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
+    headers = gather(buffer, starts[rows])
+    fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    fine = np.ones(len(rows), np.bool_) if checksum is None else verify(buffer, headers, checksum)
+    own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
+    own &= topic_is(buffer, headers, queue.topic_bytes)
+    for i in np.flatnonzero(fine & ~own).tolist():
+        fine[i] = is_listed(buffer, int(starts[rows[i]]), queue.topic, queue.queue_id, int(slots[rows[i]]))
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    return rows, headers

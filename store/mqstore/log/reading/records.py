@@ -1,0 +1,289 @@
+"""Reading of the records that units of a queue point to (format#readers, format#reads).
+
+    unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
+
+For the writer a record that does not verify is damage, which is skipped and counted. For another process it may be a
+half-written record, so reading stops before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise, repeat
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import FormatError
+from mqstore.files.lock import writer_alive
+from mqstore.files.segment import place_in_file
+from mqstore.layout.bodyref import place_of
+from mqstore.layout.consumequeue import UNIT, VOID_SIZE, is_message
+from mqstore.layout.dispatch import SCHEDULE_TOPIC, tags_code_at
+from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.message import Find, Message, UnitBatch
+from mqstore.log.names import TIMER_TOPIC
+from mqstore.log.reading.change_feed import ChangeFeed
+from mqstore.log.reading.checking import RecordChecker
+from mqstore.log.reading.tagfilter import UnitFilter
+from mqstore.log.recovery.offset_assigner import LOST_SEGMENTS
+from mqstore.log.recovery.report import Finding
+from mqstore.log.store_files import StoreParts
+from mqstore.log.writing.log_tail import QueueRef
+
+__all__ = ["RecordReader", "RemovedBodyError", "Request"]
+
+_log = logging.getLogger("mqstore")
+
+_COMPILED_UNITS = 4096
+"""Maximum number of units read at once. Their messages keep all of them in memory."""
+_LOOK_AHEAD_UNITS = 256
+_WAITING_TOPICS = frozenset({SCHEDULE_TOPIC, TIMER_TOPIC})
+"""Topics whose records may refer to the body of an earlier record."""
+
+
+class RemovedBodyError(FormatError):
+    """Retention has removed the record that had the body. Nothing needs the body any more."""
+
+
+class Request(NamedTuple):
+    """Read of the units [offset, offset + units) of a queue."""
+
+    queue: ConsumeQueue
+    offset: int
+    units: int
+    unit_filter: UnitFilter | None
+    max_messages: int
+    max_bytes: int | None
+    is_first: bool
+    """True if nothing was found before. Then the first message is returned, whatever its size."""
+    tell: bool
+    """True if skipped messages are logged."""
+
+
+class RecordReader:
+    def __init__(
+        self, parts: StoreParts, news: ChangeFeed, checker: RecordChecker, check_open: Callable[[], None]
+    ) -> None:
+        self.checker = checker
+        self.bytes_read = 0
+        """Bytes of the returned records."""
+        self.bad: set[int] = set()
+        """Physical offsets of records that did not verify."""
+        self._root, self._fs = parts.root, parts.fs
+        self._checksum = parts.checksum
+        self._delay_table_ms = parts.delay_table_ms
+        self._run = parts.log_files
+        self._news = news
+        self._check_open = check_open
+        self._told: set[str] = set()
+        """Files whose loss or damage was logged."""
+
+    def views(self, asked: Request) -> tuple[list[Message], int, bool]:
+        """Return the messages, the offset after the last unit consumed, and whether `max_bytes` ended the read."""
+        kernel = self.checker.kernel
+        found = None if kernel is None else self._compiled(kernel, asked)
+        messages, after, stop = self._locate(asked) if found is None else found
+        if (unit_filter := asked.unit_filter) is not None:
+            messages = unit_filter.apply(messages)
+        return messages, after, stop
+
+    def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:
+        """Read as `_locate` does, up to the first unit that is not an ordinary message of the same segment.
+        Returns None if that is the first unit. Then nothing has changed, and `_locate` handles it."""
+        queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
+        units = queue.read(offset, min(count, _COMPILED_UNITS))
+        physical, size, _ = UNIT.unpack_from(units)
+        if not 0 < size < VOID_SIZE or physical < 0:
+            return None
+        there = self.checker.segment_at(physical, physical + size)
+        if there is None:
+            return None
+        segment, buffer = there
+        budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
+        messages: list[Message]
+        messages, looked, total, stop = kernel.read_units(
+            Message,
+            UnitBatch(queue.ref, buffer, units, offset, self.finder(queue.topic)),
+            buffer,
+            segment.start,
+            units,
+            offset,
+            None if unit_filter is None else unit_filter.hashes,
+            max_messages,
+            queue.queue_id,
+            queue.topic_bytes,
+            -budget - 2 if is_first and budget >= 0 else budget,
+        )
+        if not looked and not stop:
+            return None
+        self.bytes_read += total
+        return messages, offset + looked, stop
+
+    def _locate(self, asked: Request) -> tuple[list[Message], int, bool]:
+        """Return the messages of the units whose records are good. The other results are those of `views`."""
+        queue, size = asked.queue, self._run.segment_bytes
+        units, chosen, after, stop = self._choose(asked)
+        slots = chosen + asked.offset
+        physical, sizes = (units[name][chosen].astype(np.int64) for name in ("physical_offset", "size"))
+        encoded = units.tobytes()
+        messages: list[Message] = []
+        bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
+        for low, high in pairwise([0, *bounds, len(chosen)] if len(chosen) else []):
+            here = slice(low, high)
+            buffer, checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
+            good = checked.good
+            if buffer is None and physical[low] < self._run.min_offset:
+                queue.correct_min(self._run.min_offset)  # retention deleted it meanwhile
+                if messages:  # the next read reports it
+                    after, stop = int(slots[low]), True
+                    break
+                continue
+            if not good.all():
+                self._check_open()  # closing the store meanwhile unmaps the segments, which is not damage
+                bad = ~good
+                if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
+                    # Another process may be writing this record, so it ends the read. If a later record verifies, it is
+                    # damage instead.
+                    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
+                    if not self._verifies_behind(queue, int(slots[-1]) + 1):
+                        after, stop = int(slots[low + whole]), True
+                        bad[whole:] = False
+                        if asked.tell and not writer_alive(self._root, self._fs):
+                            loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
+                            self.log_lost(loss, "Reading the queue ends there")
+                for slot, position in zip(slots[here][bad].tolist(), physical[here][bad].tolist(), strict=True):
+                    if len(self.bad) < 100_000:
+                        self.bad.add(position)
+                    if asked.tell:
+                        self.log_lost(self.loss_at(position, 0, queue.ref, slot))
+            if buffer is None:
+                continue
+            batch = UnitBatch(queue.ref, buffer, encoded, asked.offset, self.finder(queue.topic))
+            starts = physical[here][good] - physical[low] // size * size
+            messages += map(Message, repeat(batch), starts.tolist(), slots[here][good].tolist())
+            self.bytes_read += int(sizes[here][good].sum())
+        return messages, after, stop
+
+    def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp], int, bool]:
+        """Return the units, indices of those that the read asks for, the offset after the last one, and a flag.
+        The flag is True if `max_bytes` ended the read. A hole is logged as lost."""
+        queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
+        units = queue.units(offset, count)
+        live = is_message(units)
+        if unit_filter is not None:
+            live &= unit_filter.prefilter(units["tags_code"].astype(np.int64))
+        chosen = np.flatnonzero(live)
+        after, stop = offset + count, False
+        if len(chosen) >= max_messages:
+            chosen = chosen[:max_messages]
+            after = offset + int(chosen[-1]) + 1
+        if max_bytes is not None:
+            taken = np.cumsum(units["size"][chosen], dtype=np.int64)
+            fits = max(int(np.searchsorted(taken, max_bytes, side="right")), int(is_first))
+            if fits < len(chosen):
+                after, stop = offset + int(chosen[fits]), True
+                chosen = chosen[:fits]
+        holes = offset + np.flatnonzero(units["size"][: after - offset] <= 0)
+        if len(holes):  # retention may have removed their file
+            front = self.find_front(queue)
+            for slot in holes[holes >= front].tolist() if tell else ():
+                self.log_lost(queue.missing_units(slot, slot))
+        return units, chosen, after, stop
+
+    def find_front(self, queue: ConsumeQueue) -> int:
+        """Return the first offset of `queue` that retention has kept. Lists the log again."""
+        self._news.list_again()
+        queue.correct_min(self._run.min_offset)
+        return queue.min_offset
+
+    def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
+        """Return True if any unit at or after `slot` points to a record that verifies."""
+        while slot < queue.max_offset:
+            count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
+            units = queue.units(slot, count)
+            live = np.flatnonzero(is_message(units))
+            physical = units["physical_offset"][live].astype(np.int64)
+            sizes = units["size"][live].astype(np.int64)
+            segments = physical // self._run.segment_bytes
+            for segment in np.unique(segments):
+                here = segments == segment
+                _, checked = self.checker.check(queue, physical[here], sizes[here], live[here] + slot)
+                if checked.good.any():
+                    return True
+            slot += count
+        return False
+
+    def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
+        """Return the finding for a unit whose record cannot be read: `missing_segment` or `bad_record`."""
+        message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
+        missing = self.missing_segment(physical)
+        if missing is not None:
+            detail = f"{message}: its file is missing"
+            return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
+        place = place_in_file(max(physical, 0), self._run.segment_bytes)
+        return Finding("bad_record", *place, length, f"{message}: the record does not verify")
+
+    def missing_segment(self, physical: int) -> str | None:
+        """Return the missing commitlog file of the offset, as a path below the store, or None.
+
+        Also returns None for an offset that retention has removed, or that is far beyond the end of the log.
+        """
+        size, run = self._run.segment_bytes, self._run
+        if run.find(physical) is not None or not self._run.min_offset <= physical < run.end + LOST_SEGMENTS * size:
+            return None
+        return place_in_file(physical, size)[0]
+
+    def log_lost(self, finding: Finding, then: str = "Unreadable messages there are skipped") -> None:
+        """Log a loss found by a read, once for each file. `then` is its consequence."""
+        if finding.file not in self._told:
+            self._told.add(finding.file)
+            _log.error(
+                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all damage",
+                *(self._root, finding.kind, finding.place, finding.detail, then),
+            )
+
+    def at(self, physical_offset: int) -> Message:
+        """Return the message whose record starts at `physical_offset`. Raises LookupError without a valid one."""
+        self._check_open()
+        stop = physical_offset + MIN_RECORD_BYTES
+        there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
+        if there is None:
+            self._check_open()  # closing the store meanwhile unmaps the segments
+            missing = self.missing_segment(physical_offset)
+            why = "" if missing is None else f": missing_segment: {missing}"
+            raise LookupError(f"{self._root} has nothing at physical offset {physical_offset}{why}")
+        segment, buffer = there
+        at = physical_offset - segment.start
+        check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
+        if check.status != "ok":
+            raise LookupError(f"{self._root} has no message at physical offset {physical_offset}: {check.detail}")
+        record = decode_record(buffer, at)
+        code = tags_code_at(buffer, at, self._delay_table_ms)
+        unit = UNIT.pack(physical_offset, record.total_size, code)
+        ref = QueueRef(record.topic, record.queue_id)
+        batch = UnitBatch(ref, buffer, unit, record.queue_offset, self.finder(record.topic))
+        return Message(batch, at, record.queue_offset)
+
+    def finder(self, topic: str) -> Find | None:
+        """Return a function that finds bodies which records of `topic` refer to, or None if all have their own."""
+        return self.origin if topic in _WAITING_TOPICS and self._checksum == "crc32c-record" else None
+
+    def origin(self, reference: bytes) -> Message:
+        """Return the message whose body `reference` names.
+        Raises RemovedBodyError if retention has removed its record, and FormatError if it cannot be read."""
+        place = place_of(reference)
+        try:
+            message = self.at(place)
+            why = "another record is there"
+        except LookupError as error:
+            if place < self._run.min_offset:
+                raise RemovedBodyError(f"its body was in the deleted record at {place}", "body", 0) from None
+            message, why = None, str(error)
+        if message is None or message._reference() != reference:
+            raise FormatError(f"its body is in the record at {place}, which cannot be read: {why}", "body", 0)
+        return message

@@ -1,0 +1,1 @@
+"""Writing: appends, dispatch to queues and index, syncs."""

@@ -1,0 +1,285 @@
+/* The hot path of a put: one record stored at the end of the log, in one call that nothing interrupts.
+
+   `LogTail` is the base class of `CommitLog`, `QueueTail` that of a queue. Their numbers are C integers; their rules are those of
+   `CommitLog.append`, which does whatever this declines. Declining means to return None without a change that readers see:
+   after the end there may be part of a record if a call could not write all of it. */
+
+#include "native.h"
+#include <stddef.h>
+#include <structmember.h>
+#include <time.h>
+#include <unistd.h>
+
+/* --- the fields of a queue that a put uses --- */
+
+#define NUMBERED(F) F(ref) F(plain_tail)
+
+COLLECTED(numbered, QueueTail, NUMBERED)
+
+static PyMemberDef numbered_members[] = {
+    {"next_offset", T_LONGLONG, offsetof(QueueTail, next_offset), 0, "Offset of the next message."},
+    {"queue_id", T_INT, offsetof(QueueTail, queue_id), 0, NULL},
+    {"magic", T_INT, offsetof(QueueTail, magic), 0, "Magic of its records: V1, or V2 for a long topic."},
+    {"ref", T_OBJECT, offsetof(QueueTail, ref), 0, "Its topic and id, for receipts."},
+    {"plain_tail", T_OBJECT, offsetof(QueueTail, plain_tail), 0, "Topic and empty properties, as at the end of a record."},
+    {NULL},
+};
+
+PyTypeObject QueueTailType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.QueueTail",
+    .tp_doc = "The fields of a queue that a put uses.",
+    .tp_basicsize = sizeof(QueueTail),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)numbered_dealloc,
+    .tp_traverse = (traverseproc)numbered_traverse,
+    .tp_clear = (inquiry)numbered_clear,
+    .tp_members = numbered_members,
+};
+
+/* --- the end of the log --- */
+
+/* Largest record that is written by a call. */
+enum { MOST_CALLED = 16384 };
+
+typedef struct {
+    PyObject_HEAD
+    long long end, alarm, base, limit;
+    bool plain;           /* the checksum covers the whole record: the only kind that is put here */
+    bool appending;       /* Python appends, in any thread, under its lock: then Python must do every put */
+    int fd;               /* of the segment of `mapping`; -1: write only to the mapping */
+    PyObject *mapping;    /* of the segment that contains `end`; used only while limit > -1 */
+    PyObject *group;      /* GroupCommit, or None */
+    PyObject *time_ns;    /* None: the system's clock */
+    PyObject *on_alarm;
+    PyObject *born_host, *store_host;
+    PyObject *receipt;    /* the type: a tuple of seven */
+} LogTail;
+
+#define OBJECTS(F) F(mapping) F(group) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
+
+COLLECTED(tip, LogTail, OBJECTS)
+
+/* Nanoseconds since the epoch; -1 with an exception. */
+static long long now_of(LogTail *self)
+{
+    if (!self->time_ns || self->time_ns == Py_None) {
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        return now.tv_sec * 1000000000LL + now.tv_nsec;
+    }
+    PyObject *found = PyObject_CallNoArgs(self->time_ns);
+    if (!found)
+        return -1;
+    long long now = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return now;
+}
+
+/* Write fields 1 to 15 of an ordinary record, the checksum zero (format#record). Returns the number of bytes. */
+static size_t header_of(LogTail *self, QueueTail *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
+                        uint32_t body_size, const Extra *extra)
+{
+    size_t born = (size_t)PyBytes_GET_SIZE(self->born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
+    put32(at, size);
+    put32(at + MAGIC_AT, (uint32_t)queue->magic);
+    put32(at + CHECKSUM_AT, 0);
+    put32(at + QUEUE_ID_AT, (uint32_t)queue->queue_id);
+    put32(at + FLAG_AT, extra->flag);
+    put64(at + QUEUE_OFFSET_AT, (uint64_t)queue->next_offset);
+    put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
+    put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
+    put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
+    memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(self->born_host), born);
+    at += born - IPV4_BYTES; /* which moves all fields after it */
+    put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)now_ms);
+    memcpy(at + STORE_HOST_AT_V4, PyBytes_AS_STRING(self->store_host), store);
+    at += store - IPV4_BYTES;
+    put32(at + RECONSUME_TIMES_AT_V4, 0);
+    put64(at + PREPARED_OFFSET_AT_V4, 0);
+    put32(at + BODY_LENGTH_AT_V4, body_size);
+    return BODY_AT_V4 + born + store - 2 * IPV4_BYTES;
+}
+
+PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
+{
+    PyTypeObject *made = (PyTypeObject *)type;
+    PyObject *tuple = made->tp_alloc(made, count);
+    bool whole = tuple != NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        whole = whole && items[i];
+        if (tuple)
+            PyTuple_SET_ITEM(tuple, i, items[i]);
+        else
+            Py_XDECREF(items[i]);
+    }
+#if PY_VERSION_HEX >= 0x030E0000
+    if (tuple)
+        ((PyTupleObject *)tuple)->ob_hash = -1; /* not computed yet; the allocator sets 0 */
+#endif
+    if (!whole)
+        Py_CLEAR(tuple);
+    return tuple;
+}
+
+static bool is_host(PyObject *host)
+{
+    return host && PyBytes_Check(host) && (PyBytes_GET_SIZE(host) == IPV4_BYTES || PyBytes_GET_SIZE(host) == IPV6_BYTES);
+}
+
+long long tip_now_ms(PyObject *tip)
+{
+    long long now_ns = now_of((LogTail *)tip);
+    return now_ns < 0 ? -1 : now_ns / 1000000;
+}
+
+void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size)
+{
+    memcpy(to, plain, (size_t)plain_size);
+    memcpy(to + plain_size, properties, (size_t)size);
+    to += plain_size - PROPERTIES_LENGTH_BYTES;
+    to[0] = (char)(size >> 8);
+    to[1] = (char)size;
+}
+
+int log_tail_store(PyObject *tip, QueueTail *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
+              const Extra *extra, Stored *stored)
+{
+    static const Extra nothing = {0};
+    LogTail *self = (LogTail *)tip;
+    extra = extra ? extra : &nothing;
+    if (!self->plain || self->appending || !self->time_ns || !is_host(self->born_host) || !is_host(self->store_host))
+        return 0;
+    /* If every put waits for its sync, write by a call: each sync makes the pages of a mapping that were stored to read-only,
+       which takes longer than the sync itself, and the next store faults again. */
+    bool by_call = self->group && self->group != Py_None;
+    Py_ssize_t hosts_size = PyBytes_GET_SIZE(self->born_host) + PyBytes_GET_SIZE(self->store_host);
+    Py_ssize_t size = BODY_AT_V4 - 2 * IPV4_BYTES + hosts_size + body_size + tail_size + extra->size;
+    if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
+        return 0;
+
+    bool done = false;
+    long long now_ns = now_of(self);
+    if (now_ns == -1 && PyErr_Occurred())
+        return -1;
+    Py_buffer view;
+    /* From here to the end of this block no Python code runs: no signal handler, no other thread. So the log's lock is not
+       needed. While Python appends under that lock, `appending` is true. */
+    if (self->end + size <= self->limit && self->mapping && self->mapping != Py_None) {
+        if (PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) < 0)
+            return -1;
+        long long position = self->end, at = position - self->base;
+        if (at >= 0 && at <= view.len - size) {
+            uint8_t called[MOST_CALLED], *record = by_call ? called : (uint8_t *)view.buf + at;
+            *stored = (Stored){queue->next_offset, position, size, now_ns / 1000000 - (now_ns % 1000000 < 0)};
+            size_t width =
+                header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size, extra);
+            memcpy(record + width, body, (size_t)body_size);
+            if (extra->size)
+                lay_tail((char *)record + width + body_size, tail, tail_size, extra->properties, extra->size);
+            else
+                memcpy(record + width + body_size, tail, (size_t)tail_size);
+            put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
+            /* After an error or a short write, Python writes over it, or raises the error. */
+            done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
+            if (done) {
+                queue->next_offset++;
+                self->end = position + size;
+            }
+        }
+        PyBuffer_Release(&view);
+    }
+    if (done && stored->position + size >= self->alarm && self->on_alarm) {
+        PyObject *rung = PyObject_CallNoArgs(self->on_alarm);
+        if (!rung)
+            return -1;
+        Py_DECREF(rung);
+    }
+    return done;
+}
+
+bool log_tail_has_receipts(PyObject *tip, QueueTail *queue)
+{
+    return queue->ref && makes_tuples(((LogTail *)tip)->receipt);
+}
+
+PyObject *log_tail_receipt(PyObject *tip, QueueTail *queue, const Stored *stored, PyObject *unique_key)
+{
+    LogTail *self = (LogTail *)tip;
+    PyObject *items[RECEIPT_ITEMS] = {
+        Py_NewRef(queue->ref),
+        PyLong_FromLongLong(stored->offset),
+        PyLong_FromLongLong(stored->position),
+        PyLong_FromLongLong(stored->size),
+        PyLong_FromLongLong(stored->now_ms),
+        Py_NewRef(self->store_host),
+        Py_NewRef(unique_key),
+    };
+    return tuple_of(self->receipt, items, RECEIPT_ITEMS);
+}
+
+/* put(queue, body, tail, unique_key) -> a receipt, or None if `append` must do it. */
+static PyObject *log_tail_put(LogTail *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &QueueTailType)) {
+        PyErr_SetString(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
+        return NULL;
+    }
+    QueueTail *queue = (QueueTail *)args[0];
+    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) || !log_tail_has_receipts((PyObject *)self, queue))
+        Py_RETURN_NONE;
+    Stored stored;
+    int done = log_tail_store((PyObject *)self, queue, PyBytes_AS_STRING(args[1]), PyBytes_GET_SIZE(args[1]),
+                         PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]), NULL, &stored);
+    if (done <= 0)
+        return done < 0 ? NULL : Py_NewRef(Py_None);
+    return log_tail_receipt((PyObject *)self, queue, &stored, args[3]);
+}
+
+static PyMethodDef tip_methods[] = {
+    {"_put", (PyCFunction)(void (*)(void))log_tail_put, METH_FASTCALL, "Put one ordinary record; None: see `CommitLog.append`."},
+    {NULL},
+};
+
+static PyMemberDef tip_members[] = {
+    {"end", T_LONGLONG, offsetof(LogTail, end), 0, "The write position."},
+    {"alarm", T_LONGLONG, offsetof(LogTail, alarm), 0, "Position at which a put calls `_on_alarm`."},
+    {"_base", T_LONGLONG, offsetof(LogTail, base), 0, NULL},
+    {"_limit", T_LONGLONG, offsetof(LogTail, limit), 0, NULL},
+    {"_whole_record", T_BOOL, offsetof(LogTail, plain), 0, NULL},
+    {"_appending", T_BOOL, offsetof(LogTail, appending), 0, NULL},
+    {"_fd", T_INT, offsetof(LogTail, fd), 0, NULL},
+    {"_mapping", T_OBJECT, offsetof(LogTail, mapping), 0, NULL},
+    {"group", T_OBJECT, offsetof(LogTail, group), 0, NULL},
+    {"_now_ns", T_OBJECT, offsetof(LogTail, time_ns), 0, NULL},
+    {"_on_alarm", T_OBJECT, offsetof(LogTail, on_alarm), 0, NULL},
+    {"_born_host", T_OBJECT, offsetof(LogTail, born_host), 0, NULL},
+    {"_store_host", T_OBJECT, offsetof(LogTail, store_host), 0, NULL},
+    {"_receipt", T_OBJECT, offsetof(LogTail, receipt), 0, NULL},
+    {NULL},
+};
+
+static PyObject *tip_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    LogTail *self = (LogTail *)type->tp_alloc(type, 0);
+    if (self) {
+        self->limit = -1;
+        self->fd = -1;
+    }
+    return (PyObject *)self;
+}
+
+PyTypeObject LogTailType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.LogTail",
+    .tp_doc = "The end of a commitlog, where records are put.",
+    .tp_basicsize = sizeof(LogTail),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = tip_new,
+    .tp_dealloc = (destructor)tip_dealloc,
+    .tp_traverse = (traverseproc)tip_traverse,
+    .tp_clear = (inquiry)tip_clear,
+    .tp_members = tip_members,
+    .tp_methods = tip_methods,
+};

@@ -1,0 +1,189 @@
+"""Options that commands for one store or many share: DIR..., --spark, and the choice of messages."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+import click
+
+from mqstore.errors import ConfigError
+from mqstore_tools.session import moment
+
+__all__ = [
+    "Messages",
+    "duration",
+    "message_options",
+    "names",
+    "on_spark",
+    "pairs",
+    "session",
+    "session_options",
+    "spark_errors",
+    "spark_option",
+    "stores_argument",
+    "topic_option",
+    "usable",
+]
+
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?")
+_UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
+spark_option = click.option(
+    "--spark", "master", metavar="MASTER", help="Run on Spark with this master: local[4], or the URL of a cluster."
+)
+topic_option = click.option("--topic", "topics", multiple=True, help="Only this topic; may be repeated.")
+
+
+def _time(value: Any) -> datetime:
+    if isinstance(value, str) and value.isdecimal():
+        raise click.BadParameter(
+            f"{value} is not a time (2026-01-31, 36h); for queue offsets use --option startingOffsets or endingOffsets"
+        )
+    return moment(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Stores and the choice of their messages, from the command line."""
+
+    stores: tuple[str, ...]
+    topics: tuple[str, ...]
+    start: datetime | None
+    stop: datetime | None
+    where: str | None
+    options: tuple[str, ...]
+
+    def select(self) -> Any:
+        """Return the selection of `mqstore.jobs.select`."""
+        from mqstore.jobs import select
+
+        options = pairs("--option", self.options)
+        topics = self.topics or None
+        return select(self.stores, topics=topics, start=self.start, stop=self.stop, where=self.where, options=options)
+
+
+_CHOICE = (
+    stores_argument,
+    topic_option,
+    click.option(
+        "--from",
+        "start",
+        type=_time,
+        metavar="TIME",
+        help="Only messages stored since a time (UTC by default) or an age (36h).",
+    ),
+    click.option("--until", "stop", type=_time, metavar="TIME", help="Only messages stored before a time or an age."),
+    click.option("--where", metavar="SQL", help="Only messages whose properties match this SQL92 expression."),
+    click.option(
+        "--option",
+        "options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        help="Option of the Spark source (onCorrupt=skip, tags=A, verify=true, ...); may be repeated.",
+    ),
+)
+
+
+def message_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add DIR... and the options that choose messages, given to the function as one `Messages`."""
+
+    @functools.wraps(command)
+    def with_messages(**values: Any) -> Any:
+        return command(messages=Messages(**{name: values.pop(name) for name in Messages.__slots__}), **values)
+
+    decorated: Callable[..., Any] = with_messages
+    for option in reversed(_CHOICE):
+        decorated = option(decorated)
+    return decorated
+
+
+def duration(value: Any) -> float:
+    """Return the value of an option, a duration, in seconds."""
+    if isinstance(value, float):
+        return value
+    found = _DURATION.fullmatch(value.strip().lower())
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a length of time, such as 36h")
+    return float(found[1]) * _UNIT_S[found[2] or "s"]
+
+
+def names(value: str | None) -> tuple[str, ...] | None:
+    """Split names at commas. Return None for an option that was not given."""
+    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    """Return the NAME=VALUE pairs of an `option` as a dict."""
+    found = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.UsageError(f"{option} {text!r} is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+@contextmanager
+def usable() -> Iterator[None]:
+    """Turn an ImportError of a job into a UsageError that says which package to install."""
+    try:
+        yield
+    except ImportError as error:
+        text = "this command needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone"
+        raise click.UsageError(text if "pyarrow" in str(error) else str(error)) from error
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def session_options(command: F) -> F:
+    """Add the options for the Spark session."""
+    command = click.option("--conf", metavar="NAME=VALUE", multiple=True, help="Setting of Spark; may be repeated.")(
+        command
+    )
+    return click.option(
+        "--master", metavar="URL", default="", help="Master of Spark (default: Spark's own, or local[*])."
+    )(command)
+
+
+@contextmanager
+def session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
+    """Yield a session that ends with the command. Raises SparkMissingError."""
+    settings = pairs("--conf", conf)
+    from mqstore import spark as library
+
+    spark = library.session("mqstore spark", {**({"spark.master": master} if master else {}), **settings})
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+@contextmanager
+def on_spark(master: str | None) -> Iterator[Any]:
+    """Yield a session with the `master` of --spark, which ends with the command, or None without the option."""
+    if master is None:
+        yield None
+        return
+    with session(master, ()) as spark, spark_errors():
+        yield spark
+
+
+@contextmanager
+def spark_errors() -> Iterator[None]:
+    """Turn Spark's errors of a query into a ConfigError with the first line of their text."""
+    try:
+        yield
+    except Exception as error:
+        condition = getattr(error, "getCondition", None)
+        if condition is None:
+            raise
+        said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
+        raise ConfigError(said[0] if said else repr(error)) from error

@@ -1,0 +1,159 @@
+"""Common parts of the commands about the broker: open a store, ask for confirmation, read and show times.
+
+look        (of `mqstore.admin`) the tables of a store, also while a writer runs
+planning    the same for a dry run: fails while a writer has the store open, as the change itself would
+offline     (of `mqstore.admin`) the change itself
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore.admin import Offline, look, offline
+from mqstore.errors import ReadOnlyStoreError
+from mqstore_tools.render import note, print_json, safe
+from mqstore_tools.shared import StoreCommand
+
+__all__ = [
+    "DefaultGroup",
+    "ask",
+    "carry_out",
+    "dry_run_option",
+    "length_ms",
+    "moment",
+    "planning",
+    "print_done",
+    "show_ms",
+    "to_ms",
+    "yes_option",
+]
+
+_AGE = re.compile(r"(\d{1,9})([smhd])")
+_UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+
+
+def planning(directory: Path) -> AbstractContextManager[Offline]:
+    """Open the tables for a dry run. Raises StoreLockedError, which names the writer, if there is one."""
+    return look(directory, alone=True)
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Ask the user to confirm a change that cannot be undone. Exits if the answer is no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} Cannot ask without a terminal: give --yes")
+    if not click.confirm(question, err=True):
+        note("nothing was changed")
+        raise click.exceptions.Exit(1)
+
+
+def print_done(row: dict[str, Any], text: str, *, json_output: bool) -> None:
+    """Print the result of a change or a dry run: `row` as JSON, or else `text`."""
+    if json_output:
+        print_json(row)
+    else:
+        print(safe(text))
+
+
+def carry_out(
+    what: str, directory: Path, change: Callable[[Offline], dict[str, Any]], *, dry_run: bool, json_output: bool
+) -> None:
+    """Run `change` and print that `what`, such as "create topic orders", was done. JSON is the returned row.
+
+    With `dry_run` nothing is written: read-only tables check the whole change and then refuse to save it.
+    """
+    verb, kind, name = what.split(" ", 2)
+    if dry_run:
+        with planning(directory) as tables, suppress(ReadOnlyStoreError):
+            change(tables)
+        print_done({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
+        return
+    with offline(directory) as opened:
+        row = change(opened)
+    print_done(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
+
+
+class DefaultGroup(click.Group):
+    """Group whose first sub-command is the default: `mqstore topics DIR` means `topics list DIR`.
+    A directory with the name of a sub-command is written `./list`."""
+
+    command_class = StoreCommand
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*click.Command.collect_usage_pieces(self, ctx), "[COMMAND] DIR [ARGS]..."]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and args[0] not in ctx.help_option_names:
+            # A first word that is not a path, with a second one after it, is a misspelt command, not a missing store.
+            if len(args) > 1 and not os.path.exists(args[0]) and not args[0].startswith("-") and args[1][:1] != "-":
+                ctx.fail(f"No such command {args[0]!r}.")
+            args = [names[0], *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as they were added, the default first
+
+
+def length_ms(text: str) -> int:
+    """Return a length of time such as 90m in milliseconds. Raises ValueError for any other text."""
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number followed by s, m, h or d")
+    return int(found[1]) * _UNIT_MS[found[2]]
+
+
+def moment(value: Any) -> datetime:
+    """Parse an option's time: ISO 8601, by default UTC, or an age (90m, 36h, 30d)."""
+    if isinstance(value, datetime):
+        return value
+    if _AGE.fullmatch(value):
+        try:
+            return datetime.now(UTC) - timedelta(milliseconds=length_ms(value))
+        except OverflowError:
+            raise click.BadParameter(f"{value!r} is too long ago") from None
+    try:
+        found = datetime.fromisoformat(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is neither a time (2026-01-31T12:00:00Z) nor an age (90m, 36h, 30d)"
+        ) from None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def to_ms(when: datetime) -> int:
+    """Return the milliseconds since the epoch of a time with a zone."""
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+
+
+def show_ms(duration_ms: int | None) -> str:
+    """Return a duration as text for people, in its two largest units, or a dash for None.
+
+    >>> [show_ms(ms) for ms in (None, 0, 250, 90_000, 7_200_000, 100_000_000)]
+    ['-', '0s', '250ms', '1m 30s', '2h', '1d 3h']
+    """
+    if duration_ms is None:
+        return "-"
+    if duration_ms < 0:
+        return f"-{show_ms(-duration_ms)}"
+    if 0 < duration_ms < 1000:
+        return f"{duration_ms}ms"
+    rest, words = duration_ms // 1000, []
+    for unit, seconds in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        if rest >= seconds:
+            words.append(f"{rest // seconds}{unit}")
+            rest %= seconds
+    return " ".join(words[:2]) or "0s"
