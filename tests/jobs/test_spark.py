@@ -18,7 +18,6 @@ from mqstore.errors import CorruptStoreError
 from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, select, trace, traffic_report, verify
 from mqstore.jobs.runner import Runner
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.spark import sessions
 from tests.columnar.support import many, write_store
 from tests.log.support import all_queues, flip_log
 from tests.tools.brokers import broker
@@ -165,7 +164,7 @@ def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: A
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-class KeptMessages:
+class KeptSession:
     """A session that outlives the command."""
 
     def __init__(self, spark: Any) -> None:
@@ -228,7 +227,7 @@ def test_command_on_spark_equals_command_in_process(
     name: str,
 ) -> None:
     asked: list[dict[str, str]] = []
-    monkeypatch.setattr(sessions, "session", lambda app, conf: (asked.append(conf), KeptMessages(spark))[1])
+    monkeypatch.setattr("mqstore.spark.session", lambda app, conf: (asked.append(conf), KeptSession(spark))[1])
     folder = tmp_path_factory.mktemp("commands")
 
     here = run_command(monkeypatch, stores, folder / "here", COMMANDS[name])

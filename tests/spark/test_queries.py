@@ -97,7 +97,7 @@ def test_every_view_can_be_had(spark: Any, stores: dict[str, Path]) -> None:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-class KeptMessages:
+class KeptSession:
     """A session that outlives the command."""
 
     def __init__(self, spark: Any) -> None:
@@ -109,7 +109,7 @@ class KeptMessages:
 
 @pytest.fixture
 def command(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr("mqstore.spark.sessions.session", lambda app, conf: KeptMessages(spark))
+    monkeypatch.setattr("mqstore.spark.session", lambda app, conf: KeptSession(spark))
     return mqstore
 
 
@@ -129,7 +129,7 @@ def test_a_query_is_printed_or_written(
     ]
     assert shown.stdout.splitlines()[1].split() == ["orders", "0", "a", "666666"]
     assert len(shown.stdout.splitlines()) == 2
-    assert "and more" in shown.stderr
+    assert "more than 1 rows" in shown.stderr
     assert written.exit_code == 0
     assert spark.read.parquet(str(tmp_path / "rows")).count() == 2
     assert command("spark", "sql", stores["a"], "select 1 where 1 = 2").stderr == "no rows\n"
