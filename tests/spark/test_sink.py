@@ -444,7 +444,7 @@ def test_old_checkpoint_stops_the_stream(lines: Lines, tmp_path: Path) -> None:
     (tmp_path / "copy").rename(lines.checkpoint)
     lines.add(30, 40)
 
-    with pytest.raises(Exception, match=r"has batch 2 of query .*, the query is at batch 1 again"):
+    with pytest.raises(Exception, match=r"has batch 2 of query .*, but the query is at batch 1 again"):
         lines.run(tmp_path / "s")
 
     assert sorted(bodies(tmp_path / "s")) == texts(0, 30)
@@ -506,7 +506,7 @@ def test_task_without_batch_id_fails_with_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"topic": ""}, r"^option topic='': it is empty; a topic$"),
+        ({"topic": ""}, r"^option topic='': it is empty; give give a topic$"),
         ({"topic": "a/b"}, r"^option topic='a/b': topic 'a/b' must be 1 to 127 letters"),
         ({"topic": "SCHEDULE_TOPIC_XXXX"}, r"^option topic='SCHEDULE_TOPIC_XXXX': .* is a system topic"),
     ],

@@ -149,7 +149,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
         ({"kafka.bootstrap.servers": "h:1"}, "no option 'kafka.bootstrap.servers': a store is a folder, not"),
         ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
-        ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
+        ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; its columns are store, topic"),
         ({"view": "queues", "columns": "topic,topic"}, "a column is named twice in topic, topic"),
     ],
 )
