@@ -506,7 +506,7 @@ def test_task_without_batch_id_fails_with_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"topic": ""}, r"^option topic='': it is empty; give give a topic$"),
+        ({"topic": ""}, r"^option topic='': it is empty; give a topic$"),
         ({"topic": "a/b"}, r"^option topic='a/b': topic 'a/b' must be 1 to 127 letters"),
         ({"topic": "SCHEDULE_TOPIC_XXXX"}, r"^option topic='SCHEDULE_TOPIC_XXXX': .* is a system topic"),
     ],
