@@ -59,6 +59,14 @@ def test_all_cut_messages_come_back_in_their_order(cut_store: Path) -> None:
     assert after == {name.replace("cut/", "cut/restored/"): data for name, data in before.items()}
 
 
+def test_number_of_a_restore_keeps_its_name_on_disk(cut_store: Path) -> None:
+    """A restore that an earlier version began is recognized by it, and not appended twice."""
+    with open_again(cut_store) as store:
+        restore(store)
+    saved = json.loads((cut_store / "config" / "spark" / "txn.json").read_bytes())
+    assert {app: entry["version"] for app, entry in saved["apps"].items()} == {"mqstore cut": 0}  # counted from 0
+
+
 def test_messages_come_back_beside_new_ones_in_their_old_place(cut_store: Path) -> None:
     with open_again(cut_store) as store:
         new = [Sent("orders", 0, b"new %d" % n * 50) for n in range(20)]

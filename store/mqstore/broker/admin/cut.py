@@ -72,7 +72,8 @@ __all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "
 
 _NAME: Final = re.compile(r"[0-9]{20}-(surplus-)?[0-9]+(\.[0-9]+)*")
 _OFFSET_DIGITS: Final = 20
-_APP: Final = "mqstore quarantine"
+# Not the name of the command: stores have it on disk, and an interrupted restore is recognized by it.
+_APP: Final = "mqstore cut"
 """Name under which `config/spark/txn.json` keeps the number of the last restore."""
 _JOURNAL: Final = "restoring.json"
 _RESTORED: Final = "restored"
