@@ -123,7 +123,7 @@ def test_load(ask: Ask, case: Case) -> None:
     _ask(ask, case, push, 99)
 
 
-HandleState = Callable[[mqstore.Store], float]
+Way = Callable[[mqstore.Store], float]
 """Has one message delivered after `WAIT_S`. Returns how late it came, in ms."""
 
 
@@ -189,7 +189,7 @@ def handler(store: mqstore.Store, **options: Any) -> float:
         pytest.param(partial(handler, mode="pop"), id="retry_pop"),
     ],
 )
-def test_late(ask: Ask, way: HandleState) -> None:
+def test_late(ask: Ask, way: Way) -> None:
     """How late a message comes to a store at rest: after a delay, a nack, an expired visibility, a failed handler."""
     with scratch() as directory, mqstore.open(directory / "store") as store:
         store.create_topic(TOPIC, queues=1)

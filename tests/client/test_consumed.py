@@ -22,7 +22,7 @@ MODES: list[dict[str, Any]] = [
 LAST = RetryPolicy(1)
 
 
-class AttemptNotes(Interceptor):
+class Notes(Interceptor):
     def __init__(self) -> None:
         self.calls: list[DeliveryResult] = []
 
@@ -47,7 +47,7 @@ ENDS: list[tuple[BaseException | None, str]] = [
 def test_each_call_is_reported_with_its_outcome(
     bench: PushBench, mode: dict[str, Any], error: BaseException | None, outcome: str, around: bool
 ) -> None:
-    class Around(AttemptNotes):
+    class Around(Notes):
         def around_consume(self, call: Any, messages: Any) -> None:
             call()
 
@@ -55,7 +55,7 @@ def test_each_call_is_reported_with_its_outcome(
         if error is not None:
             raise error
 
-    notes = Around() if around else AttemptNotes()
+    notes = Around() if around else Notes()
     if mode.get("model") != "broadcasting":
         mode = {**mode, "retry": LAST}
     bench.put(b"m")
@@ -71,7 +71,7 @@ def test_redelivery_is_reported_under_its_topic(bench: PushBench) -> None:
         if message.attempt == 1:
             raise ValueError
 
-    notes = AttemptNotes()
+    notes = Notes()
     bench.put(b"m")
     bench.consumer(handler, interceptors=[notes], retry=RetryPolicy(3, [1]))
     bench.advance(60)
@@ -83,7 +83,7 @@ def test_a_batch_is_one_call(bench: PushBench) -> None:
         if batch[0].attempt == 1:
             raise BatchFailure(batch[1:])
 
-    notes = AttemptNotes()
+    notes = Notes()
     bench.put(b"0", b"1")
     bench.consumer(handler, interceptors=[notes], batch_size=2, retry=LAST)
     bench.settle()
@@ -99,7 +99,7 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
             bench.clock.advance(10_000)
             consumer.run_once()  # the timer thread, which goes on meanwhile
 
-    notes = AttemptNotes()
+    notes = Notes()
     consumer = bench.consumer(handler, interceptors=[notes], consume_timeout=20, workers=1, **mode)
     bench.put(b"m")
     bench.advance(100)
@@ -113,7 +113,7 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
     def after_consume(consumed: DeliveryResult) -> None:
         raise ValueError("mine")
 
-    notes = AttemptNotes()
+    notes = Notes()
     bench.consumer(interceptors=[hook(after_consume=after_consume), notes])
     bench.put(b"m")
     bench.settle()
@@ -124,7 +124,7 @@ def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogC
 
 @in_store
 async def test_aio_handlers_are_reported_alike(store: aio.Store) -> None:
-    notes = AttemptNotes()
+    notes = Notes()
     done = asyncio.Event()
 
     async def handler(message: mqstore.Message) -> None:
