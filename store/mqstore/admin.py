@@ -1,8 +1,7 @@
 """Administration of a store: topics, groups, dead letters, messages in flight, and store directories.
 
-`Store.broker` is the broker of a store that is open for writing. The first names are the types that it takes and
-returns. The others work on a directory, for operators: `look` and `inspect_store` read it, also while a broker runs,
-and `offline` changes it while none runs.
+`Store.broker` is the broker of a store that is open for writing. These functions work on a directory, for operators:
+`look` and `inspect_store` read it, also while a broker runs, and `offline` changes it while none runs.
 
 >>> import mqstore, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.request import Delivery, Pending
 from mqstore.broker.pop.service import MAX_BATCH
-from mqstore.broker.reading import Loss, ReadResult
+from mqstore.broker.reading import Loss, ReadResult, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptNotes, Suspects
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.router import SendOptions
@@ -52,9 +51,9 @@ __all__ = [
     "AttemptNotes",
     "BlockedQueue",
     "BrokerContract",
-    "ChangeFeed",
     "DeadLetters",
     "Delivery",
+    "Event",
     "Expression",
     "Filter",
     "GroupCalls",
@@ -85,10 +84,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-Start = Literal["earliest", "latest"] | datetime
-"""Position where a group begins in a queue without a committed offset."""
-ChangeFeed = Literal["topics", "members", "locks", "save"]
-"""Kind of events that `listen` reports."""
+Event = Literal["topics", "members", "locks", "save"]
+"""Kind of event that `listen` reports."""
 
 
 class Limits(NamedTuple):
@@ -315,7 +312,7 @@ class BrokerContract(Protocol):
     def check_open(self) -> None:
         """Raise StoreClosedError if the engine was closed, and MissingFileError if its directory is gone."""
 
-    def listen(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
+    def listen(self, event: Event, callback: Callable[..., object]) -> None:
         """Call `callback` at each event of a kind. Listening again with the same callback changes nothing.
 
         "topics"    (topic) was created, altered or deleted
@@ -324,7 +321,7 @@ class BrokerContract(Protocol):
         "save"      () offsets will be saved: commit those that are due
         """
 
-    def unlisten(self, news: ChangeFeed, callback: Callable[..., object]) -> None:
+    def unlisten(self, event: Event, callback: Callable[..., object]) -> None:
         """Stop calling `callback`. Repeating it is harmless."""
 
     # -- in ---------------------------------------------------------------------------------------------------------

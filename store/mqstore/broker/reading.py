@@ -35,8 +35,8 @@ __all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
 
 _log = logging.getLogger("mqstore")
 
-Start = Literal["earliest", "latest"] | datetime | int
-"""Start of a group: a word, or the earliest store time of a message (aware, or ms since the epoch)."""
+Start = Literal["earliest", "latest"] | datetime
+"""Start of a group without a committed offset: a word, or the earliest store time of a message (aware)."""
 ReadStatus = Literal[GetStatus, "OFFSET_RESET"]
 OnReset = Callable[[QueueKey, int], object]
 """Function to call with the queue and the offset of each reset."""
@@ -273,7 +273,7 @@ class Reads:
         except TopicNotFoundError:
             return low
 
-    def first_position(self, key: QueueKey, start: Start | None = None) -> int:
+    def first_position(self, key: QueueKey, start: Start | int | None = None) -> int:
         """Return the group's committed offset in a queue, or commit and return its first position.
 
         A group that is new in the topic begins at `start` (None: the group's own), in retry topics at the first
@@ -294,20 +294,21 @@ class Reads:
                     committed = self._begin(key, self._groups.require(key.group).start if start is None else start)
         return committed
 
-    def _begin(self, key: QueueKey, start: Start) -> int:
+    def _begin(self, key: QueueKey, start: Start | int) -> int:
         """Commit the first position of a group that has no committed offset in a queue."""
         group, topic, queue_id = key
         queues = range(self._topics.require(topic).read_queues)
         is_new = all(self._offsets.committed(QueueKey(group, topic, each)) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
-        begins = {each: self._place(topic, each, start) for each in queues}
+        begins = {each: self.place(topic, each, start) for each in queues}
         # If the position could be another one after a crash, it must be on disk before a message is delivered.
         same = is_retry_topic(topic) or (start == "earliest" and self._groups.require(group).start == "earliest")
         self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
 
-    def _place(self, topic: str, queue_id: int, start: Start) -> int:
+    def place(self, topic: str, queue_id: int, start: Start | int) -> int:
+        """Return the offset at which a group starts in a queue. An integer is ms since the epoch."""
         low, high = self._offsets.bounds(topic, queue_id)
         if start == "earliest":
             return low
@@ -322,7 +323,7 @@ class Reads:
         group: str,
         topic: str,
         queue_id: int | None,
-        to: Literal["earliest", "latest"] | datetime | int,
+        to: Start | int,
         on_reset: OnReset | None = None,
     ) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue, or all readable ones. Return the offsets set.
@@ -340,7 +341,7 @@ class Reads:
         targets: dict[QueueRef, int] = {}
         for each in range(config.read_queues) if queue_id is None else (queue_id,):
             low, high = self._offsets.bounds(topic, each)
-            target = to if type(to) is int else self._place(topic, each, to)
+            target = to if type(to) is int else self.place(topic, each, to)
             if not low <= target <= high:
                 raise OffsetOutOfRangeError(
                     f"offset {target} of queue {each} of {topic!r} must be {low}..{high}",

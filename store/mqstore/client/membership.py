@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy, name_of
-from mqstore.contract import BrokerContract, ChangeFeed, Mode, RetryPolicy, Subscriptions
+from mqstore.contract import BrokerContract, Event, Mode, RetryPolicy, Subscriptions
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.signalsafe import Lock
@@ -116,8 +116,8 @@ class Membership:
         """
         self._clear_seats()  # members that hang need not agree
         changed = self._register(subscriptions)
-        for news, listener in self._listeners():
-            self._broker.listen(news, listener)
+        for event, listener in self._listeners():
+            self._broker.listen(event, listener)
         with self._lock:
             first, self._joined = not self._joined, True
             self._subscriptions = dict(subscriptions)
@@ -135,7 +135,7 @@ class Membership:
         member = self._broker.members.get(self.client_id, self.group)
         return member is not None and member.owner != self._token
 
-    def _listeners(self) -> tuple[tuple[ChangeFeed, Callable[[str], None]], ...]:
+    def _listeners(self) -> tuple[tuple[Event, Callable[[str], None]], ...]:
         return ("members", self._members_changed), ("topics", self._topic_changed), ("locks", self._lock_released)
 
     def leave(self) -> None:
@@ -143,8 +143,8 @@ class Membership:
         Offsets must be committed before. The end of work releases the remaining locks."""
         with self._lock:
             self._joined = False
-        for news, listener in self._listeners():
-            self._broker.unlisten(news, listener)
+        for event, listener in self._listeners():
+            self._broker.unlisten(event, listener)
         # Locks first, so that members whose share grows find them free.
         with self._lock:
             queues, self._held, self._wanted = self._held, set(), set()

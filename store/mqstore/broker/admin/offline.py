@@ -17,9 +17,8 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import datetime
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from mqstore.broker.admin.inspect import (
     PopView,
@@ -36,7 +35,7 @@ from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import pop_retry_topic, retry_topic
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.service import PopService
-from mqstore.broker.reading import Reads
+from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.dead_letters import DeadLetters
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.tables.groups import GroupConfig
@@ -51,8 +50,6 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
 __all__ = ["Offline", "look", "offline"]
-
-Start = Literal["earliest", "latest"] | datetime
 
 
 class Offline:
@@ -137,7 +134,7 @@ class Offline:
             if (lag := lags.get((topic, queue_id))) is not None:
                 first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
             else:
-                first, in_flight = _begin(reads, topic, queue_id, begin), 0
+                first, in_flight = reads.place(topic, queue_id, begin), 0
                 messages = max(0, reads.max_offset(topic, queue_id) - first)
             end = reads.max_offset(topic, queue_id)
             row = {"from": first, "end": end, "messages": messages, "in_flight": in_flight}
@@ -216,15 +213,6 @@ class Offline:
         if cancelled:
             parts.store.flush()
         return cancelled
-
-
-def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
-    """Return the offset at which a group starts. An integer is ms since the epoch."""
-    if start == "earliest":
-        return reads.min_offset(topic, queue_id)
-    if start == "latest":
-        return reads.max_offset(topic, queue_id)
-    return reads.offset_for_time(topic, queue_id, start)
 
 
 @contextmanager
