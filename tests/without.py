@@ -1,4 +1,4 @@
-"""The road without compiled parts, taken where they are there, to hold both against each other."""
+"""The router without compiled parts, taken where they are there, to hold both against each other."""
 
 from __future__ import annotations
 

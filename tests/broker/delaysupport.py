@@ -40,7 +40,7 @@ class Delays(ServiceBench[DelayService]):
 
     def put(self, level: int, body: bytes = b"m", topic: str = "orders", queue_id: int = 0, **more: str) -> int:
         """Put a delayed message; its offset in the level's queue."""
-        return self.parts.road.append(topic, queue_id, body, {**more, "DELAY": str(level)}).offset
+        return self.parts.router.append(topic, queue_id, body, {**more, "DELAY": str(level)}).offset
 
     def raw(self, level: int, properties: dict[str, str], body: bytes = b"m") -> int:
         """Put a record into a level's queue as another program might have."""

@@ -17,7 +17,7 @@ import pytest
 
 import mqstore
 from mqstore import Durability, QueueRef, Retention, SendReceipt, SimulatedClock
-from mqstore.broker import router as road
+from mqstore.broker import router
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
 from mqstore.broker.router import AsyncPuts, Router
@@ -639,7 +639,7 @@ def test_async_puts_that_start_a_thread_each_all_end(tmp_path: Path, monkeypatch
             futures.append(broker.put_async("t", b"1", durability="flush"))
         return thread
 
-    monkeypatch.setattr(road, "start_thread", start)
+    monkeypatch.setattr(router, "start_thread", start)
     for _ in range(5):
         started.clear()
         futures: list[Future[SendReceipt]] = []

@@ -187,9 +187,9 @@ def test_replay_reaches_only_its_group(parts: Parts) -> None:
 
 def test_a_message_group_stays_in_one_queue(parts: Parts) -> None:
     parts.topics.create("orders", queues=4)
-    where = {parts.road.put("orders", b"x", message_group="user-1").queue_id}
+    where = {parts.router.put("orders", b"x", message_group="user-1").queue_id}
     for i in range(5):
-        receipt = parts.road.put("orders", str(i).encode(), message_group="user-1")
+        receipt = parts.router.put("orders", str(i).encode(), message_group="user-1")
         where.add(receipt.queue_id)
         Retries(parts).send_back("g", receipt.physical_offset, delay_level=-1)
     DeadLetters(parts, "g").replay(all_groups=True)
@@ -305,21 +305,21 @@ def test_letters_filed_meanwhile_are_not_sent(parts: Parts) -> None:
     die(parts, 2)
 
     def copy(*message: Any, **options: Any) -> Any:
-        receipt = parts.road.copy(*message, **options)
+        receipt = parts.router.copy(*message, **options)
         Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), "g", "again")
         return receipt
 
-    assert DeadLetters(replace(parts, road=cast(Router, SimpleNamespace(copy=copy))), "g").replay().count == 2
+    assert DeadLetters(replace(parts, router=cast(Router, SimpleNamespace(copy=copy))), "g").replay().count == 2
     assert len(DeadLetters(parts, "g")) == 2
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 270, 299])
 def test_when_a_copy_fails_what_was_sent_is_let_go_of_and_the_rest_is_not(parts: Parts, fails_at: int) -> None:
     die(parts, 300)
-    calls = iter([parts.road.copy] * fails_at)
-    road = SimpleNamespace(copy=lambda *rest, **options: next(calls, full)(*rest, **options))
+    calls = iter([parts.router.copy] * fails_at)
+    router = SimpleNamespace(copy=lambda *rest, **options: next(calls, full)(*rest, **options))
     with pytest.raises(StoreFullError):
-        DeadLetters(replace(parts, road=cast(Router, road)), "g").replay(all_groups=True)
+        DeadLetters(replace(parts, router=cast(Router, router)), "g").replay(all_groups=True)
     letters = DeadLetters(parts, "g")
     assert letters.bounds[0] == fails_at
     assert letters.replay(all_groups=True).count == 300 - fails_at

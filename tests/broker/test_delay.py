@@ -190,14 +190,14 @@ def test_head_that_fits_no_other_place_is_delivered_at_once(delays: Delays, monk
     delays.put(1, b"ahead")
     delays.put(1, b"ahead too")
     delays.clock.set_wall(START_MS)
-    real = delays.parts.road.copy_many
+    real = delays.parts.router.copy_many
 
     def no_room(_: object, copies: Any) -> int:
         if copies[0][1] == TIMER_TOPIC and copies[0][0].body == b"ahead":
             raise InvalidMessageError("too long", "properties")
         return real(copies)
 
-    monkeypatch.setattr(type(delays.parts.road), "copy_many", no_room)
+    monkeypatch.setattr(type(delays.parts.router), "copy_many", no_room)
     delays.settle()
     assert delays.delivered() == [b"ahead"]
     delays.pass_ms(1_000)
@@ -302,7 +302,7 @@ def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
 
 def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) -> None:
     properties = {"color": "red", "KEYS": "k1 k2", "TAGS": "t", "UNIQ_KEY": "u1", "WAIT": "true", "DELAY": "2"}
-    delays.parts.road.append(
+    delays.parts.router.append(
         "orders", 3, zlib.compress(b"body" * 100), properties, flag=77, sys_flag=0x1 | 0x2 | 0x8,
         born_timestamp_ms=12345, born_host="10.1.2.3:4567", reconsume_times=6,
     )  # fmt: skip
@@ -322,7 +322,7 @@ def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) ->
 
 @pytest.mark.parametrize("hosts", ["[2001:db8::1]:80", "10.0.0.1:80"])
 def test_a_message_without_a_key_of_its_own_is_known_by_its_first_address(delays: Delays, hosts: str) -> None:
-    delays.parts.road.append("orders", 0, b"x", {"DELAY": "1"}, born_host=hosts)
+    delays.parts.router.append("orders", 0, b"x", {"DELAY": "1"}, born_host=hosts)
     [first] = delays.messages(SCHEDULE_TOPIC)
     delays.pass_ms(1_000)
     [copy] = delays.messages()
@@ -474,9 +474,9 @@ def test_failed_put_is_retried_and_not_overtaken(delays: Delays, monkeypatch: py
     for body in (b"a", b"b"):
         delays.put(1, body)
     delays.put(2, b"other level", topic="clicks")
-    real = delays.parts.road.copy_many
+    real = delays.parts.router.copy_many
     monkeypatch.setattr(
-        type(delays.parts.road), "copy_many", lambda _, copies: (full if copies[0][1] == "orders" else real)(copies)
+        type(delays.parts.router), "copy_many", lambda _, copies: (full if copies[0][1] == "orders" else real)(copies)
     )
     delays.clock.advance(1_000)
     delays.pass_ms(20_000)
@@ -493,7 +493,7 @@ def test_back_off_doubles_from_100_ms_to_10_s(delays: Delays, monkeypatch: pytes
     def waits(count: int) -> list[int]:
         found = []
         with monkeypatch.context() as patched:
-            patched.setattr(type(delays.parts.road), "copy_many", full)
+            patched.setattr(type(delays.parts.router), "copy_many", full)
             for _ in range(count):
                 due_ms = delays.service.run_once(delays.clock.now_ms())
                 assert due_ms is not None

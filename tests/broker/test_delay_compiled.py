@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.broker import router as road
+from mqstore.broker import router
 from mqstore.broker.delay import levels as delay
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
@@ -98,7 +98,7 @@ def test_the_same_is_delivered_without_compiled_parts(
 ) -> None:
     options: dict[str, Any] = {"store_host": "[::1]:9"} if seed % 5 == 4 else {}
     found = run(tmp_path / "compiled", seed, **options)
-    for module in delay, road, writer:
+    for module in delay, router, writer:
         monkeypatch.setattr(module, "kernel", None)
     assert run(tmp_path / "python", seed, **options) == found
     assert "orders" in found[1]  # type: ignore[operator]

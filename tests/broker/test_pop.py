@@ -500,12 +500,12 @@ def test_a_copy_that_cannot_be_put_is_put_later_and_nothing_is_lost(
     pops.put("t", 200)
     for _ in range(7):
         pops.pop(n=32)
-    copy_many = pops.parts.road.copy_many
+    copy_many = pops.parts.router.copy_many
 
     def some(copies: list[Copy], attempts: int) -> int:
         return copy_many(copies[:70], attempts) if len(copies) == 200 else full()
 
-    monkeypatch.setattr(pops.parts.road, "copy_many", some)
+    monkeypatch.setattr(pops.parts.router, "copy_many", some)
     with pytest.raises(StoreFullError):
         pops.advance(INVISIBLE_MS)
     assert len(pops.read(RETRY)) == 70

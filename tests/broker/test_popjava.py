@@ -836,7 +836,7 @@ def test_damaged_record_is_reported_and_skipped(bench: PopBench, java: Java, cap
 def test_other_messages_of_the_timer_are_none_of_these(bench: PopBench, caplog: pytest.LogCaptureFixture) -> None:
     """Users' tags may be anything: `ck` itself, and `dL`, which has the same hash."""
     for tag in ("ck", "dL", "ack"):
-        bench.parts.road.append("t", 0, b"mine", {"TAGS": tag, "TIMER_DELAY_SEC": "60"})
+        bench.parts.router.append("t", 0, b"mine", {"TAGS": tag, "TIMER_DELAY_SEC": "60"})
     bench.reopen()
     assert in_flight(bench) == set()
     assert caplog.text == ""
@@ -913,7 +913,7 @@ def test_kill_in_a_take_over_loses_and_doubles_nothing(folder: Path, tmp_path: P
 def test_a_store_that_no_java_broker_popped_from_is_left_alone(tmp_path: Path, profile: Any) -> None:
     with PopBench(tmp_path / "store", profile=profile, queues=1) as bench:
         bench.put("t", 3)
-        bench.parts.road.append("t", 0, b"later", {"TIMER_DELAY_SEC": "60"})
+        bench.parts.router.append("t", 0, b"later", {"TIMER_DELAY_SEC": "60"})
         bench.pop(n=2, local=False)
         bench.close()
         size = bench.path / "commitlog" / f"{0:020d}"

@@ -38,7 +38,7 @@ def delivered(parts: Parts, waiting: Message) -> Message:
     topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
     for name in ("DELAY", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"):
         properties.pop(name, None)
-    return at(parts, parts.road.copy(waiting, topic, queue_id, properties))
+    return at(parts, parts.router.copy(waiting, topic, queue_id, properties))
 
 
 # -- where a copy goes -----------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_the_reason_is_kept_within_its_bytes_and_without_separators(parts: Parts
 
 def test_the_origin_given_wins_and_else_it_is_where_the_message_was_sent(parts: Parts) -> None:
     retries = Retries(parts)
-    waiting = at(parts, parts.road.put("orders", b"b", delay_level=2))
+    waiting = at(parts, parts.router.put("orders", b"b", delay_level=2))
     failed = back(parts, put(parts))
     plain = put(parts)
 

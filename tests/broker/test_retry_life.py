@@ -54,7 +54,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
 
 def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life: Life) -> None:
     parts = life.parts
-    first = parts.road.put("orders", b"poison", queue_id=0, tag="t", unique_key="U")
+    first = parts.router.put("orders", b"poison", queue_id=0, tag="t", unique_key="U")
     begin_ms, seen = parts.clock.now_ms(), []
     for delay_s in [*DELAYS_S, None]:
         [message] = life.arrived()
@@ -91,7 +91,7 @@ def test_failures_and_restarts_deliver_each_attempt_once(
     with Life(tmp_path_factory.mktemp("life") / "store") as life:
         limit = data.draw(st.integers(1, 8), label="max_attempts")
         life.parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit))
-        life.parts.road.put("orders", b"x", queue_id=0, unique_key="U")
+        life.parts.router.put("orders", b"x", queue_id=0, unique_key="U")
         attempt, due_ms, dead = 1, START_MS, False
         while not dead:
             ahead_ms = due_ms - life.parts.clock.now_ms()

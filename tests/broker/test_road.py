@@ -17,7 +17,7 @@ from tests.broker.support import START_MS, new_parts
 
 
 def test_without_a_queue_id_the_queues_of_a_topic_take_turns(parts: Parts) -> None:
-    ids = [parts.road.put("orders", b"x").queue_id for _ in range(8)]
+    ids = [parts.router.put("orders", b"x").queue_id for _ in range(8)]
 
     assert sorted(ids[:4]) == [0, 1, 2, 3]
     assert ids[4:] == ids[:4]
@@ -28,7 +28,7 @@ def test_without_a_queue_id_the_queues_of_a_topic_take_turns(parts: Parts) -> No
     ("group", "queue_id"), [("a", 0), ("order-1", 3), ("order-2", 2), ("order-42", 3), ("用户-7", 1)]
 )
 def test_a_message_group_has_its_queue_and_is_stored(parts: Parts, group: str, queue_id: int) -> None:
-    receipts = [parts.road.put("orders", b"x", message_group=group) for _ in range(2)]
+    receipts = [parts.router.put("orders", b"x", message_group=group) for _ in range(2)]
 
     assert {receipt.queue_id for receipt in receipts} == {queue_id}
     assert [m.message_group for m in parts.store.read("orders", queue_id)] == [group, group]
@@ -38,7 +38,7 @@ def test_a_message_group_has_its_queue_and_is_stored(parts: Parts, group: str, q
     ("asked", "stored", "queue_id"), [(1, "1", 0), (3, "3", 2), (18, "18", 17), (19, "18", 17), (99, "18", 17)]
 )
 def test_a_level_diverts_to_its_queue_and_is_clamped(parts: Parts, asked: int, stored: str, queue_id: int) -> None:
-    receipt = parts.road.put("orders", b"x", queue_id=2, delay_level=asked)
+    receipt = parts.router.put("orders", b"x", queue_id=2, delay_level=asked)
 
     assert (receipt.topic, receipt.queue_id) == (SCHEDULE_TOPIC, queue_id)
     [message] = parts.store.read(SCHEDULE_TOPIC, queue_id)
@@ -49,7 +49,7 @@ def test_a_level_diverts_to_its_queue_and_is_clamped(parts: Parts, asked: int, s
 
 
 def test_a_level_wins_over_a_timer(parts: Parts) -> None:
-    topic, queue_id, properties = parts.road.route(
+    topic, queue_id, properties = parts.router.route(
         "orders", 1, {"DELAY": "2", "TIMER_DELIVER_MS": "5", "TIMER_DELAY_SEC": "6", "TIMER_DELAY_MS": "7", "k": "v"}
     )
 
@@ -59,7 +59,7 @@ def test_a_level_wins_over_a_timer(parts: Parts) -> None:
 
 @pytest.mark.parametrize("level", ["0", "-1", "no number", ""])
 def test_a_property_that_is_no_level_diverts_nothing(parts: Parts, level: str) -> None:
-    assert parts.road.route("orders", 1, {"DELAY": level}) == ("orders", 1, {"DELAY": level})
+    assert parts.router.route("orders", 1, {"DELAY": level}) == ("orders", 1, {"DELAY": level})
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_property_that_is_no_level_diverts_nothing(parts: Parts, level: str) -
     [(0, True), (TRANSACTION_COMMIT, True), (TRANSACTION_PREPARED, False), (TRANSACTION_ROLLBACK, False)],
 )
 def test_only_plain_and_committed_records_are_delayed(parts: Parts, sys_flag: int, diverted: bool) -> None:
-    topic, _, _ = parts.road.route("orders", 1, {"DELAY": "2"}, sys_flag)
+    topic, _, _ = parts.router.route("orders", 1, {"DELAY": "2"}, sys_flag)
 
     assert (topic == SCHEDULE_TOPIC) == diverted
 
@@ -82,7 +82,7 @@ def test_only_plain_and_committed_records_are_delayed(parts: Parts, sys_flag: in
     ],
 )
 def test_a_moment_is_given_in_any_of_four_ways(parts: Parts, options: Any) -> None:
-    receipt = parts.road.put("orders", b"x", **options)
+    receipt = parts.router.put("orders", b"x", **options)
 
     assert receipt.topic == TIMER_TOPIC
     [message] = parts.store.read(TIMER_TOPIC)
@@ -95,7 +95,7 @@ def test_a_moment_is_given_in_any_of_four_ways(parts: Parts, options: Any) -> No
     "options", [{"delay_level": 0}, {"delay": 0}, {"delay": 0.0}, {"deliver_at": 0}, {"deliver_at": START_MS / 1000}]
 )
 def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
-    assert parts.road.put("orders", b"x", **options).topic == "orders"
+    assert parts.router.put("orders", b"x", **options).topic == "orders"
 
 
 WRONG: dict[str, list[Any]] = {
@@ -123,11 +123,11 @@ WRONG: dict[str, list[Any]] = {
     ],
 )
 def test_invalid_message_is_refused_before_a_write(parts: Parts, options: Any, field: str) -> None:
-    parts.road.put("orders", b"first")
+    parts.router.put("orders", b"first")
     end = parts.store.max_offset
 
     with pytest.raises(InvalidMessageError) as caught:
-        parts.road.put("orders", b"x", **options)
+        parts.router.put("orders", b"x", **options)
 
     assert caught.value.field == field
     assert parts.store.max_offset == end
@@ -138,16 +138,16 @@ def test_invalid_message_is_refused_before_a_write(parts: Parts, options: Any, f
 )
 def test_a_user_does_not_put_to_a_topic_of_the_engine(parts: Parts, topic: str) -> None:
     with pytest.raises(NotPermittedError):
-        parts.road.put(topic, b"x")
+        parts.router.put(topic, b"x")
 
 
 def test_with_auto_create_off_an_unknown_topic_is_an_error(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store", auto_create_topics=False)
 
     with pytest.raises(TopicNotFoundError):
-        parts.road.put("orders", b"x")
+        parts.router.put("orders", b"x")
     parts.topics.create("orders", queues=1)
-    assert parts.road.put("orders", b"x").offset == 0
+    assert parts.router.put("orders", b"x").offset == 0
     parts.store.close()
 
 
@@ -156,7 +156,7 @@ def test_copy_keeps_its_origin(parts: Parts) -> None:
     receipt = parts.store.append("orders", 0, b"body", properties={"k": "v"}, reconsume_times=2, **born)
     [original] = parts.store.read("orders")
 
-    parts.road.copy(original, "other", 0, {"k": "w"}, reconsume_times=3)
+    parts.router.copy(original, "other", 0, {"k": "w"}, reconsume_times=3)
 
     [copy] = parts.store.read("other")
     assert {name: getattr(copy, name) for name in born} == born
@@ -172,7 +172,7 @@ def test_a_compressed_body_is_copied_as_it_lies(parts: Parts) -> None:
     parts.store.append("orders", 0, stored, sys_flag=1)
     [original] = parts.store.read("orders")
 
-    parts.road.copy(original, "other", 0, {})
+    parts.router.copy(original, "other", 0, {})
 
     [copy] = parts.store.read("other")
     assert bytes(copy.body_view) == stored

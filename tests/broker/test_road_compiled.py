@@ -73,13 +73,13 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, *, by_python: bo
         # What is put first is for Python, until its topics and queues are there.
         for first in ({"delay": 5}, *({"delay_level": level} for level in (1, 3, 18)), {}):
             for topic in ("orders", "narrow"):
-                parts.road.put(topic, b"first", unique_key="first", **cast(Any, first))
+                parts.router.put(topic, b"first", unique_key="first", **cast(Any, first))
         if by_python:
-            put_by_python(parts.road)
+            put_by_python(parts.router)
         results: list[Any] = []
         for topic, options, key in puts:
             try:
-                receipt = cast(Any, parts.road.put(topic, b"body", unique_key=key, **options))
+                receipt = cast(Any, parts.router.put(topic, b"body", unique_key=key, **options))
                 results.append((type(receipt), tuple(receipt), receipt.recall_handle))
             except (InvalidMessageError, ConfigError, TypeError, PermissionError, ValueError) as error:
                 results.append((type(error), str(error)))
@@ -119,8 +119,8 @@ def test_compiled_broker_put_agrees_with_python(
 def test_broker_puts_that_are_compiled(tmp_path: Path, options: dict[str, Any], is_compiled: bool) -> None:
     parts = new_parts(tmp_path / "s", segment_bytes=1 << 20)
     for first in ({"delay": 5}, {"delay_level": 3}, {}):
-        parts.road.put("orders", b"first", **cast(Any, first))
-    door = Door(parts.road)
+        parts.router.put("orders", b"first", **cast(Any, first))
+    door = Door(parts.router)
     receipt = door.put("orders", b"body", **options)
     assert door.left == ([] if is_compiled else [(("orders", b"body"), options)])
     assert (receipt is not None) == is_compiled
@@ -129,17 +129,17 @@ def test_broker_puts_that_are_compiled(tmp_path: Path, options: dict[str, Any], 
 
 def test_level_beyond_the_table_is_its_last(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "s")
-    parts.road.put("orders", b"x", delay_level=18)
+    parts.router.put("orders", b"x", delay_level=18)
     parts.store.close()
     parts = new_parts(tmp_path / "s", delay_levels="1s 5s", clock=parts.clock)
     for _ in range(3):
-        assert parts.road.put("orders", b"x", delay_level=18).queue == ("SCHEDULE_TOPIC_XXXX", 1)
+        assert parts.router.put("orders", b"x", delay_level=18).queue == ("SCHEDULE_TOPIC_XXXX", 1)
     parts.store.close()
 
 
 def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(parts: Parts) -> None:
-    parts.road.put("orders", b"first", delay=5)
-    keys = [new_unique_key(), parts.road.put("orders", b"x", delay=5).unique_key, new_unique_key()]
+    parts.router.put("orders", b"first", delay=5)
+    keys = [new_unique_key(), parts.router.put("orders", b"x", delay=5).unique_key, new_unique_key()]
     assert [len(key) for key in keys] == [34] * 3
     assert len({key[:18] for key in keys}) == 1
     seconds = [int(key[18:26], 16) for key in keys]
@@ -150,8 +150,8 @@ def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(parts: Parts)
 
 def test_the_receipt_of_a_delayed_message_is_a_value(parts: Parts) -> None:
     for prepare in (lambda _: None, put_by_python):
-        prepare(parts.road)
-        receipt = parts.road.put("orders", b"x", delay=5, unique_key="u")
+        prepare(parts.router)
+        receipt = parts.router.put("orders", b"x", delay=5, unique_key="u")
         assert type(receipt) is DelayedReceipt
         assert hash(receipt) == hash(tuple(receipt))
         for again in (copy.copy(receipt), pickle.loads(pickle.dumps(receipt))):

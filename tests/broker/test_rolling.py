@@ -180,7 +180,7 @@ def test_a_level_of_30_days_does_not_hold_the_log_either(tmp_path: Path, unconsu
 
 def test_relocated_level_message_is_delivered_as_usual(bench: Bench) -> None:
     properties = {"TAGS": "t", "KEYS": "k1 k2", "mine": "x", "WAIT": "true", "DELAY": "3"}
-    put = bench.parts.road.append
+    put = bench.parts.router.append
     fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
     first = put("orders", 2, b"with a key", {**properties, "UNIQ_KEY": "u"}, **fields)
     second = put("orders", 2, b"without", properties, **fields)
@@ -695,7 +695,7 @@ def test_a_timer_message_that_cannot_be_put_again_stays(
     def refuse(*_: Any, **__: Any) -> Any:
         raise InvalidMessageError("too large", "properties")
 
-    monkeypatch.setattr(bench.parts.road, "copy", refuse)
+    monkeypatch.setattr(bench.parts.router, "copy", refuse)
     for _ in range(4):
         bench.house()
     assert bench.counted("TIMER_ROLLED") == 0

@@ -228,7 +228,7 @@ class Timers(ServiceBench[TimerService]):
     def put(self, body: str, wait_ms: int, **options: Any) -> str:
         """The recall handle of a message to queue 0 of `orders`."""
         properties = {"TIMER_DELAY_MS": str(wait_ms), **options.pop("properties", {})}
-        receipt = self.parts.road.append("orders", 0, body.encode(), properties, **options)
+        receipt = self.parts.router.append("orders", 0, body.encode(), properties, **options)
         assert receipt.recall_handle is not None
         return receipt.recall_handle
 
@@ -285,8 +285,8 @@ def test_a_message_comes_at_its_moment(timers: Timers, phase_ms: int, reopened: 
 
 
 def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) -> None:
-    timers.parts.road.append("orders", 0, b"now", {})
-    timers.parts.road.append("orders", 0, b"now", {"TIMER_DELAY_SEC": "0"})
+    timers.parts.router.append("orders", 0, b"now", {})
+    timers.parts.router.append("orders", 0, b"now", {"TIMER_DELAY_SEC": "0"})
     assert timers.settle() is None
     timers.reopen()
     assert timers.settle() is None
@@ -315,7 +315,7 @@ def test_delivered_copy_has_no_delay_properties(timers: Timers) -> None:
 
 def test_compressed_body_is_copied_unchanged(timers: Timers) -> None:
     stored = zlib.compress(b"x" * 1000)
-    timers.parts.road.append("orders", 0, stored, {"TIMER_DELAY_MS": "100"}, sys_flag=1)
+    timers.parts.router.append("orders", 0, stored, {"TIMER_DELAY_MS": "100"}, sys_flag=1)
     timers.pass_ms(1000)
     [message] = timers.messages()
     assert bytes(message.body_view) == stored
@@ -463,7 +463,7 @@ def test_a_roll_moves_what_is_needed_forward_in_the_log(timers: Timers) -> None:
     timers.put("far", 300 * DAY)
     for _ in range(60):
         for n in range(10):
-            timers.parts.road.append("orders", 0, bytes(400), {"n": str(n)})
+            timers.parts.router.append("orders", 0, bytes(400), {"n": str(n)})
         timers.pass_ms(DAY)
         [pin] = timers.timer.pins()
         timers.parts.store.flush()

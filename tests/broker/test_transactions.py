@@ -191,7 +191,7 @@ def test_only_a_check_answer_ends_it_after_immunity(bench: Bench) -> None:
 def test_a_commit_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bench.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.parts.road, "copy", full)
+        patch.setattr(bench.parts.router, "copy", full)
         with pytest.raises(StoreFullError):
             bench.transactions.end(handle, "commit")
     assert bench.transactions.open_transactions() == [handle]
@@ -203,13 +203,13 @@ def test_a_commit_that_is_stored_but_perhaps_not_on_disk_is_a_commit(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = bench.begin()
-    copy = bench.parts.road.copy
+    copy = bench.parts.router.copy
 
     def slow(*args: Any, **options: Any) -> None:
         raise FlushTimeoutError("stored", copy(*args, **options))
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.parts.road, "copy", slow)
+        patch.setattr(bench.parts.router, "copy", slow)
         with pytest.raises(FlushTimeoutError):
             bench.transactions.end(handle, "commit")
     assert bench.transactions.end(handle, "commit") is not None
@@ -567,7 +567,7 @@ def test_an_answer_that_cannot_be_carried_out_does_not_count(bench: Bench, monke
     bench.begin(b"paid")
     now_ms = START_MS + CHECK_AFTER_MS
     with monkeypatch.context() as patch:
-        patch.setattr(bench.parts.road, "copy", full)
+        patch.setattr(bench.parts.router, "copy", full)
         for _ in range(20):
             with pytest.raises(StoreFullError):
                 bench.transactions.run_once(now_ms)

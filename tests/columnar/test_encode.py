@@ -97,7 +97,7 @@ def put_bytes(parts: Parts, receipt: SendReceipt) -> bytes:
 def put_row(parts: Parts, row: Mapping[str, Any]) -> bytes:
     """`row` by the engine's own way in."""
     keys = row.get("keys")
-    receipt = parts.road.put(
+    receipt = parts.router.put(
         row["topic"],
         row["body"],
         queue_id=row.get("queue_id"),
@@ -166,7 +166,7 @@ def test_delay_seconds_becomes_what_a_record_with_that_property_becomes(parts: P
     [found] = encode([{"topic": "t", "body": b"x", "queue_id": 2, "unique_key": "u", "delay_seconds": seconds}])
     parts.topics.create("t", queues=8)
 
-    put = parts.road.append("t", 2, b"x", {"UNIQ_KEY": "u", "TIMER_DELAY_SEC": str(seconds)})
+    put = parts.router.append("t", 2, b"x", {"UNIQ_KEY": "u", "TIMER_DELAY_SEC": str(seconds)})
 
     assert found == put_bytes(parts, put)
 

@@ -93,7 +93,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
             for _ in range(rng.randrange(1, 6)):
                 topic, queue_id = rng.choice(QUEUES)
                 body = b"%d " % script.puts + rng.randbytes(rng.choice((0, 10, 300)))
-                broker.parts.road.append(topic, queue_id, body, {"DELAY": str(rng.randrange(1, 4))})
+                broker.parts.router.append(topic, queue_id, body, {"DELAY": str(rng.randrange(1, 4))})
                 script.puts += 1
         elif step < 0.8:
             clock.advance(rng.choice((300, 1_000, 2_500, 6_000)))

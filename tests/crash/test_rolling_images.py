@@ -109,9 +109,9 @@ def spied(broker: Broker, fs: RecordingFileSystem) -> Broker:
         for message, *_ in copies:
             fs.mark(("copied", ("level", message.text())))
 
-    road = broker.parts.road
-    after(road, "copy", lambda message, *_: fs.mark(("copied", ("timer", message.text()))))
-    after(road, "copy_many", tell_all)
+    router = broker.parts.router
+    after(router, "copy", lambda message, *_: fs.mark(("copied", ("timer", message.text()))))
+    after(router, "copy_many", tell_all)
     after(checkpoint_of(broker.timer), "save", lambda *_: None)
     after(broker.delay, "save", lambda *_: None)
     return broker
@@ -138,7 +138,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
         else:
             level = rng.randrange(1, 3)
             wait, properties = LEVELS_MS[level - 1], {"DELAY": str(level)}
-        receipt = broker.parts.road.append(
+        receipt = broker.parts.router.append(
             "orders", 0, body.encode(), properties, durability="flush" if durable else "append"
         )
         if receipt.recall_handle is not None:
@@ -150,7 +150,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
     def house() -> None:
         """What ten seconds of a busy broker do, with the time that passes in them."""
         for _ in range(rng.randrange(4, 12)):
-            broker.parts.road.append("busy", 0, rng.randbytes(1500), {})
+            broker.parts.router.append("busy", 0, rng.randbytes(1500), {})
         broker.deliver()
         if rng.random() < 0.7:
             broker.store.flush()

@@ -82,7 +82,7 @@ def run_script(seed: int, root: Path, fs: RecordingFileSystem) -> Script:
             body = str(step)
             wait = rng.choice((500, S, 3 * S, 8 * S, HOUR, 3 * DAY, 6 * DAY)) + rng.randrange(S)
             durable = rng.random() < 0.6
-            receipt = timers.parts.road.append(
+            receipt = timers.parts.router.append(
                 "orders", 0, body.encode(), {"TIMER_DELAY_MS": str(wait)}, durability="flush" if durable else "append"
             )
             assert receipt.recall_handle is not None

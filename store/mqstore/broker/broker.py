@@ -1,11 +1,11 @@
 # ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """The broker: the engine contract (`contract.py`) on a store of this process.
 
-    put ---> road ---> log ---> dispatcher ---> waiters ---> read, pop
-              ^                     |
-              +---- delay, timer, retry, revive, transactions (housekeeper: run_once)
+    put ---> router ---> log ---> dispatcher ---> waiters ---> read, pop
+              ^                       |
+              +---- delay, timer, retry, redelivery, transactions (housekeeper: run_once)
 
-One thread, the housekeeper, drives every mechanism. A store with its own clock has no thread: call `run_once`.
+One thread, the housekeeper, runs every service. A store with its own clock has no thread: call `run_once`.
 
 The module is long because it has the whole contract. A method checks its arguments and calls a service. The contract
 documents its operations. The others are administration.
@@ -183,7 +183,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         store.closer = self.close
-        self._sender = parts.road._sender
+        self._sender = parts.router._sender
         # First: nothing is delivered or counted before the messages that an ended process held are back.
         self._housekeeper.run("pop")
         if not self.own_clock:
@@ -226,7 +226,7 @@ class Broker(Closing, Sending, BrokerContract):
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
         """Append one message as `Router.put` does."""
-        return self._parts.road.put(topic, body, queue_id=queue_id, **options)
+        return self._parts.router.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,
@@ -237,7 +237,7 @@ class Broker(Closing, Sending, BrokerContract):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        return self._parts.road.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
+        return self._parts.router.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]

@@ -60,7 +60,7 @@ class Parts(Tables):
     """Tables of a store open for writing, and the router of its messages."""
 
     store: MessageStore
-    road: Router
+    router: Router
 
 
 class KeptMessages(NamedTuple):
@@ -125,10 +125,10 @@ def open_parts(store: MessageStore) -> Parts:
     _cut_with_queues(store)
     tables = open_tables(store)
     forget_ends(store.path, store.fs)
-    offsets, road = tables.offsets, Router(store, tables.topics, tables.offsets)
+    offsets, router = tables.offsets, Router(store, tables.topics, tables.offsets)
     store.room.deliveries = lambda: sum(each.deliveries for each in kept_for_consumers(tables))
     store.room.groups = lambda topic: max(1, len(offsets.groups() if topic is None else offsets.groups_of(topic)))
-    return Parts(**{each.name: getattr(tables, each.name) for each in fields(Tables)}, road=road)
+    return Parts(**{each.name: getattr(tables, each.name) for each in fields(Tables)}, router=router)
 
 
 def _cut_with_queues(store: StoreReader) -> None:

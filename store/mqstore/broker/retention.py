@@ -124,7 +124,7 @@ class RetentionService(BackgroundService):
         A commit in memory may depend on a copy (a retry, a dead letter) that a power cut would remove. Then only the
         original would be left."""
         end = self._parts.store.max_offset
-        pin = self._parts.road.references.oldest(lambda: self._pins(policy))
+        pin = self._parts.router.references.oldest(lambda: self._pins(policy))
         # After the pins were read, so that the changes that moved them are on disk before a segment is deleted.
         self._parts.store.flush()
         self._parts.offsets.save()

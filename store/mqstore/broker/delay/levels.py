@@ -137,7 +137,7 @@ class DelayService(Roller):
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
         self._store = parts.store
-        self._road = parts.road
+        self._router = parts.router
         self._topics = parts.topics
         self._statistics = parts.statistics
         self._clock = parts.clock
@@ -146,7 +146,7 @@ class DelayService(Roller):
         self.errors: dict[int, str] = {}
         """Current error that stops delivery, by level."""
         self._table_ms = self._store.delay_table_ms
-        self._reach = parts.road.references.reach
+        self._reach = parts.router.references.reach
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
@@ -426,9 +426,9 @@ class DelayService(Roller):
             else:
                 queues = settled.get(topic)
                 if queues is None:
-                    queues = settled[topic] = self._road.settled_queues(topic)
+                    queues = settled[topic] = self._router.settled_queues(topic)
                 settles = queue_id < queues
-                home = queue_id if settles else self._road.target_queue(message, topic, queue_id)
+                home = queue_id if settles else self._router.target_queue(message, topic, queue_id)
             if home is not None and topic != HALF_TOPIC:
                 properties = begin + rest
                 if rolled:
@@ -458,7 +458,7 @@ class DelayService(Roller):
         at = 0
         while at < len(copies):
             try:
-                count = self._road.copy_many(copies[at:] if at else copies)
+                count = self._router.copy_many(copies[at:] if at else copies)
             except InvalidMessageError as error:  # about the first copy, which stays invalid
                 if rolled:
                     raise

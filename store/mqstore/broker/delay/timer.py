@@ -209,7 +209,7 @@ class TimerService(Roller):
                 return
             physical = physical_of(self._store, TIMER_TOPIC, 0, max(queue_offset, bounds[0]))
         if physical is not None:
-            rolls, reach = physical != self._stuck, self._parts.road.references.reach
+            rolls, reach = physical != self._stuck, self._parts.router.references.reach
             yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls, reach)
 
     def waiting(self) -> int:

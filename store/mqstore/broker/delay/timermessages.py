@@ -70,7 +70,7 @@ class TimerMessages:
             return
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")
-        home = self._parts.road.target_queue(message, topic, int(properties[REAL_QID]))
+        home = self._parts.router.target_queue(message, topic, int(properties[REAL_QID]))
         if home is None:
             self._pass_over(message, topic)
             return
@@ -115,7 +115,7 @@ class TimerMessages:
             return
         message = whole
         kept = {name: value for name, value in properties.items() if name not in without}
-        copy = self._parts.road.copy
+        copy = self._parts.router.copy
         try:
             copy(message, topic, queue_id, {**kept, **marks}, durability="append")
         except InvalidMessageError:
@@ -191,7 +191,7 @@ class TimerMessages:
             names[wanted.unique_key] = NOWHERE  # only for a RocketMQ 5.4 broker that may open the store later
         for name, until_ms in names.items():
             marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
-            self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
+            self._parts.router.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
 
     def put_again(self, unit: TimerUnit) -> None:
         """Put the message of a unit to the timer topic again, unchanged, for the rest of its time.
@@ -201,9 +201,9 @@ class TimerMessages:
             return
         properties = message.stored_properties()
         topic = properties.get(REAL_TOPIC, "")
-        if self._parts.road.target_queue(message, topic, 0) is None:
+        if self._parts.router.target_queue(message, topic, 0) is None:
             self._pass_over(message, topic)
             return
         kept = {name: value for name, value in properties.items() if name not in _ROLLED_WITHOUT}
-        self._parts.road.copy(message, TIMER_TOPIC, 0, kept, durability="append")
+        self._parts.router.copy(message, TIMER_TOPIC, 0, kept, durability="append")
         self._parts.statistics.add("TIMER_ROLLED", TIMER_TOPIC)

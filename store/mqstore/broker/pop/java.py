@@ -388,7 +388,7 @@ class JavaTakeover:
             TIMER_OUT_MS: str(slot_of(due_ms)),
         }
         body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-        self._parts.road.append(TIMER_TOPIC, 0, body, properties, durability="append")
+        self._parts.router.append(TIMER_TOPIC, 0, body, properties, durability="append")
 
 
 # -- contents of records ----------------------------------------------------------------------------------------------

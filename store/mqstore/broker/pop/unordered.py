@@ -274,7 +274,7 @@ class UnorderedQueues:
             at = 0
             while at < len(copies):
                 try:
-                    count = self._tables.parts.road.copy_many(copies[at:], attempts=1)
+                    count = self._tables.parts.router.copy_many(copies[at:], attempts=1)
                 except InvalidMessageError:  # of the first copy: `_move` finds the reason and handles it
                     move(sources[at][0], copies[at][0], sources[at][1])
                     at += 1
@@ -389,7 +389,7 @@ class UnorderedQueues:
             latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
             properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
         try:
-            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=attempts)
+            copy = parts.router.copy(message, topic, 0, properties, reconsume_times=attempts)
             if ended:
                 self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:

@@ -125,7 +125,7 @@ class DeadLetters:
     >>> from mqstore.broker.redelivery.retry import Retries
     >>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
     ...     parts = open_parts(store)
-    ...     failed = parts.road.put("orders", b"poison")
+    ...     failed = parts.router.put("orders", b"poison")
     ...     receipt = Retries(parts).send_back("billing", failed.physical_offset, delay_level=-1, reason="no such item")
     ...     letters = DeadLetters(parts, "billing")
     ...     [letter.properties["dlq_reason"] for letter in letters], letters.replay().topics, len(letters)
@@ -318,7 +318,7 @@ class DeadLetters:
             self._tables.offsets.begin(QueueKey(self.group, config.name, queue_id))
         if not isinstance(self._tables, Parts):
             raise ReadOnlyStoreError(refusal_to_reader(self._tables.store.path, self._tables.store.fs))
-        self._tables.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
+        self._tables.router.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
 
     def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:
         properties = message.stored_properties()

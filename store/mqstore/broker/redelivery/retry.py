@@ -139,7 +139,7 @@ class Retries:
         try:
             for each in (0, queue_id):  # retries that wait count in the first queue
                 parts.offsets.begin(QueueKey(group, topic, each))
-            receipt = parts.road.copy(
+            receipt = parts.router.copy(
                 message, topic, queue_id, properties, refers=True, reconsume_times=times, durability=durability
             )
         except InvalidMessageError as error:
@@ -204,7 +204,7 @@ class Retries:
         durability: Durability | None,
     ) -> SendReceipt:
         message = message._whole()
-        return self._parts.road.append(  # not `copy`, which would add an origin although there may be no room
+        return self._parts.router.append(  # not `copy`, which would add an origin although there may be no room
             topic,
             queue_id,
             bytes(message.body_view),

@@ -248,7 +248,7 @@ class Transactions(BackgroundService):
             TRANSACTION_ID: identity,
         }
         # Checked now, because a commit, at which a timer adds its own properties, must not fail.
-        _, _, visible = self._parts.road.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
+        _, _, visible = self._parts.router.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
         _check_room(visible)
         stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
         body = flat_body(body)
@@ -343,7 +343,7 @@ class Transactions(BackgroundService):
         """Put the visible message. Return the error of a put whose durability is unknown, or None."""
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
-        queue_id = self._parts.road.target_queue(message, half.handle.topic, int(properties.pop(REAL_QID)))
+        queue_id = self._parts.router.target_queue(message, half.handle.topic, int(properties.pop(REAL_QID)))
         if queue_id is None:
             self._end(half, "discard")
             raise TransactionStateError(
@@ -355,7 +355,7 @@ class Transactions(BackgroundService):
             properties.pop(name, None)
         properties[WAIT] = "false"
         try:
-            half.receipt = self._parts.road.copy(
+            half.receipt = self._parts.router.copy(
                 message,
                 half.handle.topic,
                 queue_id,
