@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,9 +29,6 @@ __all__ = [
     "topic_option",
     "usable",
 ]
-
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?")
-_UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
 spark_option = click.option(
@@ -108,10 +104,12 @@ def duration(value: Any) -> float:
     """Return the value of an option, a duration, in seconds."""
     if isinstance(value, float):
         return value
-    found = _DURATION.fullmatch(value.strip().lower())
-    if found is None:
-        raise click.BadParameter(f"{value!r} is not a length of time, such as 36h")
-    return float(found[1]) * _UNIT_S[found[2] or "s"]
+    from mqstore.jobs import duration_s
+
+    try:
+        return duration_s(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a length of time, such as 36h") from None
 
 
 def names(value: str | None) -> tuple[str, ...] | None:

@@ -19,8 +19,8 @@ The data source of Spark (`mqstore.spark`) uses the same modules:
 
     reading   options, selection (which stores, which messages) -> plan (which ranges) -> tasks; keyindex, views
     streams   progress
-    writing   options, staging -> publish; sets
-    workers   telling, runner
+    writing   options, staging -> publish; store_set
+    workers   errors, runner
 
 Jobs are imported when used, because only `export_parquet` needs pyarrow. None needs pyspark.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mqstore.jobs.dlq import dlq_resend as dlq_resend
     from mqstore.jobs.export import export_parquet as export_parquet
     from mqstore.jobs.lag import lag_report as lag_report
+    from mqstore.jobs.optiontable import duration_s as duration_s
     from mqstore.jobs.publish import clean_target as clean_target
     from mqstore.jobs.selection import select as select
     from mqstore.jobs.tracing import trace as trace
@@ -47,6 +48,7 @@ _LAZY: Final = {
     "clean_target": ".publish",
     "dlq_report": ".dlq",
     "dlq_resend": ".dlq",
+    "duration_s": ".optiontable",
     "export_parquet": ".export",
     "lag_report": ".lag",
     "recover": ".verifying",

@@ -70,17 +70,13 @@ class Offline:
     (['billing'], [(0, 0, 0), (1, 0, 0)])
     """
 
-    def __init__(self, store: StoreReader) -> None:
+    def __init__(self, store: StoreReader, saving: ExitStack) -> None:
         self._parts = open_parts(store) if isinstance(store, MessageStore) else None
         tables = self.tables = open_tables(store) if self._parts is None else self._parts
         self.topics, self.groups, self.offsets = tables.topics, tables.groups, tables.offsets
-        self._opened = ExitStack()
+        self._saving = saving  # if one part fails the others are still saved, and then its error is raised
         if self._parts is not None:
-            self._opened.callback(self.offsets.persist)  # runs last, since saving the others moves offsets
-
-    def close(self) -> None:
-        """Save all changes. If one part fails the others are still saved, and then its error is raised."""
-        self._opened.close()
+            self._saving.callback(self.offsets.persist)  # runs last, since saving the others moves offsets
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -171,10 +167,10 @@ class Offline:
         """Pop service with its state from the log. It handles the deletion of topics and groups."""
         parts = self._writing()
         waiters = Waiters(parts, _nothing)
-        self._opened.callback(waiters.close)
+        self._saving.callback(waiters.close)
         pop = PopService(parts, _nothing, waiters, Reads(parts), Retries(parts).dead_letter)
-        self._opened.callback(pop.close)
-        self._opened.callback(pop.persist)  # runs before it is closed
+        self._saving.callback(pop.close)
+        self._saving.callback(pop.persist)  # runs before it is closed
         return pop
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: Start | int) -> dict[QueueRef, int]:
@@ -219,8 +215,8 @@ class Offline:
 def look(path: str | os.PathLike[str], *, alone: bool = False) -> Iterator[Offline]:
     """Open the store in directory `path` to look at it, also while a broker runs. Leaves no trace.
     With `alone`, for the plan of a change: raises StoreLockedError, naming the holder, if there is a writer."""
-    with ReadOnlyMessageStore(path, fs=QUIET) as store:
-        opened = Offline(store)
+    with ReadOnlyMessageStore(path, fs=QUIET) as store, ExitStack() as saving:
+        opened = Offline(store, saving)
         if alone:
             refuse_beside_writer(path, QUIET)
         yield opened
@@ -231,12 +227,8 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
     """Open the store in directory `path` for changes by an operator. Never creates a store.
     Raises the errors of opening for writing: StoreLockedError while a broker runs, NotAStoreError without a store."""
     config = replace(config or StoreConfig(), requeue_on_open=False)
-    with MessageStore(path, create=False, config=config) as store:
-        opened = Offline(store)
-        try:
-            yield opened
-        finally:
-            opened.close()
+    with MessageStore(path, create=False, config=config) as store, ExitStack() as saving:
+        yield Offline(store, saving)
 
 
 def _nothing() -> None:
