@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mqstore import BatchFailure, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy, cancelled
-from mqstore.client.push import batches as chunks
+from mqstore.client.push import batches
 from mqstore.client.push.batches import TICK_MS
 from mqstore.client.push.concurrent import SEND_BACK_AGAIN_MS
 from mqstore.errors import NotPermittedError, StoreFullError
@@ -450,7 +450,7 @@ def test_revoked_queue_finishes_only_overtaken_messages(
             engine_of(consumer).halt()
 
     consumer = bench.consumer(halts, run=False)
-    monkeypatch.setattr(chunks, "WORTH_MS", 1e9)  # nobody helps with the first pull
+    monkeypatch.setattr(batches, "WORTH_MS", 1e9)  # nobody helps with the first pull
     bench.put(b"0", b"1", b"2", b"3")
     consumer.start()
     bench.settle()

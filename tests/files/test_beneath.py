@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ReadOnlyStoreError, StoreIOError
-from mqstore.files import safe_open as beneath
+from mqstore.files import safe_open
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.readonly_fs import QUIET
 from mqstore.files.safe_open import resolved
@@ -22,8 +22,8 @@ WRITING = [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CR
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways to refuse links: by the system's own call, and by hand where there is none."""
     if request.param == "folder by folder":
-        monkeypatch.setattr(beneath, "_compiled", None)
-        monkeypatch.setattr(beneath, "_NOFOLLOW_ANY", 0)
+        monkeypatch.setattr(safe_open, "_compiled", None)
+        monkeypatch.setattr(safe_open, "_NOFOLLOW_ANY", 0)
     return str(request.param)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.jobs import errors as telling
+from mqstore.jobs import errors
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import Slice, plan
 from mqstore.jobs.progress import StreamProgress
@@ -98,7 +98,7 @@ def test_store_that_does_not_open_is_passed_over_if_so_wished(
 ) -> None:
     """One store of a later version stopped every query of a fleet, with failOnDataLoss=false, too."""
     for number, way in enumerate(WAYS):
-        monkeypatch.setattr(telling, "_told", set())
+        monkeypatch.setattr(errors, "_told", set())
         caplog.clear()
         good, bad = (shutil.copytree(store, tmp_path / str(number) / name) for name in ("good", "bad"))
         options = source(paths=json.dumps([str(good), str(bad)]), subscribe="t", **allowed)

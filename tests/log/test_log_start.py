@@ -14,7 +14,7 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.engine import Finding
 from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
-from mqstore.log.snapshot import point_in_time as moment
+from mqstore.log.snapshot import point_in_time
 from mqstore.log.snapshot.copy import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
@@ -167,13 +167,13 @@ def test_a_snapshot_beside_retention_has_lost_nothing(
     """The checkpoint is read first, and the segments are listed when retention has been there."""
     make(path)
     with open_store(path) as store:
-        look = moment.inbox_state
+        look = point_in_time.inbox_state
 
         def meanwhile(*arguments: Any) -> Any:
             store.drop_before(2 * SEGMENT)
             return look(*arguments)
 
-        monkeypatch.setattr(moment, "inbox_state", meanwhile)
+        monkeypatch.setattr(point_in_time, "inbox_state", meanwhile)
         snapshot_store(path, tmp_path / "copy")
     with open_store(tmp_path / "copy") as copy:
         assert copy.recovery.findings == []

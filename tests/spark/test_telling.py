@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
-from mqstore.jobs import errors as telling
+from mqstore.jobs import errors
 from mqstore.jobs.errors import of_store, plain_errors, warn_once
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
@@ -69,7 +69,7 @@ def test_spark_worker_hides_the_traceback(tmp_path: Path) -> None:
 
 
 def test_a_warning_comes_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_told", set())
+    monkeypatch.setattr(errors, "_told", set())
     with caplog.at_level(logging.WARNING, "mqstore"):
         for text in ("a", "b", "a"):
             warn_once(text)

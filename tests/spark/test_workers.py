@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mqstore.jobs import errors as telling
+from mqstore.jobs import errors
 from mqstore.jobs.errors import settle
 from mqstore.jobs.runner import Runner
 from mqstore.log.reading.prefetch import Prefetch
@@ -122,9 +122,9 @@ def test_tasks_that_share_the_processors_read_nothing_ahead(spark: Any, context:
 def test_a_variable_switches_freezing_off(monkeypatch: pytest.MonkeyPatch, value: str | None, times: int) -> None:
     """What mqstore does to a worker stays for all tasks of the session."""
     calls: list[str] = []
-    monkeypatch.setattr(telling, "_settled", 0)
-    monkeypatch.setattr(telling, "_in_a_worker", lambda: True)
-    monkeypatch.setattr(telling, "stay_alone", lambda: None)
+    monkeypatch.setattr(errors, "_settled", 0)
+    monkeypatch.setattr(errors, "_in_a_worker", lambda: True)
+    monkeypatch.setattr(errors, "stay_alone", lambda: None)
     monkeypatch.setattr("gc.freeze", lambda: calls.append("freeze"))
     monkeypatch.delenv("MQSTORE_GC_FREEZE", raising=False)
     if value is not None:

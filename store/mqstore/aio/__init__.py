@@ -7,7 +7,7 @@
 
 Names, arguments, results and errors are those of the synchronous classes, which have the documentation. Each object has
 its counterpart as `sync`. Coroutines return the same messages, receipts and statistics. One thread for each store calls
-the engine, which waits by callback. So a thousand waiting coroutines need no thread (`bridge.py`).
+the engine, which waits by callback. So a thousand waiting coroutines need no thread (`loop_thread.py`).
 
 >>> import asyncio, tempfile
 >>> async def main(folder):

@@ -29,8 +29,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from mqstore.errors import MQStoreError, StoreIOError, raise_os_error
-from mqstore.files import safe_open as beneath
-from mqstore.files import system
+from mqstore.files import safe_open, system
 from mqstore.files.limit import TOO_MANY_OPEN, release
 from mqstore.native import kernel
 
@@ -133,7 +132,7 @@ class FileSystem:
     @takes_descriptor("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         """Open the regular file `path` with these flags of `os.open`, and return the descriptor."""
-        fd = beneath.open_file(path, flags, mode)
+        fd = safe_open.open_file(path, flags, mode)
         self._paths[fd] = os.fspath(path)
         return fd
 
@@ -246,7 +245,7 @@ class FileSystem:
     @takes_descriptor("sync_directory")
     def sync_directory(self, path: StrPath) -> None:
         """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
-        fd = beneath.open_folder(path)
+        fd = safe_open.open_folder(path)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -320,20 +319,20 @@ class FileSystem:
     @takes_descriptor("replace")
     def replace(self, source: StrPath, target: StrPath) -> None:
         """Rename `source` to `target` in one step, over an existing one. Durable after `sync_directory`."""
-        with beneath.folder_of(source) as (folder, name), beneath.folder_of(target) as (other, new_name):
+        with safe_open.folder_of(source) as (folder, name), safe_open.folder_of(target) as (other, new_name):
             os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
 
     @takes_descriptor("link")
     def link(self, source: StrPath, target: StrPath) -> None:
         """Give the file `source`, or the link itself, a second name. Raises FileExistsError if `target` exists."""
-        with beneath.folder_of(target) as (folder, name):
+        with safe_open.folder_of(target) as (folder, name):
             os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
 
     @takes_descriptor("unlink")
     def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
         """Remove a name. Open descriptors and mappings keep the bytes."""
         try:
-            with beneath.folder_of(path) as (folder, name):
+            with safe_open.folder_of(path) as (folder, name):
                 os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             if not missing_ok:
@@ -342,18 +341,18 @@ class FileSystem:
     @takes_descriptor("mkdir")
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
         """Create one folder, whose parent must exist. With `exist_ok` it may exist."""
-        with beneath.folder_of(path) as (folder, name):
+        with safe_open.folder_of(path) as (folder, name):
             try:
                 os.mkdir(name, mode, dir_fd=folder)
             except FileExistsError:
                 if not exist_ok:
                     raise
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-                beneath.check(path, found, "folder")
+                safe_open.check(path, found, "folder")
 
     @takes_descriptor("rmdir")
     def rmdir(self, path: StrPath) -> None:
-        with beneath.folder_of(path) as (folder, name):
+        with safe_open.folder_of(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
 
     @takes_descriptor("scandir")
@@ -407,10 +406,10 @@ class FileSystem:
         return sorted(files), sorted(folders)
 
     def check_own(self, path: StrPath, wanted: str = "regular file or folder") -> None:
-        """Raise StoreIOError if a name exists but is not of the `wanted` kind (`beneath.check`)."""
+        """Raise StoreIOError if a name exists but is not of the `wanted` kind (`safe_open.check`)."""
         with contextlib.suppress(FileNotFoundError):
             try:
-                beneath.check(path, os.lstat(path).st_mode, wanted)
+                safe_open.check(path, os.lstat(path).st_mode, wanted)
             except OSError as error:
                 self._fail(error, path, "opening for writing")
 
@@ -504,7 +503,7 @@ class FileSystem:
         if isinstance(file, int):
             yield file
             return
-        fd = beneath.open_any(file)
+        fd = safe_open.open_any(file)
         try:
             yield fd
         finally:

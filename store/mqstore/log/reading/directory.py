@@ -1,7 +1,7 @@
 """Messages of a store directory, damaged or not, for tools that read it from outside.
 
 A `Store` opened for reading serves applications: it passes over damage. `StoreFiles` reports damage, and reads messages
-that no queue lists. It takes no lock and leaves no trace, not even in access times (`files.quiet`).
+that no queue lists. It takes no lock and leaves no trace, not even in access times (`files.readonly_fs`).
 """
 
 from __future__ import annotations

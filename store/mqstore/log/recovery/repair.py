@@ -48,7 +48,7 @@ def recover_store(
     StoreLockedError while a writer has the store, and otherwise the errors of `mqstore.open`.
 
     Surplus bytes of a segment become a missing segment, or are moved to `cut/`. Damage that stays in the log becomes
-    known damage (`log.known`). The report's `known` lists the findings that were known before.
+    known damage (`recovery/known_damage.py`). The report's `known` lists the findings that were known before.
     """
     options = replace(options, full=True)
     root = Path(resolved(path))

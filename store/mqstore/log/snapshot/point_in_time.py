@@ -1,4 +1,4 @@
-"""State of a store at one time, while others use it: the files that a snapshot copies (`take.py`).
+"""State of a store at one time, while others use it: the files that a snapshot copies (`copy.py`).
 
     first    the small files, read to memory: manifest, checkpoint, `config/`, `local_offsets/`. Waiting bundles of the
              inbox and the timer's files are copied to a folder aside
