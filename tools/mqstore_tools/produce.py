@@ -27,7 +27,7 @@ import click
 
 import mqstore
 from mqstore import JSON, MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
-from mqstore.admin import check_message, check_user_topic, look
+from mqstore.admin import check_message, check_user_topic
 from mqstore.errors import FormatError, InvalidMessageError, NotAStoreError
 from mqstore_tools.builder import Format, NoMessage, Recipe, Record
 from mqstore_tools.multi_store import duration, pairs
@@ -224,8 +224,7 @@ def _target(
         mqstore.open(directory, create=create) as store,
         store.producer("mqstore-produce", durability="flush" if flush else "append") as producer,
     ):
-        with look(directory) as opened:
-            limit = opened.max_message_size
+        limit = store.broker.limits.max_message_size
         yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id), limit
 
 

@@ -127,12 +127,12 @@ class Offline:
         reads = Reads(self.tables)
         rows = []
         for topic, queue_id in queues:
+            end = reads.max_offset(topic, queue_id)
             if (lag := lags.get((topic, queue_id))) is not None:
                 first, messages, in_flight = max(lag.first, lag.committed or 0), lag.messages, lag.in_flight
             else:
                 first, in_flight = reads.place(topic, queue_id, begin), 0
-                messages = max(0, reads.max_offset(topic, queue_id) - first)
-            end = reads.max_offset(topic, queue_id)
+                messages = max(0, end - first)
             row = {"from": first, "end": end, "messages": messages, "in_flight": in_flight}
             rows.append({"topic": topic, "queue_id": queue_id, **row})
         return rows
