@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -65,17 +65,38 @@ _TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n)\n*(?:\|.*\n)*\n*")
 
 def with_tables(text: str) -> str:
     """Return spark-options.md with its tables made again. Each follows a comment with its name."""
-    from mqstore.columnar import columns, inputs
-    from mqstore.jobs import options, views
+    from mqstore.columnar.columns import COLUMNS
+    from mqstore.columnar.inputs import INPUTS
+    from mqstore.jobs.options import SINK_OPTIONS, SOURCE_OPTIONS
+    from mqstore.jobs.views import VIEWS
 
     tables = {
-        "source options": options.SOURCE_OPTIONS.as_markdown,
-        "columns": columns.as_markdown,
-        "views": views.as_markdown,
-        "sink columns": inputs.as_markdown,
-        "sink options": options.SINK_OPTIONS.as_markdown,
+        "columns": _table(
+            "Column|Type|Cost|What it is", ([f"`{c.name}`", f"`{c.sql}`", c.cost, c.meaning] for c in COLUMNS.values())
+        ),
+        "views": _table(
+            "View|Columns",
+            (
+                [f"`{view}`", ", ".join(f"`{name}` {sql}" for name, sql in t.columns.items())]
+                for view, t in VIEWS.items()
+            ),
+        ),
+        "sink columns": _table(
+            "Column|Type|Null or missing|Meaning",
+            ([f"`{each.name}`", " or ".join(each.types), each.absent, each.meaning] for each in INPUTS.values()),
+        ),
     }
-    return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n", text).rstrip() + "\n"
+    for name, options in (("source options", SOURCE_OPTIONS), ("sink options", SINK_OPTIONS)):
+        cells = ([f"`{o.name}`", o.default or "-", o.accepts, o.meaning] for o in options.options.values())
+        tables[name] = _table("Option|Default|Accepts|Meaning", cells)
+    return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", text).rstrip() + "\n"
+
+
+def _table(names: str, rows: Iterable[list[str]]) -> str:
+    """Return a table in Markdown. `names` are those of its columns, separated by bars."""
+    lines = [f"| {names.replace('|', ' | ')} |", "|" + "---|" * len(names.split("|"))]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def native_table() -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
 import mqstore
-from mqstore.log.recovery.report import Kind
+from mqstore.engine import Finding
 from tests.pages import PAGES, ROOT, examples
 from tests.tools.support import mqstore as command
 
@@ -30,28 +30,17 @@ def test_a_python_example_runs_as_it_stands(code: str, tmp_path: Path, monkeypat
     _type(code)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if SHARING[page]], ids=lambda page: page.name)
-def test_examples_of_a_page_run_twice_in_one_directory(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So they are typed by who reads a page, and a second time by who wants to see it again. Examples that shared a
-    topic or a group found each other's messages; those that left an item unsettled met it again."""
-    monkeypatch.chdir(tmp_path)
-
-    for again in ("", ", again"):
-        for number, code in enumerate(SHARING[page]):
-            _type(code, f"{page.name}-{number}{again}")
-
-
-def test_the_examples_of_all_pages_run_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So they are typed by who reads on. One page closed a topic that the next puts to; others shared a topic or a
-    group that they wanted to be different."""
+def test_examples_of_all_pages_run_twice_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they are typed by who reads on, and a second time by who wants to see a page again. One page closed a topic
+    that the next puts to. Examples that shared a topic or a group found each other's messages, and those that left an
+    item unsettled met it again."""
     monkeypatch.chdir(tmp_path)
     first = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
 
     for page in [*first, *(page for page in PAGES if page not in first)]:
-        for number, code in enumerate(SHARING[page]):
-            _type(code, f"{page.name}-{number}")
+        for again in ("", ", again"):
+            for number, code in enumerate(SHARING[page]):
+                _type(code, f"{page.name}-{number}{again}")
 
 
 MECHANISMS = (
@@ -86,7 +75,7 @@ def test_each_kind_of_finding_is_explained_once() -> None:
     text = (ROOT / "docs" / "recovery.md").read_text()
     table = text.partition("\n## Findings\n")[2].partition("\n## ")[0]
 
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(get_args(Kind))
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(get_args(get_type_hints(Finding)["kind"]))
 
 
 def test_examples_with_a_simulated_clock_have_their_own_directory() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +19,47 @@ from bench import report
 from bench.report import main, write_report
 
 ROOT = Path(__file__).parents[2]
+MEMORY = "/dev/shm"
 MODULES = sorted(path.name for path in (ROOT / "bench").glob("test_*.py"))
 
 
-def ask(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the questions in a process of their own. No JVM and no Redis are started: they would take longest."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--quick", "--share", "0.0005", *arguments]
-    places = {"PATH": "/nowhere", "MQSTORE_ROCKETMQ": str(tmp_path), "MQSTORE_BENCH_DIR": str(tmp_path / "stores")}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    environment.pop("JAVA_HOME", None)
-    storage = f"--benchmark-storage={tmp_path / 'saved'}"
-    return subprocess.run(
-        [*command, storage], cwd=ROOT, env=environment | places, capture_output=True, text=True, check=False
-    )
+class Bench:
+    """Runs of the questions, and what they save."""
+
+    def __init__(self, folder: Path, stores: Path) -> None:
+        self.folder = folder
+        self.stores = stores
+
+    def ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the questions in a process of their own. No JVM and no Redis are started: they would take longest."""
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--quick", "--share", "0.0005", *arguments]
+        places = {"PATH": "/nowhere", "MQSTORE_ROCKETMQ": str(self.folder), "MQSTORE_BENCH_DIR": str(self.stores)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+        environment.pop("JAVA_HOME", None)
+        storage = f"--benchmark-storage={self.folder / 'saved'}"
+        return subprocess.run(
+            [*command, storage], cwd=ROOT, env=environment | places, capture_output=True, text=True, check=False
+        )
+
+    def saved(self) -> list[Path]:
+        return sorted((self.folder / "saved").rglob("*.json"))
 
 
-def saved(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "saved").rglob("*.json"))
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """The stores are in memory where there is room. A question makes dozens of them, and no speed is judged here."""
+    roomy = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 4 << 30
+    with tempfile.TemporaryDirectory(dir=MEMORY if roomy else tmp_path) as stores:
+        yield Bench(tmp_path, Path(stores))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("module", MODULES)
-def test_every_question_is_answered(tmp_path: Path, module: str) -> None:
-    done = ask(tmp_path, f"bench/{module}", "-k", "not test_spark_", "--benchmark-save=run")
+def test_every_question_is_answered(bench: Bench, tmp_path: Path, module: str) -> None:
+    done = bench.ask(f"bench/{module}", "-k", "not test_spark_", "--benchmark-save=run")
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    [path] = saved(tmp_path)
+    [path] = bench.saved()
     asked = json.loads(path.read_text())["benchmarks"]
     assert len(asked) == int(re.findall(r"(\d+) passed", done.stdout)[-1])
     for each in asked:
@@ -51,39 +69,33 @@ def test_every_question_is_answered(tmp_path: Path, module: str) -> None:
         assert each["name"].removeprefix("test_") in done.stdout
     text = write_report(path, tmp_path / "report").read_text()
     assert [each["name"] for each in asked if f"| {each['name'].removeprefix('test_')} |" not in text] == []
-    assert list((tmp_path / "stores").iterdir()) == []
+    assert list(bench.stores.iterdir()) == []
 
 
 @pytest.mark.timeout(900)
-def test_saved_run_is_compared_and_worse_fails(tmp_path: Path) -> None:
+def test_saved_run_is_compared_and_worse_fails(bench: Bench) -> None:
+    """A run of a share of the messages is saved on request, and not by itself."""
     question = ("bench/test_store.py", "-k", "first_read")
-    assert ask(tmp_path, *question, "--benchmark-save=run").returncode == 0
-    [path] = saved(tmp_path)
-    compare = ("--benchmark-compare=0001", "--benchmark-compare-fail=min:10%")
+    assert bench.ask(*question, "--benchmark-save=run").returncode == 0
+    [path] = bench.saved()
+    compare = ("--benchmark-compare=0001", "--benchmark-compare-fail=min:10%", "--benchmark-autosave")
     for least, code in ((1e9, 0), (1e-12, 1)):
         run = json.loads(path.read_text())
         run["benchmarks"][0]["stats"]["min"] = least
         path.write_text(json.dumps(run))
 
-        done = ask(tmp_path, *question, *compare)
+        done = bench.ask(*question, *compare)
 
         assert (done.returncode != 0) == code, done.stdout[-4000:] + done.stderr[-4000:]
         assert ("Performance has regressed" in done.stderr) == code
         assert "answers beside their goals" in done.stdout
+        assert "these figures say little" in done.stdout
+        assert bench.saved() == [path]
 
 
 @pytest.mark.timeout(900)
-def test_run_of_a_share_is_not_saved_by_itself(tmp_path: Path) -> None:
-    done = ask(tmp_path, "bench/test_store.py", "-k", "first_read", "--benchmark-autosave")
-
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "these figures say little" in done.stdout
-    assert saved(tmp_path) == []
-
-
-@pytest.mark.timeout(900)
-def test_question_runs_once_untimed_under_xdist(tmp_path: Path) -> None:
-    done = ask(tmp_path, "bench/test_store.py", "-k", "first_read or flush_16", "-n", "1")
+def test_question_runs_once_untimed_under_xdist(bench: Bench) -> None:
+    done = bench.ask("bench/test_store.py", "-k", "first_read or flush_16", "-n", "1")
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "3 passed" in done.stdout

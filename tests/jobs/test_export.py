@@ -15,15 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import mqstore
+import mqstore as library
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet, select
 from mqstore.jobs.runner import Runner
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
-from tests.log.support import all_queues, flip
+from tests.log.support import flip, open_store
 
 DAY_MS = 86_400_000
 T0 = 1_700_000_000_000
@@ -54,9 +53,9 @@ def offsets(dest: Path) -> list[tuple[str, int, int]]:
 
 def model(path: Path) -> list[tuple[str, int, int]]:
     """What a loop over messages gives."""
-    with ReadOnlyMessageStore(path) as store:
-        refs = all_queues(store)
-        return sorted((m.topic, m.queue_id, m.offset) for ref in refs for m in store.iter(*ref))
+    with library.open(path, "r") as store:
+        topics = store.topics(system=True)
+        return sorted((m.topic, m.queue_id, m.offset) for topic in topics for m in store.iter(topic))
 
 
 @pytest.fixture
@@ -174,8 +173,8 @@ def test_filters_and_bounds_narrow_what_is_written(store: Path, tmp_path: Path) 
 
 def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> None:
     log = store / "commitlog" / f"{0:020d}"
-    with ReadOnlyMessageStore(store) as opened:
-        place = opened.get("t", 0, 4, 1).messages[0].physical_offset
+    with library.open(store, "r") as opened:
+        place = opened.read("t", 0, 4)[0].physical_offset
     flip(log, place + 100)
 
     with pytest.raises(CorruptStoreError):
@@ -223,7 +222,7 @@ def test_export_starts_at_committed_or_given_offsets(tmp_path: Path) -> None:
 
 def test_messages_that_retention_took_are_an_error_or_left_out(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(400))
-    with MessageStore(path) as store:
+    with open_store(path) as store:
         assert store.drop_before(2 * SEGMENT)
         low, high = store.offsets("t", 0)
     assert low > 2
@@ -317,7 +316,7 @@ def test_a_crash_at_any_step_leaves_no_folder_or_a_whole_one(
     tmp_path: Path, crashing: Callable[[int], list[str]]
 ) -> None:
     path = tmp_path / "s"
-    with MessageStore(path) as store:
+    with open_store(path) as store:
         store.put_many("t", [b"%d" % i for i in range(10)], queue_id=0)
         store.put_many("u", [b"x"] * 3, queue_id=2)
     outcomes = set()

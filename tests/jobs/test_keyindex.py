@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import OutgoingMessage, StoreConfig
+import mqstore as library
+from mqstore import OutgoingMessage
 from mqstore.jobs import keyindex
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import QueueSlice, plan
 from mqstore.jobs.tasks import read_slices
 from mqstore.layout.checkpoint import decode, encode
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, odd_records, read_all, rows_of, write_store
 from tests.conftest import Golden
-from tests.log.support import flip
+from tests.log.support import flip, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def test_a_queue_is_scanned_where_slices_would_cost_more(tmp_path: Path, monkeyp
 def test_near_slots_are_one_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keyindex, "SLICE_COST", 10)
     keys = dict.fromkeys((15, 26, 38, *range(40, 50)), "k") | dict.fromkeys((0, 99), "other")
-    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
         store.put_many("t", [OutgoingMessage(b"x", keys=keys.get(i)) for i in range(100)])
     planned = plan(SourceOptions.parse({"path": str(tmp_path / "s"), "keys": "k"}))
     slices = [piece for group in planned for piece in group if isinstance(piece, QueueSlice)]
@@ -94,8 +93,8 @@ def test_without_an_index_to_rely_on_the_queue_is_scanned(tmp_path: Path, damage
     elif damage == "crashed":
         crash(path, 0)
     elif damage == "record":
-        with ReadOnlyMessageStore(path) as store:
-            place = int(store.units("orders", 0, 3, 1)["physical_offset"][0])
+        with library.open(path, "r") as store:
+            place = store.read("orders", 0, 3)[0].physical_offset
         log = path / "commitlog" / f"{0:020d}"
         flip(log, place + 90)
         found, planned = read(path, "k13", onCorrupt="skip")  # k13 is in it: all of its topic is read
@@ -113,8 +112,8 @@ def test_unreliable_index_leads_to_a_scan(tmp_path: Path) -> None:
     oldest, *_, newest = sorted((path / "index").iterdir())
     assert oldest < newest
     oldest.unlink()
-    with ReadOnlyMessageStore(path) as store:
-        place = int(store.units("t", 0, 60, 1)["physical_offset"][0])
+    with library.open(path, "r") as store:
+        place = store.read("t", 0, 60)[0].physical_offset
     crash(path, place)
     newest.write_bytes(bytes(newest.stat().st_size))
     for key in ("k0", "k1", "k200", "k241", "k398", "k399"):
@@ -147,9 +146,8 @@ def test_lost_index_file_leads_to_a_scan(tmp_path: Path, damage: str, which: int
 
 
 def test_a_record_with_keys_in_two_files_is_found_when_one_of_them_is_lost(tmp_path: Path) -> None:
-    config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=9)
     keys = [f"k{i}" for i in range(30)]
-    with MessageStore(tmp_path / "s", config=config) as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 16, index_entries=9) as store:
         for i in range(10):
             store.put("t", b"x", keys=keys[3 * i : 3 * i + 3])
     for lost in sorted((tmp_path / "s" / "index").iterdir()):
@@ -161,7 +159,7 @@ def test_a_record_with_keys_in_two_files_is_found_when_one_of_them_is_lost(tmp_p
 
 
 def test_undurable_messages_are_scanned(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
         for i in range(300):
             store.put("t", b"x", keys=[f"k{i}"])
         store.dispatch()
@@ -200,7 +198,7 @@ def words(path: Path) -> Iterator[str]:
 
 
 def test_many_equal_hits_are_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
         store.put_many("t", [OutgoingMessage(b"x", keys=["k"]) for _ in range(50)])
     monkeypatch.setattr(keyindex, "HITS_MAX", 20)
     found, planned = read(tmp_path / "s", "k")

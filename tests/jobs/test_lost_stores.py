@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import SimulatedClock, StoreConfig
+from mqstore import SimulatedClock
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.jobs import errors
 from mqstore.jobs.options import SourceOptions
@@ -19,8 +19,8 @@ from mqstore.jobs.plan import Slice, plan
 from mqstore.jobs.progress import StreamProgress
 from mqstore.jobs.tasks import read_slices
 from mqstore.jobs.views import view_batch, view_stores
-from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, crashed_store, write_store
+from tests.log.support import open_store
 
 Spoil = Callable[[], object]
 
@@ -155,7 +155,7 @@ def test_lost_queues_are_never_taken_for_none(tmp_path: Path, way: Any, read_by:
 
 def test_stream_beside_a_writer_waits_for_its_queues(tmp_path: Path) -> None:
     """What a writer has put and not listed yet is not lost."""
-    with MessageStore(tmp_path / "s", config=StoreConfig(clock=SimulatedClock())) as store:
+    with open_store(tmp_path / "s", clock=SimulatedClock()) as store:
         store.put("t", b"x")
         progress = StreamProgress(source(path=str(tmp_path / "s")))
         start = progress.initial()

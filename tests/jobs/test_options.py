@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.options import ANY, ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
+from mqstore.jobs.options import ANY, SINK_OPTIONS, SOURCE_OPTIONS, Key, SinkOptions, SourceOptions
 from mqstore.jobs.optiontable import unknown_option
 from mqstore.jobs.plan import stores_of
 from mqstore.jobs.views import VIEWS
@@ -321,16 +320,3 @@ def test_overwriting_what_others_consume_has_to_be_confirmed() -> None:
         to_write().check_overwrite()
     with pytest.raises(ConfigError, match="does not work with target=inbox"):
         to_write(target="inbox", confirmOverwrite="true").check_overwrite()
-
-
-def test_write_option_is_refused_by_a_query() -> None:
-    assert [name for name in ONLY_FOR_WRITING if name in SOURCE_OPTIONS] == []
-
-
-def test_the_table_and_the_fields_are_one() -> None:
-    for kind, table in ((SinkOptions, SINK_OPTIONS), (SourceOptions, SOURCE_OPTIONS)):
-        assert {option.field for option in table.options.values()} == {field.name for field in fields(kind)}
-    defaults = SinkOptions("/p")
-    for option in SINK_OPTIONS.options.values():
-        if option.default and option.field not in ("topic", "max_rows_per_shard"):
-            assert option.parse(option.default) == getattr(defaults, option.field)

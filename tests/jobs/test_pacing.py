@@ -9,13 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import StoreConfig
+import mqstore as library
 from mqstore.jobs.options import Key, Offsets, SourceOptions
 from mqstore.jobs.progress import Costs, Limit, admit, costs_of
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.columnar.support import Odd, many, write_store
 from tests.holding import linux_only, open_files
+from tests.log.support import open_store
 
 
 class Sizes(Costs):
@@ -146,9 +145,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bytes_of_queues_are_those_of_their_records(store: Path) -> None:
     options = SourceOptions.parse({"path": str(store)})
-    with ReadOnlyMessageStore(store) as opened:
+    with library.open(store, "r") as opened:
         sizes = {
-            Key(str(store), *ref): opened.units(*ref, 0, 1000)["size"].tolist()
+            Key(str(store), *ref): [len(m._record_bytes()) for m in opened.iter(*ref)]
             for topic in opened.topics()
             for ref in opened.queues(topic)
         }
@@ -173,7 +172,7 @@ def test_bytes_of_queues_are_those_of_their_records(store: Path) -> None:
 @linux_only
 def test_a_fleet_is_not_open_all_at_once(tmp_path: Path) -> None:
     for number in range(12):
-        with MessageStore(tmp_path / f"s{number:02d}", config=StoreConfig(segment_bytes=1 << 14)) as opened:
+        with open_store(tmp_path / f"s{number:02d}", segment_bytes=1 << 14) as opened:
             for _ in range(3):
                 opened.put("t", bytes(100))
     options = SourceOptions.parse({"path": f"{tmp_path}/*"})

@@ -236,6 +236,9 @@ def test_a_store_has_one_id_however_its_path_is_spelled(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="two stores have the id"):
         named(paths='["a", "a/"]')
     assert named(paths='{"x": "a/", "y": "./a"}') == [StoreName("x", store), StoreName("y", store)]  # ids as given
+    (tmp_path / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"one": "a"}}))
+    for spelled in (".", f"../{tmp_path.name}"):  # executors have folders of their own
+        assert named(path=spelled) == [StoreName("one", store)]
 
 
 @pytest.mark.parametrize("lax", ["true", "false"])
@@ -249,17 +252,6 @@ def test_an_id_is_of_one_store(tmp_path: Path, lax: str) -> None:
             plan(SourceOptions.parse(given))
     (tmp_path / "[a]").symlink_to(tmp_path / "a")  # looks like one, and is none
     assert plan(SourceOptions.parse({"paths": json.dumps({"x": str(tmp_path / "[a]")})}))
-
-
-def test_paths_are_absolute_also_of_stores_with_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors of a cluster, which stand in folders of their own, did not find stores with ids, nor those of a set,
-    whose paths were relative; stores without a name they found."""
-    store = str(write_store(tmp_path / "a", []))
-    (tmp_path / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"one": "a"}}))
-    monkeypatch.chdir(tmp_path)
-
-    for spelled in ({"paths": '{"one": "a"}'}, {"path": "."}, {"path": "../" + tmp_path.name}, {"paths": '["."]'}):
-        assert stores_of(SourceOptions.parse(spelled)) == [StoreName("one", store)]
 
 
 def test_path_that_is_not_text_gets_an_id(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import MQStoreError, SimulatedClock
+from mqstore import SimulatedClock
 from mqstore.broker.context import open_tables
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.jobs.options import Key, SourceOptions
-from mqstore.jobs.plan import Bounds
-from mqstore.jobs.progress import Limit, Snapshot, StreamProgress, advance, decode_offset, encode_offset
+from mqstore.jobs.progress import Limit, StreamProgress, decode_offset, encode_offset
 from mqstore.jobs.tasks import read_slices
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -352,15 +351,6 @@ def test_a_name_that_a_store_was_given_is_no_path(world: World, monkeypatch: pyt
     assert progress.latest(at("s0", "t", 0, 4)) == {"v": 1, "s": {name: {"t": {"0": 10}} for name in ("s0", "s1")}}
 
 
-def test_an_offset_has_one_spelling() -> None:
-    offsets = {
-        Key(s, t, q): i for i, (s, t, q) in enumerate([("b", "t", 0), ("a", "u", 10), ("a", "t", 9), ("a", "u", 2)])
-    }
-    text = json.dumps(encode_offset(offsets, by_log=False))
-    assert text == '{"v": 1, "s": {"a": {"t": {"9": 2}, "u": {"2": 3, "10": 1}}, "b": {"t": {"0": 0}}}}'
-    assert json.dumps(encode_offset(decode_offset(json.loads(text), by_log=False), by_log=False)) == text
-
-
 @pytest.mark.parametrize(
     ("value", "by_log", "says"),
     [
@@ -672,36 +662,6 @@ def test_a_topic_that_is_deleted_takes_nothing_from_a_stream_of_the_log(tmp_path
     beyond = {"v": 1, "p": {str(path): start["p"][str(path)] + 50}}
     with pytest.raises(OffsetOutOfRangeError, match=r"the log: .*50 bytes are missing"):
         progress.latest(beyond)
-
-
-@given(
-    st.dictionaries(st.integers(0, 5), st.integers(0, 30)),
-    st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 10), st.integers(0, 10), st.integers(0, 10))),
-    st.none() | st.dictionaries(st.integers(0, 5), st.integers(0, 30)),
-)
-def test_no_queue_goes_back_but_to_its_end_nor_beyond_what_may_be_read(
-    start: dict[int, int], bounds: dict[int, tuple[int, int, int]], target: dict[int, int] | None
-) -> None:
-    def key(number: int) -> Key:
-        return Key("s", "t", number)
-
-    now = Snapshot({key(q): Bounds(a, a + b, a + b + c) for q, (a, b, c) in bounds.items()})
-    was = {key(q): at for q, at in start.items()}
-    goal = None if target is None else {key(q): at for q, at in target.items()}
-    begin, end = advance(options("p", failOnDataLoss="false"), was, now, goal)
-    assert begin.keys() == end.keys() >= was.keys()
-    for each, to in end.items():
-        low, high, top = now.bounds.get(each, (0, was.get(each, 0), was.get(each, 0)))
-        assert low <= begin[each] <= to <= top
-        assert to <= max(begin[each], high if goal is None else min(high, goal.get(each, 0)))
-        assert each not in was or begin[each] == min(max(was[each], low), top)
-    missed = now.bounds.keys() - end.keys()
-    assert all(goal is not None and each not in goal for each in missed)
-    if any(
-        each not in now.bounds or not now.bounds[each].low <= at <= now.bounds[each].top for each, at in was.items()
-    ):
-        with pytest.raises(MQStoreError):
-            advance(options("p"), was, now, goal)
 
 
 # -- progress as a group -----------------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mqstore as library
 import mqstore.jobs
 import mqstore.spark
-from mqstore.errors import ConfigError, NotAStoreError
+from mqstore.errors import ConfigError
 from mqstore.jobs import export_parquet, lag_report, select, traffic_report, verify
-from mqstore.jobs.plan import plan
 from mqstore.jobs.runner import pack
 from mqstore.jobs.selection import Shaped
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.spark.queries import columns_of
 from tests.columnar.support import many, write_store
 
@@ -46,9 +45,9 @@ def test_a_selection_is_bounded_by_times_exactly(store: Path) -> None:
     start = datetime.fromtimestamp(T0 / 1000, UTC) + timedelta(milliseconds=40)
     tasks = select(store, topics=["t"], start=start, stop=start + timedelta(milliseconds=8)).queue_tasks()
     found = []
-    with ReadOnlyMessageStore(store) as opened:
+    with library.open(store, "r") as opened:
         for (topic, queue_id), (low, high) in bounds(tasks).items():
-            found += [m.store_timestamp_ms for m in opened.get(topic, queue_id, low, high - low).messages]
+            found += [m.store_timestamp_ms for m in opened.iter(topic, queue_id, start=low, stop=high)]
 
     # `t` has every second message.
     assert sorted(found) == [T0 + 40, T0 + 42, T0 + 44, T0 + 46]
@@ -84,16 +83,6 @@ def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
 def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
         select("/nowhere", **arguments)
-
-
-def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
-    with pytest.raises(ConfigError, match="option startingTimestamp needs queues, but readBy=log reads whole logs"):
-        plan(select(store, start="5", options={"readBy": "log"}).options)
-
-
-def test_a_job_by_queues_refuses_to_read_by_log(store: Path) -> None:
-    with pytest.raises(ConfigError, match="option readBy=log: this job reads queues"):
-        select(store, options={"readBy": "log"}).queue_tasks()
 
 
 def test_store_without_queues_is_reported(store: Path, tmp_path: Path) -> None:
@@ -193,11 +182,6 @@ def test_without_pyspark_a_session_says_what_to_install(monkeypatch: pytest.Monk
     assert sessions.NO_JAVA in str(caught.value)
 
 
-def test_missing_store_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(NotAStoreError):
-        select(tmp_path / "nowhere").queue_tasks()
-
-
 def test_empty_set_is_reported(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
@@ -207,9 +191,3 @@ def test_empty_set_is_reported(tmp_path: Path) -> None:
     for job in (lag_report, verify):
         with pytest.raises(ConfigError, match=r"/set'\]: this store set has no stores"):
             job(tmp_path / "set")
-
-
-def test_slices_name_their_store(store: Path) -> None:
-    [[piece, *_], *_] = select({"mine": store}, topics="t").queue_tasks()
-
-    assert (piece.store.id, piece.store.path) == ("mine", str(store))

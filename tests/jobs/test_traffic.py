@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mqstore as library
 from mqstore import Message
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import select, traffic_report
@@ -18,7 +19,6 @@ from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.jobs.views import view_batch
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from tests.columnar.support import Odd, many, odd_records, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
@@ -28,8 +28,8 @@ YEAR_1_MS, YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 
 def messages(path: Path, topics: Callable[[str], bool]) -> list[Message]:
-    with ReadOnlyMessageStore(path) as store:
-        refs = [ref for topic in store.topics() if topics(topic) for ref in store.queues(topic)]
+    with library.open(path, "r") as store:
+        refs = [ref for topic in store.topics(system=True) if topics(topic) for ref in store.queues(topic)]
         return [m for ref in refs for m in store.iter(*ref)]
 
 
@@ -166,8 +166,8 @@ def test_filters_and_bounds_count(tmp_path: Path) -> None:
 def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrupt: str) -> None:
     path = write_store(tmp_path / "s", many(80))
     log = path / "commitlog" / f"{0:020d}"
-    with ReadOnlyMessageStore(path) as store:
-        place = store.get("t", 0, 4, 1).messages[0].physical_offset
+    with library.open(path, "r") as store:
+        place = store.read("t", 0, 4)[0].physical_offset
     flip(log, place + 100)
 
     with pytest.raises(CorruptStoreError):
@@ -194,6 +194,14 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         traffic_report("/nowhere", **arguments)
+
+
+def test_too_many_intervals_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.columnar.tally.MAX_INTERVALS", 9)
+    path = write_store(tmp_path / "s", [Odd(store_ms=T0 + 1000 * i) for i in range(75)])
+
+    with pytest.raises(ConfigError, match="interval=1000 ms cuts a queue into 75 intervals, which is more than 9"):
+        traffic_report(path, topics="t", interval="1s")
 
 
 def test_nothing_gives_an_empty_report(tmp_path: Path) -> None:

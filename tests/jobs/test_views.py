@@ -15,9 +15,9 @@ from mqstore.jobs import select
 from mqstore.jobs.opening import StoreName
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.views import VIEWS, view_batch, view_stores
-from mqstore.log.store import MessageStore
 from mqstore.spark import create_views
 from tests.columnar.support import many, write_store
+from tests.log.support import open_store
 
 BY_TOPIC = ("queues", "traffic")
 
@@ -27,7 +27,7 @@ def fleet(tmp_path: Path) -> Path:
     """Two stores with `t` and `orders`, of which `b` also knows the topic `entered`, with two queues and no message."""
     for name in "ab":
         write_store(tmp_path / name, many(8))
-    with MessageStore(tmp_path / "b") as store:
+    with open_store(tmp_path / "b") as store:
         open_parts(store).topics.create("entered", queues=2)
     return tmp_path
 

@@ -12,9 +12,8 @@ import pytest
 
 from mqstore.broker.selection import group_queue
 from mqstore.columnar.encode import Encoder
-from mqstore.columnar.inputs import check_columns
 from mqstore.columnar.rules import Rules
-from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
@@ -100,30 +99,9 @@ def test_a_bad_row_is_refused_by_the_name_of_its_column(row: dict[str, Any], col
     good = {"key": b"k", "value": b"v", "topic": "t", "partition": 1, "headers": [{"key": "a", "value": b"1"}]}
     with pytest.raises(InvalidMessageError, match=f"^row 1 of partition 1, column '{column}': .*{says}"):
         encoded([good, {**good, **row}, good])
-
-
-@pytest.mark.parametrize("header", [None, {"key": None, "value": b"1"}])
-def test_a_header_without_a_name_is_refused(header: dict[str, Any] | None) -> None:
-    with pytest.raises(InvalidMessageError, match="column 'headers': a header has no name"):
-        encoded([{"value": b"v", "topic": "t", "headers": [header]}])
-
-
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        (
-            {"value": "binary", "offset": "bigint"},
-            "column 'offset' cannot be written.* The columns are value, key, topic, partition, h",
-        ),
-        ({"value": "binary", "tags": "string"}, "with `body` in its place there are others; drop or rename it"),
-        ({"value": "int"}, r"column 'value' is int, and must be binary or string"),
-        ({"body": "binary", "value": "binary"}, "column 'value' cannot be written.* The columns are body, topic"),
-        ({"key": "binary", "topic": "string"}, "column 'key' cannot be written"),
-    ],
-)
-def test_other_columns_beside_kafkas_are_refused(columns: dict[str, str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check_columns(columns, topic="t")
+    for header in (None, {"key": None, "value": b"1"}):
+        with pytest.raises(InvalidMessageError, match="column 'headers': a header has no name"):
+            encoded([{**good, "headers": [header]}])
 
 
 # -- Spark -------------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def sleeping(gate: str, number: int) -> int:
 
 def test_progress_counts_tasks_of_stages(spark: Any, tmp_path: Path) -> None:
     """Two of four wait for a file; the tasks of a stage that has not begun are not known yet."""
-    from mqstore_tools.spark.sql import _tasks_of
+    from mqstore_tools.spark import _tasks_of
 
     gate = tmp_path / "gate"
     tasks = _tasks_of(spark)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from mqstore import StoreConfig
 from mqstore.broker.names import is_system_topic
 from mqstore.columnar.encode import Encoder
-from mqstore.columnar.inputs import check_columns
 from mqstore.columnar.rows import Policy
 from mqstore.columnar.rules import Rules, TopicRule
-from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
+from mqstore.errors import CorruptStoreError, InvalidMessageError
 from mqstore.jobs.options import SinkOptions
 from mqstore.jobs.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
@@ -186,22 +185,6 @@ def test_a_record_that_cannot_be_copied_is_refused_by_row(row: bytes | None, col
 def test_a_record_of_the_engine_goes_to_no_topic_of_a_user() -> None:
     with pytest.raises(InvalidMessageError, match="belongs to the engine"):
         encoded([{"record": record(topic="SCHEDULE_TOPIC_XXXX"), "topic": "t"}])
-
-
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        ({"record": "binary", "body": "binary"}, "'record' is a whole message: drop body"),
-        (
-            {"record": "binary", "topic": "string", "tags": "string"},
-            "drop tags; the other columns may be topic, q",
-        ),
-        ({"record": "string"}, "column 'record' is string, and must be binary"),
-    ],
-)
-def test_no_other_column_stands_beside_a_record(columns: dict[str, str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check_columns(columns, topic=None)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -113,14 +112,6 @@ def test_set_is_one_table_and_overwritable(spark: Any, tmp_path: Path) -> None:
     numbers(spark, 100, 105).write.format("mqstore").mode("overwrite").option("target", "set").save(path)
 
     assert sorted(set_bodies(tmp_path / "set")) == texts(100, 105)
-
-
-def test_a_version_that_is_in_is_not_written_again(spark: Any, tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    for start, version in ((0, "7"), (0, "7"), (50, "6"), (10, "8")):
-        writer(numbers(spark, start, start + 10), txnAppId="job", txnVersion=version).save(path)
-
-    assert sorted(bodies(tmp_path / "s")) == texts(0, 20)
 
 
 def test_messages_of_a_key_keep_their_order(spark: Any, tmp_path: Path) -> None:
@@ -433,23 +424,6 @@ def test_a_stream_into_a_store_that_is_open_writes_each_row_once(lines: Lines, t
     assert sorted(bodies(path)) == sorted([*texts(0, 20), "mine"])
 
 
-def test_old_checkpoint_stops_the_stream(lines: Lines, tmp_path: Path) -> None:
-    lines.add(0, 10)
-    lines.run(tmp_path / "s")
-    shutil.copytree(lines.checkpoint, tmp_path / "copy")
-    for start in (10, 20):
-        lines.add(start, start + 10)
-        lines.run(tmp_path / "s")
-    shutil.rmtree(lines.checkpoint)
-    (tmp_path / "copy").rename(lines.checkpoint)
-    lines.add(30, 40)
-
-    with pytest.raises(Exception, match=r"has batch 2 of query .*, but the query is at batch 1 again"):
-        lines.run(tmp_path / "s")
-
-    assert sorted(bodies(tmp_path / "s")) == texts(0, 30)
-
-
 def test_a_batch_whose_commit_raises_is_done_again_and_counts_once(lines: Lines, tmp_path: Path, unlucky: str) -> None:
     path = tmp_path / "s"
     lines.add(0, 10)
@@ -503,22 +477,16 @@ def test_task_without_batch_id_fails_with_a_remedy() -> None:
 
 
 @pytest.mark.usefixtures("spark_environment")
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"topic": ""}, r"^option topic='': it is empty; give a topic$"),
-        ({"topic": "a/b"}, r"^option topic='a/b': topic 'a/b' must be 1 to 127 letters"),
-        ({"topic": "SCHEDULE_TOPIC_XXXX"}, r"^option topic='SCHEDULE_TOPIC_XXXX': .* is a system topic"),
-    ],
-)
-def test_invalid_topic_names_its_option(given: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_invalid_topic_names_its_option(tmp_path: Path) -> None:
     from pyspark.sql.types import StringType, StructField, StructType
 
     from mqstore.spark.sink import batch_writer, stream_writer
 
-    for writer_of in (batch_writer, stream_writer):
-        with pytest.raises(ConfigError, match=says):
-            writer_of({"path": str(tmp_path / "s"), **given}, StructType([StructField("body", StringType())]), False)
+    schema = StructType([StructField("body", StringType())])
+    for topic, says in (("a/b", "topic 'a/b' must be 1 to 127"), ("SCHEDULE_TOPIC_XXXX", ".* is a system topic")):
+        for writer_of in (batch_writer, stream_writer):
+            with pytest.raises(ConfigError, match=f"^option topic='{topic}': {says}"):
+                writer_of({"path": str(tmp_path / "s"), "topic": topic}, schema, False)
 
 
 @pytest.mark.usefixtures("spark_environment")

@@ -106,21 +106,6 @@ def test_bodies_can_be_text(spark: Any, tmp_path: Path) -> None:
         assert [row.body for row in frame.collect()] == expected
 
 
-@pytest.mark.parametrize(
-    ("schema", "says"),
-    [
-        ("bodies binary", "no column 'bodies'; there are store, topic"),
-        ("topic int", "column 'topic' is string, not int"),
-        ("topic string not null", "column 'topic' is string, not string not null"),
-    ],
-)
-def test_a_wrong_schema_says_so_before_a_task_starts(spark: Any, store: Path, schema: str, says: str) -> None:
-    from pyspark.errors import AnalysisException
-
-    with pytest.raises(AnalysisException, match=says):
-        spark.read.format("mqstore").schema(schema).load(str(store)).collect()
-
-
 def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> None:
     """One without a column gave no rows, whatever was in the store; of one that has a column twice a view ended in
     Spark's own words, and messages in a task."""
@@ -129,14 +114,19 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
 
     text = StringType()
     topic = StructField("topic", text)
-    for fields, view, says in (
+    cases: tuple[tuple[Any, str, str], ...] = (
+        ("bodies binary", "messages", "no column 'bodies'; there are store, topic"),
+        ("topic int", "messages", "column 'topic' is string, not int"),
+        ([StructField("topic", text, False)], "messages", "column 'topic' is string, not string not null"),
         ([], "messages", "schema: it needs at least one column"),
         ([], "queues", "schema: it needs at least one column"),
         ([topic, topic], "messages", "a column is named twice in topic, topic"),
         ([topic, topic], "queues", "a column is named twice in topic, topic"),
         ([StructField("properties", MapType(text, text, False))], "messages", "their values can be null"),
-    ):
-        reader = spark.read.format("mqstore").schema(StructType(fields)).option("view", view)
+    )
+    for fields, view, says in cases:
+        schema = StructType(fields) if isinstance(fields, list) else fields
+        reader = spark.read.format("mqstore").schema(schema).option("view", view)
         with pytest.raises(AnalysisException, match=f"ConfigError: .*{says}"):
             reader.load(str(store)).count()
 
@@ -264,12 +254,6 @@ def test_many_stores_are_one_table(spark: Any, tmp_path: Path) -> None:
     assert load(spark, tmp_path / "[ab]", subscribe="t").count() == 10
 
 
-def test_a_store_is_sql(spark: Any, store: Path) -> None:
-    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW m USING mqstore OPTIONS (path '{store}', subscribe 't')")
-    [row] = spark.sql("SELECT count(*) AS n, max(queue_offset) AS last FROM m WHERE tags = 'a'").collect()
-    assert (row.n, row.last) == (14, 19)
-
-
 def test_views_are_tables_too(spark: Any, tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(40))
     queues = rows(load(spark, path, view="queues").where("topic = 't'").orderBy("queue_id"))
@@ -300,18 +284,6 @@ def test_glob_view_is_fixed_when_planned(spark: Any, tmp_path: Path) -> None:
     write_store(tmp_path / "a", many(4))
 
     assert {row["store"] for row in rows(frame)} == wanted
-
-
-def test_the_view_of_groups_knows_their_lag(spark: Any, tmp_path: Path) -> None:
-    import mqstore
-
-    with mqstore.open(tmp_path / "s") as opened:
-        opened.create_topic("t", queues=1)
-        receipts = [opened.put("t", b"%d" % i) for i in range(10)]
-        opened.broker.groups.create("g")
-        opened.commit_offset("g", receipts[0].queue, 4)
-    [row] = rows(load(spark, tmp_path / "s", view="groups"))
-    assert (row["group"], row["topic"], row["committed_offset"], row["max_offset"], row["lag"]) == ("g", "t", 4, 10, 6)
 
 
 def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -> None:

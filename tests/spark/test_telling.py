@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -12,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.errors import ConfigError, NotAStoreError, StoreIOError, UnsupportedStoreError
-from mqstore.jobs import errors
-from mqstore.jobs.errors import of_store, plain_errors, warn_once
+from mqstore.errors import ConfigError, StoreIOError
+from mqstore.jobs.errors import of_store, plain_errors
 from mqstore.jobs.opening import StoreName, open_store
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import plan
 from mqstore.log.reading.change_feed import FileFeed
-from mqstore.log.store import MessageStore
 from tests.columnar.support import many, write_store
 
 
@@ -68,14 +65,6 @@ def test_spark_worker_hides_the_traceback(tmp_path: Path) -> None:
     assert found.stdout.split() == ["None", "1"]
 
 
-def test_a_warning_comes_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_told", set())
-    with caplog.at_level(logging.WARNING, "mqstore"):
-        for text in ("a", "b", "a"):
-            warn_once(text)
-    assert caplog.messages == ["a", "b"]
-
-
 # -- stores that cannot be read ----------------------------------------------------------------------------------------
 
 
@@ -84,7 +73,7 @@ def test_unreadable_path_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "commitlog"))
 
     monkeypatch.setattr(FileFeed, "stop_at_splice", refuse)
-    path = str(write_store_once(tmp_path))
+    path = str(write_store(tmp_path / "s", many(1)))
     with pytest.raises(StoreIOError) as caught:
         open_store(StoreName("s", path))
     assert str(caught.value) == (
@@ -96,37 +85,3 @@ def test_unreadable_path_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert plan(SourceOptions.parse({"path": path, "failOnDataLoss": "false"})) == []
     with pytest.raises(OSError, match="Input/output"), of_store(path):
         raise OSError(errno.EIO, "Input/output error")
-
-
-def write_store_once(root: Path) -> Path:
-    with MessageStore(root / "s") as store:
-        store.put("t", b"x")
-    return root / "s"
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ("file", NotAStoreError, "s is a file; a store is a directory"),
-        ("other", NotAStoreError, "s is not a store: it contains notes.txt, but neither mqstore.json nor commitlog/"),
-        ("empty", NotAStoreError, "s is not a store"),
-        ("later", UnsupportedStoreError, "was written by a newer mqstore .*Upgrade mqstore"),
-    ],
-)
-def test_other_folder_is_named(tmp_path: Path, change: str, error: type[Exception], says: str) -> None:
-    path = tmp_path / "s"
-    if change == "file":
-        path.write_text("x")
-    elif change in ("other", "empty"):
-        path.mkdir()
-        if change == "other":
-            (path / "notes.txt").write_text("x")
-    else:
-        write_store(path, many(4))
-        manifest = path / "mqstore.json"
-        text = manifest.read_text()
-        for name in (manifest, path / "mqstore.json.bak"):
-            name.write_text(text.replace('"schema": 1', '"schema": 99'))
-    with pytest.raises(error, match=says) as caught:
-        plan(SourceOptions.parse({"path": str(path)}))
-    assert str(path) in str(caught.value)

@@ -16,8 +16,6 @@ from mqstore.broker.context import Tables, open_tables
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 
-__all__ = ["behind", "broker", "clock_now", "filled", "tables"]
-
 
 def clock_now() -> SimulatedClock:
     """A clock that stands at the present."""
@@ -44,6 +42,13 @@ def behind(path: Path, group: str) -> dict[tuple[str, int], tuple[int, int]]:
     with tables(path) as parts:
         pops = pop_view(parts, parts.clock.now_ms())
         return {(lag.topic, lag.queue_id): (lag.messages, lag.in_flight) for lag in lag_of(parts, group, pops)}
+
+
+def lags(path: Path, group: str) -> dict[tuple[str, int], int]:
+    """Messages not consumed, of each queue in which a group has a committed offset, by the library."""
+    with tables(path) as parts:
+        found = lag_of(parts, group, pop_view(parts, parts.clock.now_ms()))
+        return {(lag.topic, lag.queue_id): lag.messages for lag in found if lag.committed is not None}
 
 
 def filled(path: Path) -> Path:

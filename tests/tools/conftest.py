@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import SendReceipt, StoreConfig
-from mqstore.log.store import MessageStore
+from mqstore import SendReceipt
+from tests.log.support import open_store
 from tests.tools.brokers import filled
 
 
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def hundred(path: Path) -> tuple[Path, list[SendReceipt]]:
     """A hundred messages over several segments, closed cleanly."""
-    with MessageStore(path, config=StoreConfig(segment_bytes=1 << 14)) as store:
+    with open_store(path, segment_bytes=1 << 14) as store:
         return path, [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
 
 

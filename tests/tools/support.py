@@ -5,28 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
 
 from mqstore_tools.main import cli
-
-__all__ = [
-    "SHOULD_NOT_REACH_A_SCREEN",
-    "environment",
-    "mqstore",
-    "mqstore_json",
-    "process",
-    "seen_on_a_terminal",
-    "snapshot",
-]
 
 #: Control characters other than the line end, C1 controls, and the overrides that turn text around.
 SHOULD_NOT_REACH_A_SCREEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -72,21 +60,10 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     )
 
 
-def seen_on_a_terminal(*arguments: object, **options: Any) -> tuple[int, bytes, bytes]:
-    """The command as a process whose stderr is a terminal: its exit code, its stdout, what the terminal was sent."""
-    ours, theirs = pty.openpty()
-    running = process(*arguments, stderr=theirs, **options)
-    os.close(theirs)
-    seen = b""
-    try:
-        with suppress(OSError):  # when the other end is gone
-            while more := os.read(ours, 4096):
-                seen += more
-        out, _ = running.communicate()
-    finally:
-        running.kill()
-        os.close(ours)
-    return running.returncode, out, seen
+def seen_on_a_terminal(*arguments: object) -> tuple[int, str, str]:
+    """Run the command with a terminal at stderr, as rich sees it: its exit code, its stdout, what the terminal got."""
+    result = CliRunner(env={"FORCE_COLOR": "1"}).invoke(cli, [str(each) for each in arguments])
+    return result.exit_code, result.stdout, result.stderr
 
 
 def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:

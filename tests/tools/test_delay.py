@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import StoreConfig
-from mqstore.broker.admin.inspect import timer_view
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
-from tests.log.support import flip
-from tests.tools.brokers import broker, clock_now, tables
+import mqstore as library
+from tests.log.support import flip, open_store
+from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 
@@ -53,7 +50,7 @@ def test_the_oldest_overdue_message_is_shown(path: Path) -> None:
 def test_a_level_that_the_table_lost_is_an_orphan(path: Path) -> None:
     with broker(path, delay_levels="1s 1h") as running:
         running.put("orders", b"x", delay_level=2)
-    MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
+    open_store(path, delay_levels="1s").close()
 
     [level] = mqstore_json("delay", path)["levels"]
 
@@ -68,7 +65,7 @@ def test_a_message_keeps_the_time_it_was_given_when_the_table_changes(tmp_path: 
     with broker(path, clock, delay_levels="1s 1h") as running:
         running.put("orders", b"in an hour", queue_id=0, delay_level=2)
     due_ms = clock.now_ms() + 3_600_000
-    MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
+    open_store(path, delay_levels="1s 30m").close()
 
     assert mqstore_json("verify", path)["findings"] == []
     assert not mqstore_json("recover", path)["changed"]
@@ -108,12 +105,9 @@ def test_timer_files_agree_with_the_timer(tmp_path: Path) -> None:
             running.run_once()
             running.put("orders", b"more", delay=1000)  # comes in, and is not placed
             waiting = running.stats().timer_waiting
-        with tables(path) as parts:
-            view = timer_view(parts)
-        seen.append((view.waiting, waiting))
-        assert view.physical_offset is not None
-        assert view.next_due_ms is not None
-        assert view.next_due_ms > clock.now_ms()
+        timer = mqstore_json("delay", path)["timer"]
+        seen.append((timer["waiting"], waiting))
+        assert timer["next_due_ms"] > clock.now_ms()
 
     assert all(told == itself for told, itself in seen), seen
     assert len({told for told, _ in seen}) > 4  # they were of different moments indeed
@@ -186,7 +180,7 @@ def test_delivered_or_unknown_message_cannot_be_cancelled(tmp_path: Path) -> Non
 
 
 def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
-    MessageStore(tmp_path / "s").close()
+    library.open(tmp_path / "s").close()
 
     assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
 
@@ -201,5 +195,5 @@ def test_a_damaged_progress_file_is_3_and_is_not_taken_for_none(path: Path) -> N
     result = mqstore("delay", path, exit_code=3)
 
     assert "delayOffset.json" in result.stderr
-    with ReadOnlyMessageStore(path):
+    with library.open(path, "r"):
         pass

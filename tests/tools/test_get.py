@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import Profile, SendReceipt, SimulatedClock, StoreConfig
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
+import mqstore as library
+from mqstore import Profile, SendReceipt, SimulatedClock
 from tests.conftest import Golden
-from tests.log.support import flip_log
+from tests.log.support import flip_log, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
 
@@ -23,7 +22,7 @@ from tests.tools.support import mqstore, process
 @pytest.fixture
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """Five messages in orders/0; number 3 bears key k3, unique key u3 and tag odd."""
-    with MessageStore(tmp_path / "s") as opened:
+    with open_store(tmp_path / "s") as opened:
         receipts = [
             opened.put("orders", b"body %d" % i, tag="odd" if i % 2 else "even", keys=f"k{i}", unique_key=f"u{i}")
             for i in range(5)
@@ -72,7 +71,7 @@ def test_it_prints_what_export_prints(golden: Golden) -> None:
 
 
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 14) as store:
         store.append(
             "orders",
             0,
@@ -209,7 +208,7 @@ def test_damaged_last_message_does_not_hang(store: tuple[Path, list[SendReceipt]
 
 
 def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s") as store:
         store.append("orders", 0, b"not zlib", sys_flag=1)
 
     people, program = (mqstore("get", tmp_path / "s", "--topic", "orders", *o) for o in ([], ["--json"]))
@@ -230,7 +229,7 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
 def turns(tmp_path: Path) -> Path:
     """Messages 0..29 in three queues by turns, each a millisecond behind the other."""
     clock = SimulatedClock()
-    with MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
+    with open_store(tmp_path / "turns", clock=clock) as store:
         for i in range(30):
             clock.advance(1)
             store.put("orders", b"%d" % i, i % 3, tag="tens" if i % 10 == 0 else None)
@@ -253,7 +252,7 @@ def test_the_newest_of_the_queues_come_by_store_time(turns: Path, options: list[
 
 
 def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s") as store:
         store.put("orders", b"old")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json")
@@ -272,7 +271,7 @@ def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [["--last", 5], ["--last", 5, "--queue-id", 0]], ids=str)
 def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: list[object]) -> None:
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s") as store:
         store.put("other", b"so that there is a store")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json", *options)
@@ -293,7 +292,7 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
 
 
 def test_damage_among_the_newest_hides_nothing(turns: Path) -> None:
-    with ReadOnlyMessageStore(turns) as store:
+    with library.open(turns, "r") as store:
         [last] = store.read("orders", 2, 9)
     flip_log(turns, last.physical_offset + 88)
 

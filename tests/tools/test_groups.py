@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import mqstore as library
 from mqstore import RetryPolicy
-from mqstore.log.store import MessageStore
+from tests.log.support import open_store
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -37,7 +38,7 @@ RETRIES: list[tuple[str, RetryPolicy, str]] = [
 
 @pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
 def test_a_retry_policy_is_shown_as_typed(path: Path, typed: str, policy: RetryPolicy, shown: str) -> None:
-    MessageStore(path).close()
+    library.open(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
 
@@ -57,7 +58,7 @@ def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
 
 
 def test_omitted_settings_stay(path: Path) -> None:
-    MessageStore(path).close()
+    library.open(path).close()
     mqstore_json("groups", "create", path, "billing", "--retry", "1s 2s", "--start", "latest", "--fifo")
 
     first = mqstore_json("groups", "alter", path, "billing", "--max-attempts", "unlimited")
@@ -79,7 +80,7 @@ def test_omitted_settings_stay(path: Path) -> None:
     ],
 )
 def test_fifo_group_has_no_limit_by_default(path: Path, typed: list[Any], retry: str, max_attempts: int | None) -> None:
-    MessageStore(path).close()
+    library.open(path).close()
 
     row = mqstore_json("groups", "create", path, "ledger", *typed)
 
@@ -87,7 +88,7 @@ def test_fifo_group_has_no_limit_by_default(path: Path, typed: list[Any], retry:
 
 
 def test_a_start_may_be_a_time(path: Path) -> None:
-    MessageStore(path).close()
+    library.open(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--start", "2026-01-31T13:00:00+01:00")
 
@@ -105,7 +106,7 @@ def test_groups_are_shown_with_the_topics_that_they_consume(store: Path) -> None
 
 def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(path: Path) -> None:
     """A RocketMQ directory whose subscriptionGroup.json went missing."""
-    with MessageStore(path) as opened:
+    with open_store(path) as opened:
         opened.put("orders", b"hello")
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{"orders@old":{0:1}}}')

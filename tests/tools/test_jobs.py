@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs import traffic_report
-from mqstore.log.store import MessageStore
+from tests.log.support import open_store
 from tests.tools.support import environment, mqstore, mqstore_json, seen_on_a_terminal
 
 
@@ -29,7 +29,7 @@ def test_terminal_shows_job_progress(name: str, store: Path) -> None:
 
     assert code == 0
     assert json.loads(out)["version"] == 1
-    assert re.search(rb"[a-z]ing .*[ m](\d+)/\1\b", seen, re.DOTALL), seen  # a bar that has come to its end
+    assert re.search(r"[a-z]ing .*[ m](\d+)/\1\b", seen, re.DOTALL), seen  # a bar that has come to its end
 
 
 _BARE = """
@@ -110,7 +110,7 @@ def test_traffic_prints_what_the_library_reports(store: Path) -> None:
 
 
 def test_traffic_reports_damage_alone(tmp_path: Path) -> None:
-    with MessageStore(tmp_path) as damaged:
+    with open_store(tmp_path) as damaged:
         damaged.put("orders", b"hello")
     with (tmp_path / "commitlog" / f"{0:020d}").open("r+b") as log:
         log.write(b"spoilt!!")  # length and magic
@@ -150,14 +150,11 @@ def test_an_export_to_a_folder_writes_it_once(store: Path, tmp_path: Path) -> No
     [
         (("--to", "out", "--queue-id", 1), "--queue-id does not go with --to"),
         (("--to", "out", "--output", "x"), "--output does not go with --to"),
-        (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
         (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
-        (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
         (
             ("--to", "out", "--until", 4),
             "4 is not a time (2026-01-31, 36h); for queue offsets use --option startingOff",
         ),
-        (("--to", "out", "--where", "a = "), "option filter='a = '"),
         (("--spark", "local[2]"), "--spark goes with --to"),
         (("--columns", "body"), "--columns goes with --to"),
         (("--where", "a = 1"), "--where goes with --to"),

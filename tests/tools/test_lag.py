@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
-from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.errors import ReceiptExpiredError
 from tests.conftest import Golden
-from tests.tools.brokers import behind, broker, clock_now, tables
+from tests.tools.brokers import behind, broker, clock_now, lags
 from tests.tools.support import mqstore, mqstore_json
 
 STORED_MS = 1_750_000_000_000
@@ -103,18 +102,12 @@ def test_the_files_say_what_the_broker_says(data: st.DataObject) -> None:
             groups = [name for name in ("standard", "in_order", "reads") if running.groups.get(name) is not None]
             told = {name: {tuple(queue): n for queue, n in running.lag(name).items()} for name in groups}
             running.save()  # else files know of pops, and not of groups that found nothing
-            beside = {name: _messages(path, name) for name in ("standard", "in_order") if name in groups}
-        closed = {name: _messages(path, name) for name in groups}
+            beside = {name: lags(path, name) for name in ("standard", "in_order") if name in groups}
+        closed = {name: lags(path, name) for name in groups}
         with broker(path, clock) as running:
             after = {name: {tuple(queue): n for queue, n in running.lag(name).items()} for name in groups}
     assert closed == told == after
     assert beside == {name: told[name] for name in beside}
-
-
-def _messages(path: Path, group: str) -> dict[tuple[str, int], int]:
-    with tables(path) as parts:
-        found = lag_of(parts, group, pop_view(parts, parts.clock.now_ms()))
-        return {(lag.topic, lag.queue_id): lag.messages for lag in found if lag.committed is not None}
 
 
 @pytest.mark.parametrize("order", [False, True], ids=["standard", "fifo"])

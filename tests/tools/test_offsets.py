@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.log.store import MessageStore
 from tests.conftest import Golden
+from tests.log.support import open_store
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -57,7 +57,7 @@ def test_offsets_are_shown_beside_the_bounds_of_their_queues(store: Path) -> Non
 
 
 def test_messages_before_a_group_are_lost(store: Path) -> None:
-    with MessageStore(store) as opened:
+    with open_store(store) as opened:
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)

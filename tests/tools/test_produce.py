@@ -14,9 +14,6 @@ import pytest
 
 import mqstore as library
 from mqstore import Producer
-from mqstore.layout.properties import SHARDINGKEY
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore_tools import produce as module
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 from tests.waiting import until
 
@@ -24,7 +21,7 @@ WAIT_S = 30
 
 
 def stored(path: Path, topic: str = "orders") -> list[library.Message]:
-    with ReadOnlyMessageStore(path) as store:
+    with library.open(path, "r") as store:
         return sorted(store.iter(topic), key=lambda message: message.physical_offset)
 
 
@@ -123,7 +120,7 @@ def test_delays(tmp_path: Path) -> None:
     text = '{"body":"x","delay":5}\n{"body":"y","delay_level":3}\n'
     assert run(tmp_path / "s", text, "--format", "jsonl").exit_code == 0
 
-    with ReadOnlyMessageStore(tmp_path / "s") as store:
+    with library.open(tmp_path / "s", "r") as store:
         timers = list(store.iter("rmq_sys_wheel_timer"))
         [level] = store.iter("SCHEDULE_TOPIC_XXXX")
     waits = [int(m.system_properties["TIMER_DELIVER_MS"]) - m.store_timestamp_ms for m in timers]
@@ -146,7 +143,7 @@ def test_export_and_produce_round_trip(tmp_path: Path) -> None:
         for which in ("old", "new")
     )
     assert old == new
-    assert SHARDINGKEY not in dict(stored(tmp_path / "new")[0].properties)
+    assert "__SHARDINGKEY" not in dict(stored(tmp_path / "new")[0].properties)
 
 
 def test_several_files_and_stdin_one_after_the_other(tmp_path: Path) -> None:
@@ -163,8 +160,8 @@ def test_several_files_and_stdin_one_after_the_other(tmp_path: Path) -> None:
 def test_neither_blocks_nor_pieces_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, block: int
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE", piece)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", block)
+    monkeypatch.setattr("mqstore_tools.produce._PIECE", piece)
+    monkeypatch.setattr("mqstore_tools.produce._BLOCK_BYTES", block)
     lines = [b"x" * (i % 11) for i in range(40)]
 
     found = json.loads(run(tmp_path / "s", b"\n".join(lines), "--json").stdout)
@@ -303,7 +300,7 @@ def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, ar
     assert result.exit_code == 2, result.output
     assert "line 1" not in result.stderr
     if (tmp_path / "s").exists():
-        with ReadOnlyMessageStore(tmp_path / "s") as store:
+        with library.open(tmp_path / "s", "r") as store:
             assert store.topics() == []
 
 
@@ -440,8 +437,7 @@ def test_lines_are_stored_before_waiting(tmp_path: Path, options: list[str], tex
     assert b"interrupted; sent 2 messages" in out
     assert b"Traceback" not in err
     assert bodies(tmp_path / "s") == [b"one", b"two"]
-    with ReadOnlyMessageStore(tmp_path / "s") as store:
-        assert store.clean_shutdown
+    assert mqstore_json("inspect", tmp_path / "s")["clean_shutdown"]
 
 
 def test_ctrl_c_ends_the_wait_for_the_next_second(tmp_path: Path) -> None:
@@ -472,7 +468,7 @@ def test_failing_store_reports_the_stored(tmp_path: Path, monkeypatch: pytest.Mo
             raise error
         return send_many(self, topic, messages, **options)
 
-    monkeypatch.setattr(module, "_PIECE", 10)
+    monkeypatch.setattr("mqstore_tools.produce._PIECE", 10)
     monkeypatch.setattr(Producer, "send_many", failing)
     result = run(tmp_path / "s", b"x\n" * 40)
 

@@ -14,14 +14,13 @@ import pytest
 
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.commands import looking
-from tests.log.support import flip_log, overwrite_log, reboot, segment_of
+from tests.log.support import flip_log, open_store, overwrite_log, reboot, segment_of
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
-CONFIG = StoreConfig(segment_bytes=1 << 14)
+SMALL = {"segment_bytes": 1 << 14}
+CONFIG = StoreConfig(**SMALL)
 Store = tuple[Path, list[SendReceipt]]
 
 #: What a program may rely on; there is more.
@@ -34,7 +33,7 @@ def spoil(path: Path, receipt: SendReceipt) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    with ReadOnlyMessageStore(path) as store:
+    with library.open(path, "r") as store:
         return [message.body for message in store.iter("orders", 0)]
 
 
@@ -48,7 +47,7 @@ def check_shape(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("machine", ["ran on", "went down"])
 def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, machine: str, way: str) -> None:
     """A crash: nothing was ever flushed, one record in the middle does not verify."""
-    with MessageStore(tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as store:
+    with open_store(tmp_path / "live", segment_bytes=1 << 14, clock=SimulatedClock()) as store:
         receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
         store.dispatch()
         shutil.copytree(tmp_path / "live", tmp_path / "s")
@@ -57,7 +56,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     spoil(tmp_path / "s", receipts[15])
 
     if way == "opening":
-        with MessageStore(tmp_path / "s") as store:
+        with open_store(tmp_path / "s") as store:
             report = store.recovery.as_dict()
     else:
         planned = mqstore_json(*way.split(), tmp_path / "s", "--dry-run", exit_code=1)
@@ -130,7 +129,7 @@ def test_without_a_person_to_ask_config_needs_a_yes(without_manifest: Path) -> N
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_returning_a_damaged_directory_warns(tmp_path: Path, profile: Any) -> None:
-    with MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
+    with open_store(tmp_path / "s", profile=profile, **SMALL) as store:
         receipts = [store.put("orders", b"%03d" % i * 100) for i in range(100)]
     assert "broker" not in mqstore("recover", tmp_path / "s").output
     spoil(tmp_path / "s", receipts[40])
@@ -188,7 +187,7 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
 def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
     """verify said that all was well, and a dry run that nothing was to be done, of a store that recover then refused to
     open; and a splice that its file had forgotten could come in twice with nobody told."""
-    with MessageStore(tmp_path / "s", config=CONFIG) as store:
+    with open_store(tmp_path / "s", **SMALL) as store:
         store.put("orders", b"x")
     file = tmp_path / "s" / name
     file.parent.mkdir(parents=True)
@@ -279,7 +278,7 @@ LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
 )
 def test_damage_that_recover_has_reported_is_known(path: Path, profile: library.Profile, loss: str) -> None:
     """One lost record made verify and recover exit with 1 until retention took its segment."""
-    with MessageStore(path, config=CONFIG, profile=profile) as store:
+    with open_store(path, profile=profile, **SMALL) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     LOSSES[loss](path, receipts)
     assert mqstore("verify", path).exit_code == 1
@@ -352,7 +351,7 @@ def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> N
     table = path / "config" / "knownDamage.json"
     assert len(json.loads(table.read_bytes())["ranges"]["bad_record"]) == 2
 
-    with MessageStore(path) as store:
+    with open_store(path) as store:
         store.drop_before(receipts[50].physical_offset)
     assert mqstore_json("verify", path)["ok"]
     report = mqstore_json("recover", path)
@@ -420,7 +419,7 @@ def test_segments_that_are_too_long_are_mended(hundred: Store, surplus: bytes) -
 
 def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for name in "ab":
-        with MessageStore(tmp_path / name) as store:
+        with open_store(tmp_path / name) as store:
             store.put("t", b"body")
         shutil.rmtree(tmp_path / name / "consumequeue")
     (tmp_path / "c").mkdir()

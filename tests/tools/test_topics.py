@@ -11,7 +11,6 @@ import pytest
 
 import mqstore as library
 from mqstore.errors import ConfigError
-from mqstore.log.store import MessageStore
 from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json
 
@@ -58,14 +57,14 @@ def test_system_topics_are_listed_on_request(store: Path) -> None:
 
 
 def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
-    MessageStore(path).close()
+    library.open(path).close()
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
-    altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2, "--order")
+    altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2)
     both = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
 
     assert (created["read_queues"], created["message_type"], created["perm"]) == (8, "FIFO", 4)
-    assert (altered["read_queues"], altered["write_queues"], altered["perm"], altered["order"]) == (8, 2, 6, True)
+    assert (altered["read_queues"], altered["write_queues"], altered["perm"]) == (8, 2, 6)
     assert (both["read_queues"], both["write_queues"]) == (9, 9)
     with tables(path) as parts:
         config = parts.topics.require("orders")

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
-from mqstore.log.recovery.ranges import RangeResult
-from mqstore.log.recovery.verify import Verifier
-from mqstore.log.store import MessageStore
+from mqstore import OutgoingMessage, Profile, SendReceipt, SimulatedClock
+from mqstore.jobs import verify
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.log.support import flip_log, overwrite
-from tests.tools.support import mqstore, mqstore_json, process
+from tests.log.support import flip_log, open_store, overwrite
+from tests.tools.support import mqstore, mqstore_json
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
@@ -75,7 +73,7 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
 
 def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
     """`mqstore` checks every character that would reach the screen."""
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s") as store:
         store.put("orders", b"hello")
     (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
     (tmp_path / "s" / "config").mkdir()
@@ -89,17 +87,13 @@ def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as store:
+    with open_store(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 1000)
-        child = process("verify", tmp_path / "s")
-        out, _ = child.communicate(timeout=60)
-
-    assert child.returncode == 0, out
+        mqstore("verify", tmp_path / "s", exit_code=0)
 
 
 def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
-    config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
-    with MessageStore(tmp_path / "s", config=config) as store:
+    with open_store(tmp_path / "s", segment_bytes=1 << 16, consumequeue_units=4) as store:
         store.put_many("orders", [b"x"] * 8000)
     for file in (tmp_path / "s" / "consumequeue" / "orders" / "0").iterdir():
         file.unlink()
@@ -114,31 +108,24 @@ def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("taken", [50, 99])
-def test_retention_meanwhile_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+def test_retention_meanwhile_ends_nothing(tmp_path: Path, taken: int) -> None:
     """It began again each time, and ended with a bare FileNotFoundError when the writer was the faster one."""
-    config = StoreConfig(segment_bytes=1 << 14, consumequeue_units=8, index_slots=16, index_entries=8)
-    with MessageStore(tmp_path / "s", config=config) as store:
-        receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
-    with MessageStore(tmp_path / "s") as writer:
-        check = Verifier.check
-
-        def interrupted(verifier: Verifier, *piece: Any) -> RangeResult | None:
-            writer.drop_before(receipts[taken].physical_offset)
-            return check(verifier, *piece)
-
-        monkeypatch.setattr(Verifier, "check", interrupted)
-        found = mqstore_json("verify", tmp_path / "s")
+    with open_store(tmp_path / "s", segment_bytes=1 << 14) as writer:
+        receipts = [writer.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
+        writer.flush()
+        writer.dispatch()
+        report = verify(
+            tmp_path / "s", progress=lambda *_: writer.drop_before(receipts[taken].physical_offset), range_bytes=20_000
+        )
         kept = writer.offsets("orders")
 
     assert kept[0] > 0
-    assert found["ok"]
-    assert found["messages"] == kept[1] - kept[0]
+    assert (report.ok, report.messages) == (True, kept[1] - kept[0])
 
 
 def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path) -> None:
     """What retention takes is taken from the front."""
-    config = StoreConfig(segment_bytes=1 << 14)
-    with MessageStore(tmp_path / "s", config=config) as writer:
+    with open_store(tmp_path / "s", segment_bytes=1 << 14) as writer:
         receipts = [writer.put("orders", b"x" * 1000) for _ in range(100)]
         writer.flush()
         writer.dispatch()
@@ -153,9 +140,9 @@ def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path)
 
 def copy_of_a_killed_store(path: Path, **options: Any) -> None:
     """Leave at `path` what a writer killed after its first checkpoint leaves; all 100 messages have keys."""
-    clock = library.SimulatedClock()
+    clock = SimulatedClock()
     live = path.with_name("live")
-    with MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
+    with open_store(live, segment_bytes=1 << 14, clock=clock, **options) as store:
         store.put_many("orders", [OutgoingMessage(b"%03d" % i, keys=f"k{i}") for i in range(100)])
         store.flush()
         store.dispatch()
@@ -171,7 +158,7 @@ def test_a_deleted_index_is_found(path: Path, profile: Profile, closed: bool) ->
     """Of a store that was not closed, and of a broker's, verify said that all was well."""
     copy_of_a_killed_store(path, profile=profile)
     if closed:
-        MessageStore(path).close()
+        library.open(path).close()
     assert mqstore("verify", path).exit_code == 0
     shutil.rmtree(path / "index")
 
@@ -200,8 +187,7 @@ def test_lost_index_files_of_the_java_engine_are_found(golden: Golden, name: str
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, closed: bool) -> None:
-    config = StoreConfig(segment_bytes=1 << 14, index_slots=16, index_entries=8, clock=library.SimulatedClock())
-    with MessageStore(tmp_path / "live", config=config) as store:
+    with open_store(tmp_path / "live", segment_bytes=1 << 14, index_entries=8) as store:
         receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
         store.flush()
         store.dispatch()
@@ -218,7 +204,7 @@ def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, close
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_a_checkpoint_of_random_bytes_is_found(tmp_path: Path, profile: Profile, size: int) -> None:
     """Of a store with a broker's checksums verify said that all was well, and opening believed the times in it."""
-    with MessageStore(tmp_path / "s", profile=profile) as store:
+    with open_store(tmp_path / "s", profile=profile) as store:
         store.put("orders", b"hello")
     overwrite(tmp_path / "s" / "checkpoint", 0, random.Random(size).randbytes(size))
 
@@ -248,9 +234,8 @@ def test_records_whose_properties_no_checksum_covers_are_counted(golden: Golden,
 def fleet(tmp_path: Path) -> Path:
     """Two stores; in `b` a message of the first of two segments is damaged, and a queue is gone."""
     root = tmp_path / "fleet"
-    config = StoreConfig(segment_bytes=4096, consumequeue_units=32, index_slots=16, index_entries=64)
     for name in "ab":
-        with MessageStore(root / name, config=config) as store:
+        with open_store(root / name, consumequeue_units=32, index_entries=64) as store:
             for i in range(40):
                 store.put("orders", b"body %d" % i, keys=[f"k{i}"])
             store.put("bills", b"other")

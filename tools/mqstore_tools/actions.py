@@ -18,13 +18,11 @@ import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Final, Protocol
+from typing import IO, Final
 
 from mqstore import Message, Reject, Retry
 from mqstore.errors import FormatError
 from mqstore_tools.render import note, print_message, safe
-
-__all__ = ["Commands", "Enough", "Failed", "Printer", "Work"]
 
 _STDERR_BYTES: Final = 1 << 16
 """Bytes of a command's stderr that are shown."""
@@ -43,19 +41,8 @@ class Failed(Retry):
         self.args = (reason,)
 
 
-class Work(Protocol):
-    """Handler of messages, which `kill` ends early."""
-
-    def __call__(self, message: Message) -> None:
-        """Handle a message, which is done on return. Raises Failed, Reject or Enough.
-        Any other exception ends the run and is not counted against the message."""
-
-    def kill(self) -> None:
-        """End running work at once."""
-
-
 class Printer:
-    """Printer of messages. A message is done when all of it has been written out."""
+    """Handler that prints messages. A message is done when all of it has been written out."""
 
     def __init__(self, as_jsonl: bool, body_bytes: int) -> None:
         self._as_jsonl = as_jsonl
@@ -75,7 +62,10 @@ class Printer:
 
 @dataclass
 class Commands:
-    """Runner of a command for each message, in a new process group: Ctrl-C does not reach it."""
+    """Handler that runs a command for each message, in a new process group: Ctrl-C does not reach it.
+
+    Like `Printer` it returns when the message is done, and raises Failed, Reject or Enough. Any other exception ends
+    the run and is not counted against the message. `kill` ends running work at once."""
 
     argv: list[str]
     group: str

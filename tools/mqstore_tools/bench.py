@@ -18,9 +18,9 @@ from mqstore.jobs import verify
 from mqstore_tools.render import progress, show_bytes, show_tables
 from mqstore_tools.shared import StoreCommand
 
-__all__ = ["bench"]
-
 _MANY = 1000
+_SYNCS = 200
+"""Largest number of puts that wait for the disk."""
 _TOPIC = "bench"
 
 
@@ -35,7 +35,6 @@ Examples:
 )
 @click.option("--messages", type=click.IntRange(1), default=200_000, show_default=True, help="Messages of each test.")
 @click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128, show_default=True)
-@click.option("--syncs", type=click.IntRange(1), default=200, show_default=True, help="Puts that wait for the disk.")
 @click.option(
     "--directory",
     metavar="DIR",
@@ -43,11 +42,12 @@ Examples:
     help="Parent of the temporary directory, which is removed at the end.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
-def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, json_output: bool) -> None:
+def bench(messages: int, body_bytes: int, directory: Path | None, json_output: bool) -> None:
     """Measure put, put_many, reading and verification in a temporary directory.
 
     Each test runs once, so the figures are only an order of magnitude.
     """
+    syncs = min(_SYNCS, messages)
     body = bytes(i * 7 & 0xFF for i in range(body_bytes))
     results: list[dict[str, object]] = []
     tests: list[tuple[str, int, Callable[[Path], Callable[[], int]]]] = [

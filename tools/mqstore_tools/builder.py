@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
@@ -14,8 +14,6 @@ import click
 from mqstore import MQStoreError, OutgoingMessage
 from mqstore.admin import check_message
 from mqstore.engine import user_properties
-
-__all__ = ["Format", "NoMessage", "Recipe", "Record"]
 
 Format = Literal["lines", "jsonl", "csv", "file"]
 
@@ -28,40 +26,32 @@ Record = bytes | dict[str, Any] | NoMessage
 """A body, the fields of a JSON object or row, or the reason why the line cannot be read."""
 
 
+@dataclass
 class Recipe:
     """Recipe from record to message. `texts` are the options --tag, --message-group and --unique-key."""
 
-    def __init__(
-        self,
-        format_: Format,
-        texts: Mapping[str, str | None],
-        keys: Sequence[str],
-        properties: Mapping[str, str],
-        delay: float | None,
-        body_field: str,
-        *,
-        exported: bool,
-        body_is_record: bool,
-    ) -> None:
-        self.format: Format = format_
-        self._texts = {name: _source(value) for name, value in texts.items() if value is not None}
-        self._keys = [_source(value) for value in keys]
-        self._properties = {name: _source(value) for name, value in properties.items()}
-        self._delay, self._body_field, self._exported, self._body_is_record = (
-            delay,
-            body_field,
-            exported,
-            body_is_record,
-        )
-        self.max_message_size: int | None = None
-        """Largest body. None: that of a new store."""
+    format: Format
+    texts: Mapping[str, str | None]
+    keys: Sequence[str]
+    properties: Mapping[str, str]
+    delay: float | None
+    body_field: str
+    exported: bool
+    body_is_record: bool
+    max_message_size: int | None = None
+    """Largest body. None: that of a new store."""
+
+    def __post_init__(self) -> None:
+        self._texts = {name: _source(value) for name, value in self.texts.items() if value is not None}
+        self._keys = [_source(value) for value in self.keys]
+        self._properties = {name: _source(value) for name, value in self.properties.items()}
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
-        if format_ in ("lines", "file"):
+        if self.format in ("lines", "file"):
             if any(fields):
                 raise click.UsageError("@FIELD needs --format jsonl or csv; write @@ for one @")
-            if body_is_record:
+            if self.body_is_record:
                 raise click.UsageError("--body-is-record is for --format jsonl and csv")
-        if exported and (body_is_record or body_field != "body"):
+        if self.exported and (self.body_is_record or self.body_field != "body"):
             raise click.UsageError("--exported chooses the body: leave out --body-is-record and --body-field")
         self._constant = None if any(fields) else self._checked(b"", self._options({}))
 
@@ -81,20 +71,20 @@ class Recipe:
                 if len(record) > (self.max_message_size or 0):
                     check_message(message, self.max_message_size)
                 return message
-            if self._exported:
+            if self.exported:
                 record = _imported(record)
             return self._checked(self._body(record), self._options(record))
         except (MQStoreError, TypeError, ValueError) as error:
             raise NoMessage(str(error)) from error
 
     def _body(self, record: dict[str, Any]) -> bytes:
-        if self._body_is_record:
+        if self.body_is_record:
             return _compact(record)
-        if self._body_field not in record:
+        if self.body_field not in record:
             raise NoMessage(
-                f"no field {self._body_field!r} for the body; name another with --body-field, or --body-is-record"
+                f"no field {self.body_field!r} for the body; name another with --body-field, or --body-is-record"
             )
-        value = record[self._body_field]
+        value = record[self.body_field]
         if isinstance(value, bytes):
             return value
         if isinstance(value, str):
@@ -120,7 +110,7 @@ class Recipe:
         if properties:
             options["properties"] = properties
         for name, kind in (("delay", float), ("deliver_at", float), ("delay_level", int), ("flag", int)):
-            number = self._delay if name == "delay" and self._delay is not None else _number(record, name, kind)
+            number = self.delay if name == "delay" and self.delay is not None else _number(record, name, kind)
             if number is not None:
                 options[name] = number
         return options

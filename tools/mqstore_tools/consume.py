@@ -1,6 +1,6 @@
 """`mqstore consume`: print the messages of topics for a group, or run a command for each.
 
-This module has the options, the summary and the dry run. `taken` runs it, `handled` prints and runs commands.
+This module has the options, the summary and the dry run. `consume_run` runs it, `actions` prints and runs commands.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +24,9 @@ from mqstore.errors import StoreClosedError
 from mqstore_tools.actions import Commands, Printer
 from mqstore_tools.consume_run import Asked, Run, Source, Start, quiet, supervise
 from mqstore_tools.render import VERSION, as_json, body_bytes_option, console, note, print_json, progress, table
-from mqstore_tools.session import dry_run_option, moment, planning
+from mqstore_tools.session import dry_run_option, planning, position
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
 
-__all__ = ["consume"]
-
-_WORDS: Final[dict[str, Start]] = {"earliest": "earliest", "latest": "latest"}
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
 _OF_PRINTING: Final = ("format_", "body_bytes")
 
@@ -39,10 +35,6 @@ _LONGEST_S: Final = 366 * 86_400
 """Longest delay in seconds, the same as the largest `max_delay`."""
 _LONGEST_WAIT_S: Final = 1_000_000
 """Longest wait for a command in seconds. The operating system counts milliseconds in 31 bits."""
-
-
-def _start(value: Any) -> Start:
-    return value if isinstance(value, datetime) else _WORDS.get(value) or moment(value)
 
 
 @click.command(
@@ -85,7 +77,7 @@ cannot be opened.""",
 @click.option(
     "--from",
     "start",
-    type=_start,
+    type=position,
     metavar="WHERE",
     help="Start of the group in queues without a committed offset: earliest, latest, a time (UTC by default) or an age "
     "(36h). Default: the group's setting, earliest for a new group.",

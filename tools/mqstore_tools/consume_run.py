@@ -26,10 +26,8 @@ from typing import Any, Final, Literal
 from mqstore import Interceptor, Message, QueueRef, Reject, RetryPolicy, Store, cancelled
 from mqstore.admin import retry_topics
 from mqstore.errors import GroupNotFoundError
-from mqstore_tools.actions import Enough, Failed, Work
+from mqstore_tools.actions import Commands, Enough, Failed, Printer
 from mqstore_tools.render import note
-
-__all__ = ["Asked", "Run", "Source", "Start", "quiet", "supervise"]
 
 Start = Literal["earliest", "latest"] | datetime
 
@@ -58,7 +56,7 @@ class Asked:
 class Run(Interceptor):
     """State that all threads of a run share: counts, the first error, and the request to stop."""
 
-    def __init__(self, work: Work, limit: int | None) -> None:
+    def __init__(self, work: Printer | Commands, limit: int | None) -> None:
         self.work = work
         self.bell: SimpleQueue[str] = SimpleQueue()
         """Wakes the main thread. A SimpleQueue, because its `put` is safe in a signal handler."""

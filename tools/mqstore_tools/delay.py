@@ -12,8 +12,6 @@ from mqstore_tools.render import note, show_tables, when
 from mqstore_tools.session import DefaultGroup, dry_run_option, planning, print_done
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
-__all__ = ["delay"]
-
 
 @click.group(
     cls=DefaultGroup,

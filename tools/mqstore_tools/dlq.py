@@ -13,8 +13,6 @@ from mqstore_tools.render import body_bytes_option, note, print_json, print_mess
 from mqstore_tools.session import DefaultGroup, ask, dry_run_option, moment, planning, print_done, to_ms, yes_option
 from mqstore_tools.shared import FINDINGS, directory_argument, json_option
 
-__all__ = ["dlq"]
-
 _before_option = click.option(
     "--before",
     type=moment,
@@ -203,13 +201,12 @@ def replay(
     epilog="""\b
 Examples:
   mqstore dlq purge var/mq --group billing --before 30d --dry-run
-  mqstore dlq purge var/mq --group billing --before-offset 100 --yes
+  mqstore dlq purge var/mq --group billing --before 30d --yes
   mqstore dlq purge var/mq --group billing    # all, after a prompt""",
 )
 @directory_argument
 @click.option("--group", required=True, help="Group of the dead letters.")
 @_before_option
-@click.option("--before-offset", type=click.IntRange(0), help="Only dead letters before this offset.")
 @dry_run_option
 @yes_option
 @json_option
@@ -217,7 +214,6 @@ def purge(
     directory: Path,
     group: str,
     before: datetime | None,
-    before_offset: int | None,
     dry_run: bool,
     yes: bool,
     json_output: bool,
@@ -229,7 +225,7 @@ def purge(
 
     def change(opened: Offline, *, dry_run: bool) -> int:
         letters = opened.dead_letters(group)
-        return letters.purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
+        return letters.purge(before_ms=_ms(before), dry_run=dry_run)
 
     with planning(directory) as opened:
         count = change(opened, dry_run=True)

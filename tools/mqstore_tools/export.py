@@ -34,10 +34,15 @@ from mqstore_tools.render import (
     show_bytes,
     table,
 )
-from mqstore_tools.shared import FINDINGS, StoreCommand, findings_on_stderr, note_front, refuse_given, within
-
-__all__ = ["export", "lines"]
-
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    findings_on_stderr,
+    note_front,
+    output_option,
+    refuse_given,
+    within,
+)
 
 _OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "master")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
@@ -59,12 +64,7 @@ Examples:
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Start of each queue, a queue offset.")
 @click.option("--max-messages", type=click.IntRange(0), metavar="N", help="Stop after N messages.")
-@click.option(
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write to FILE, which appears when it is complete, instead of stdout.",
-)
+@output_option
 @raw_bodies_option
 @click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files to this folder.")
 @click.option("--columns", metavar="NAMES", help="With --to: only these columns, separated by commas.")

@@ -26,8 +26,6 @@ from mqstore_tools.shared import (
     was_given,
 )
 
-__all__ = ["get"]
-
 _MANY = 100
 """Number of unreadable records after which `get` stops searching for a readable one."""
 _PAUSE_S = 0.1
@@ -115,14 +113,21 @@ def get(
         findings: list[Finding] = []
         messages: list[Message] = []
         incomplete: QueueRef | None = None
+        place = physical_offset if message_id is None else message_id
         try:
             if last is not None or follow:
                 assert topic is not None
                 messages, findings = _newest(store, topic, queue_id, last or 0, tag, positions, follow=follow)
-            elif ways or tag != "*":
-                messages = _find(
-                    store, topic, queue_id or 0, offset, max_messages, tag, key, unique_key, message_id, physical_offset
-                )
+            elif place is not None:
+                messages = [store.at(place)]
+            elif key is not None or unique_key is not None:
+                assert topic is not None
+                messages = store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
+            elif tag != "*":
+                assert topic is not None
+                queue = QueueRef(topic, queue_id or 0)
+                _bounds(store, *queue)
+                messages = [*islice(store.iter(queue, offset, tag), max_messages)]
             else:
                 assert topic is not None
                 messages, findings = _walk(store, topic, queue_id or 0, offset, max_messages)
@@ -134,7 +139,6 @@ def get(
             if incomplete is None:
                 raise
         except LookupError:
-            place = physical_offset if message_id is None else message_id
             findings = [] if place is None else store.damage_at(place)
             if not findings:
                 raise
@@ -185,29 +189,6 @@ def _walk(
         if len(messages) == max_messages or len(findings) == _MANY:
             break
     return messages, findings
-
-
-def _find(
-    store: StoreFiles,
-    topic: str | None,
-    queue_id: int,
-    offset: int | None,
-    max_messages: int,
-    tag: str,
-    key: str | None,
-    unique_key: str | None,
-    message_id: str | None,
-    physical_offset: int | None,
-) -> list[Message]:
-    if message_id is not None:
-        return [store.at(message_id)]
-    if physical_offset is not None:
-        return [store.at(physical_offset)]
-    assert topic is not None
-    if key is not None or unique_key is not None:
-        return store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
-    _bounds(store, topic, queue_id)
-    return [*islice(store.iter(QueueRef(topic, queue_id), offset, tag), max_messages)]
 
 
 def _bounds(store: StoreFiles, topic: str, queue_id: int | None) -> dict[QueueRef, tuple[int, int]]:

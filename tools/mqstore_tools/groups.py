@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mqstore import RetryPolicy
-from mqstore.admin import Offline, default_retry, look, offline
+from mqstore.admin import Offline, default_retry, look
 from mqstore.errors import GroupNotFoundError
+from mqstore.jobs import duration_s
 from mqstore_tools.lag import suspended_tables
-from mqstore_tools.render import safe, show_tables, when
+from mqstore_tools.render import show_tables, when
 from mqstore_tools.session import (
     DefaultGroup,
-    ask,
     carry_out,
+    delete_after_asking,
     dry_run_option,
-    length_ms,
-    moment,
     planning,
-    print_done,
+    position,
     show_ms,
     to_ms,
     yes_option,
 )
 from mqstore_tools.shared import directory_argument, json_option
-
-__all__ = ["groups"]
 
 
 @click.group(
@@ -157,9 +155,9 @@ def _retry(value: Any) -> RetryPolicy:
         return RetryPolicy()
     try:
         if len(words) == 3 and words[1][:1] == "x":
-            first, last = (length_ms(word) / 1000 for word in (words[0], words[2]))
+            first, last = map(duration_s, (words[0], words[2]))
             return RetryPolicy.exponential(first, int(words[1][1:]), last)
-        return RetryPolicy(delays=[length_ms(word) / 1000 for word in words])
+        return RetryPolicy(delays=[duration_s(word) for word in words])
     except ValueError:
         raise click.BadParameter(
             f"{value!r} is not 'standard', a list as in '10s 1m 10m', or growing as in '5s x2 2h'"
@@ -167,7 +165,8 @@ def _retry(value: Any) -> RetryPolicy:
 
 
 def _start(value: Any) -> str | int:
-    return str(value) if value in ("earliest", "latest") else to_ms(moment(value))
+    found = position(value)
+    return to_ms(found) if isinstance(found, datetime) else found
 
 
 def _attempts(value: Any) -> int:
@@ -304,10 +303,9 @@ def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bo
         row = {"name": name, "topics": _row(opened, name)["topics"]}
     what = f"group {name}"
     what += f" and its offsets in {', '.join(row['topics'])}" if row["topics"] else ""
-    if dry_run:
-        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
-        return
-    ask(safe(f"Delete {what}?"), yes=yes)
-    with offline(directory) as opened:
-        opened.delete_group(name)
-    print_done(row, f"deleted {what}", json_output=json_output)
+    delete_after_asking(
+        *(what, row, directory, lambda opened: opened.delete_group(name)),
+        dry_run=dry_run,
+        yes=yes,
+        json_output=json_output,
+    )

@@ -22,8 +22,6 @@ from mqstore_tools.shared import (
     note_incomplete,
 )
 
-__all__ = ["DELAY_COLUMNS", "delay_cells", "inspect", "show_store"]
-
 _MANY = 200
 """Limit of rows of a printed table. JSON has all rows."""
 

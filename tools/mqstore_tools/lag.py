@@ -15,8 +15,6 @@ from mqstore_tools.render import Cells, note, pick, progress, show_tables, when
 from mqstore_tools.session import show_ms
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 
-__all__ = ["lag", "suspended_tables"]
-
 
 @click.command(
     cls=StoreCommand,

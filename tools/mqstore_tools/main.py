@@ -5,6 +5,7 @@ So is the library. Its import takes half a second, and Ctrl-C before `main` runs
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -16,9 +17,6 @@ from typing import Any
 import click
 
 from mqstore_tools import JSON_ASKED
-from mqstore_tools.lazy import LazyGroup
-
-__all__ = ["COMMANDS", "cli", "main"]
 
 COMMANDS = (
     "produce",
@@ -44,8 +42,18 @@ COMMANDS = (
 """Names of sub-commands, in the order of the help."""
 
 
-class _Commands(LazyGroup):
-    names = COMMANDS
+class _Commands(click.Group):
+    """Group that imports a sub-command, `NAME` in module `NAME`, when it is used: `mqstore produce` starts fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"mqstore_tools.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Before parsing, because a parse error must be printed as JSON, too.

@@ -14,22 +14,6 @@ import click
 from mqstore.errors import ConfigError
 from mqstore_tools.session import moment
 
-__all__ = [
-    "Messages",
-    "duration",
-    "message_options",
-    "names",
-    "on_spark",
-    "pairs",
-    "session",
-    "session_options",
-    "spark_errors",
-    "spark_option",
-    "stores_argument",
-    "topic_option",
-    "usable",
-]
-
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
 spark_option = click.option(
     "--spark", "master", metavar="MASTER", help="Run on Spark with this master: local[4], or the URL of a cluster."

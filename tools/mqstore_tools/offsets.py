@@ -11,13 +11,10 @@ import click
 from mqstore import QueueRef
 from mqstore.admin import Offline, look, offline
 from mqstore_tools.render import safe, show_tables
-from mqstore_tools.session import DefaultGroup, ask, dry_run_option, moment, planning, yes_option
+from mqstore_tools.session import DefaultGroup, ask, dry_run_option, planning, position, yes_option
 from mqstore_tools.shared import directory_argument, json_option
 
-__all__ = ["offsets"]
-
 To = Literal["earliest", "latest"] | datetime | int
-_WORDS: dict[str, Literal["earliest", "latest"]] = {"earliest": "earliest", "latest": "latest"}
 
 
 @click.group(
@@ -85,7 +82,7 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
 def _to(value: Any) -> To:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
-    return _WORDS.get(value) or moment(value)
+    return position(value)
 
 
 @offsets.command(

@@ -35,8 +35,6 @@ from mqstore_tools.render import note, print_json, progress, safe, show_bytes
 from mqstore_tools.session import dry_run_option, planning
 from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
-__all__ = ["produce"]
-
 _PIECE = 1000
 _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10

@@ -15,9 +15,7 @@ from mqstore.errors import FormatError
 from mqstore_tools.export import lines
 from mqstore_tools.render import VERSION, FindingPrinter, as_json, export_row, note, print_json, progress, safe, when
 from mqstore_tools.session import DefaultGroup, dry_run_option
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
-
-__all__ = ["quarantine"]
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option, output_option
 
 _files_argument = click.argument("files", metavar="[FILE]...", nargs=-1)
 
@@ -142,12 +140,7 @@ Examples:
 )
 @directory_argument
 @_files_argument
-@click.option(
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write to FILE, which appears when it is complete, instead of stdout.",
-)
+@output_option
 @click.option("--json", "json_output", is_flag=True, help="Print findings and the summary as JSON, too.")
 @click.pass_context
 def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: Path | None, json_output: bool) -> None:

@@ -14,8 +14,6 @@ from mqstore_tools.render import console, note, print_findings, print_json, prog
 from mqstore_tools.session import ask, dry_run_option, yes_option
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option
 
-__all__ = ["recover"]
-
 
 @click.command(
     cls=StoreCommand,

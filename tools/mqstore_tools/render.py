@@ -27,32 +27,6 @@ from mqstore import Message
 from mqstore.engine import Finding, row_of
 from mqstore.errors import FormatError
 
-__all__ = [
-    "VERSION",
-    "Cells",
-    "EscapingHandler",
-    "FindingPrinter",
-    "as_json",
-    "body_bytes_option",
-    "body_text",
-    "console",
-    "export_row",
-    "finding_of",
-    "note",
-    "pick",
-    "print_finding",
-    "print_findings",
-    "print_json",
-    "print_message",
-    "progress",
-    "raw_bodies_option",
-    "safe",
-    "show_bytes",
-    "show_tables",
-    "table",
-    "when",
-]
-
 _WIDE = 1 << 20
 """Width of output to a pipe or file, so that each row of a table is one line."""
 _SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})

@@ -14,31 +14,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from mqstore.admin import Offline, look, offline
 from mqstore.errors import ReadOnlyStoreError
+from mqstore.jobs import duration_s
 from mqstore_tools.render import note, print_json, safe
 from mqstore_tools.shared import StoreCommand
 
-__all__ = [
-    "DefaultGroup",
-    "ask",
-    "carry_out",
-    "dry_run_option",
-    "length_ms",
-    "moment",
-    "planning",
-    "print_done",
-    "show_ms",
-    "to_ms",
-    "yes_option",
-]
-
-_AGE = re.compile(r"(\d{1,9})([smhd])")
-_UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_AGE = re.compile(r"\d{1,9}[smhd]")
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -86,6 +72,26 @@ def carry_out(
     print_done(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
 
 
+def delete_after_asking(
+    what: str,
+    row: dict[str, Any],
+    directory: Path,
+    delete: Callable[[Offline], object],
+    *,
+    dry_run: bool,
+    yes: bool,
+    json_output: bool,
+) -> None:
+    """Run `delete` if the user agrees. `what` is deleted, and `row` is printed as JSON."""
+    if dry_run:
+        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+        return
+    ask(safe(f"Delete {what}?"), yes=yes)
+    with offline(directory) as opened:
+        delete(opened)
+    print_done(row, f"deleted {what}", json_output=json_output)
+
+
 class DefaultGroup(click.Group):
     """Group whose first sub-command is the default: `mqstore topics DIR` means `topics list DIR`.
     A directory with the name of a sub-command is written `./list`."""
@@ -108,21 +114,13 @@ class DefaultGroup(click.Group):
         return list(self.commands)  # as they were added, the default first
 
 
-def length_ms(text: str) -> int:
-    """Return a length of time such as 90m in milliseconds. Raises ValueError for any other text."""
-    found = _AGE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a number followed by s, m, h or d")
-    return int(found[1]) * _UNIT_MS[found[2]]
-
-
 def moment(value: Any) -> datetime:
     """Parse an option's time: ISO 8601, by default UTC, or an age (90m, 36h, 30d)."""
     if isinstance(value, datetime):
         return value
     if _AGE.fullmatch(value):
         try:
-            return datetime.now(UTC) - timedelta(milliseconds=length_ms(value))
+            return datetime.now(UTC) - timedelta(seconds=duration_s(value))
         except OverflowError:
             raise click.BadParameter(f"{value!r} is too long ago") from None
     try:
@@ -132,6 +130,11 @@ def moment(value: Any) -> datetime:
             f"{value!r} is neither a time (2026-01-31T12:00:00Z) nor an age (90m, 36h, 30d)"
         ) from None
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def position(value: Any) -> Literal["earliest", "latest"] | datetime:
+    """Parse an option's place in a queue: earliest, latest, or a time."""
+    return value if value in ("earliest", "latest") else moment(value)
 
 
 def to_ms(when: datetime) -> int:

@@ -37,23 +37,6 @@ from mqstore.errors import (
 from mqstore_tools import JSON_ASKED
 from mqstore_tools.render import VERSION, as_json, note, safe
 
-__all__ = [
-    "FINDINGS",
-    "UNUSABLE",
-    "WRONG_USAGE",
-    "NumberRange",
-    "StoreCommand",
-    "directory_argument",
-    "findings_on_stderr",
-    "json_option",
-    "note_front",
-    "note_incomplete",
-    "print_error",
-    "refuse_given",
-    "was_given",
-    "within",
-]
-
 FINDINGS, WRONG_USAGE, UNUSABLE, INTERRUPTED, READER_GONE = 1, 2, 3, 130, 141
 
 _USAGE_ERRORS = (
@@ -143,6 +126,12 @@ class NumberRange(click.FloatRange):
 
 # Not checked by click, which would call an unreadable directory wrong usage. The store reports it with exit code 3.
 directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, readable=False))
+output_option = click.option(
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write to FILE, which appears when it is complete, instead of stdout.",
+)
 json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 
 

@@ -11,8 +11,6 @@ from mqstore import admin
 from mqstore_tools.render import console, note, print_findings, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_on_stderr, json_option
 
-__all__ = ["snapshot"]
-
 
 @click.command(
     cls=StoreCommand,

@@ -8,13 +8,11 @@ from typing import Any
 
 import click
 
-from mqstore.admin import Offline, look, offline
+from mqstore.admin import Offline, look
 from mqstore.errors import ReadOnlyStoreError
-from mqstore_tools.render import pick, safe, show_tables
-from mqstore_tools.session import DefaultGroup, ask, carry_out, dry_run_option, planning, print_done, yes_option
+from mqstore_tools.render import pick, show_tables
+from mqstore_tools.session import DefaultGroup, carry_out, delete_after_asking, dry_run_option, planning, yes_option
 from mqstore_tools.shared import directory_argument, json_option
-
-__all__ = ["topics"]
 
 _OF_GROUPS = ("%RETRY%", "%DLQ%")
 """Prefixes of topics that have retries and dead letters."""
@@ -140,7 +138,6 @@ Examples:
 @click.option("--write-queues", type=_QUEUES, help="Number of queues that producers write to.")
 @click.option("--perm", type=_PERM, help="Permissions: r to read, w to write.")
 @click.option("--type", "type_", type=_TYPES, help="Type of its messages.")
-@click.option("--order/--no-order", default=None, help="Hint for RocketMQ's clients that the order of queues matters.")
 @click.option("--force", is_flag=True, help="Even if messages remain in queues that nobody reads, or order is lost.")
 @dry_run_option
 @json_option
@@ -152,7 +149,6 @@ def alter(
     write_queues: int | None,
     perm: str | None,
     type_: str | None,
-    order: bool | None,
     force: bool,
     dry_run: bool,
     json_output: bool,
@@ -162,8 +158,8 @@ def alter(
     The queue of a message group depends on the number of write queues. With another number a group continues in
     another queue, and its order across the change is lost. A topic that is being consumed needs --force for this.
     """
-    if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
-        raise click.UsageError("give --queues, --read-queues, --write-queues, --perm, --type or --order")
+    if all(value is None for value in (queues, read_queues, write_queues, perm, type_)):
+        raise click.UsageError("give --queues, --read-queues, --write-queues, --perm or --type")
 
     def change(opened: Offline) -> dict[str, Any]:
         opened.topics.alter(
@@ -172,7 +168,6 @@ def alter(
             read_queues=read_queues,
             write_queues=write_queues,
             perm=None if perm is None else _PERMS[perm],
-            order=order,
             message_type=None if type_ is None else type_.upper(),
             force=force,
         )
@@ -206,10 +201,9 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
     row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
     what = f"topic {name}, {row['messages']} messages"
     what += f", the offsets of {', '.join(row['groups'])}" if row["groups"] else ""
-    if dry_run:
-        print_done({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
-        return
-    ask(safe(f"Delete {what}?"), yes=yes)
-    with offline(directory) as opened:
-        opened.delete_topic(name, force=force)
-    print_done(row, f"deleted {what}", json_output=json_output)
+    delete_after_asking(
+        *(what, row, directory, lambda opened: opened.delete_topic(name, force=force)),
+        dry_run=dry_run,
+        yes=yes,
+        json_output=json_output,
+    )

@@ -10,8 +10,6 @@ from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import pick, progress, show_tables, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
-__all__ = ["trace"]
-
 
 @click.command(
     cls=StoreCommand,

@@ -11,8 +11,6 @@ from mqstore_tools.render import console, note, print_json, progress, show_bytes
 from mqstore_tools.session import show_ms
 from mqstore_tools.shared import StoreCommand, json_option
 
-__all__ = ["traffic"]
-
 _SHOWN = 50
 
 

@@ -11,8 +11,6 @@ from mqstore_tools.multi_store import on_spark, spark_option, stores_argument
 from mqstore_tools.render import console, finding_of, note, print_finding, print_json, progress, show_bytes
 from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_on_stderr, json_option, note_front
 
-__all__ = ["verify"]
-
 _LISTED = 10_000
 """Limit of listed findings of a range, since there may be more than memory can hold."""
 _SHOWN = 1000

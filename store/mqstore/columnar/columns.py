@@ -47,7 +47,6 @@ __all__ = [
     "Column",
     "ColumnReader",
     "arrow_schema",
-    "as_markdown",
     "check_columns",
     "check_once",
     "default_columns",
@@ -135,13 +134,6 @@ _KAFKA: Final = {
 }
 """The columns of Spark's Kafka source, in its order, and our columns with their values."""
 _ONLY_NAMED: Final = {"error", "record", *_KAFKA} - {"topic"}
-
-
-def as_markdown() -> str:
-    """Return the table of columns for the documentation."""
-    lines = ["| Column | Type | Cost | What it is |", "|---|---|---|---|"]
-    lines += [f"| `{c.name}` | `{c.sql}` | {c.cost} | {c.meaning} |" for c in COLUMNS.values()]
-    return "\n".join(lines) + "\n"
 
 
 def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:

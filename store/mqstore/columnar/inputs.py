@@ -14,7 +14,7 @@ from typing import Final
 from mqstore.errors import ConfigError
 from mqstore.layout.properties import DELAY, KEYS, SHARDINGKEY, TAGS, TIMER_DELAY_SEC, TIMER_DELIVER_MS, UNIQ_KEY
 
-__all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka"]
+__all__ = ["INPUTS", "KAFKA", "Input", "check_columns", "is_kafka"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,3 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:
         raise ConfigError("no topic: add column 'topic', or give option topic")
-
-
-def as_markdown() -> str:
-    """Return the table for the documentation."""
-    lines = ["| Column | Type | Null or missing | Meaning |", "|---|---|---|---|"]
-    for each in _TABLE:
-        cells = [f"`{each.name}`", " or ".join(each.types), each.absent, each.meaning]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

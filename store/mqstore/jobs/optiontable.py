@@ -157,14 +157,6 @@ class OptionTable:
                 raise ConfigError(f"option {option.name}={value!r:.200}: {what}; give {option.accepts}") from None
         return values
 
-    def as_markdown(self) -> str:
-        """Return the table of the documentation."""
-        lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
-        for option in self.options.values():
-            cells = [f"`{option.name}`", option.default or "-", option.accepts, option.meaning]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        return "\n".join(lines) + "\n"
-
 
 def unknown_option(name: str, *tables: OptionTable) -> ConfigError:
     """Return the error for an unknown option, with the nearest name of these tables, or all names."""

@@ -29,7 +29,7 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 
-__all__ = ["VIEWS", "as_markdown", "view_batch", "view_stores"]
+__all__ = ["VIEWS", "view_batch", "view_stores"]
 
 _BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -207,11 +207,3 @@ def _verify(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
         base = result.range.base
         begin = result.range.low if result.first is None else result.first
         yield f"{base:020d}", base + begin, base + result.end, result.records, errors, first_error
-
-
-def as_markdown() -> str:
-    """Return the views and their columns as a table, for the documentation."""
-    lines = ["| View | Columns |", "|---|---|"]
-    for view, table in VIEWS.items():
-        lines.append(f"| `{view}` | {', '.join(f'`{name}` {kind}' for name, kind in table.columns.items())} |")
-    return "\n".join(lines) + "\n"

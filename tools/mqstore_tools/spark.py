@@ -1,8 +1,9 @@
-"""`mqstore spark sql`: query stores in SQL."""
+"""`mqstore spark`: SQL and Python over stores in Spark, and cleanup of its jobs. Only the last needs no pyspark."""
 
 from __future__ import annotations
 
 import base64
+import code
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
@@ -11,17 +12,85 @@ from typing import Any
 
 import click
 
-from mqstore_tools.multi_store import Messages, message_options, session, session_options, spark_errors, usable
-from mqstore_tools.render import as_json, body_text, console, note, progress, table
+from mqstore.errors import ConfigError
+from mqstore_tools.multi_store import (
+    Messages,
+    duration,
+    message_options,
+    session,
+    session_options,
+    spark_errors,
+    usable,
+)
+from mqstore_tools.render import as_json, body_text, console, note, print_json, progress, table
+from mqstore_tools.session import dry_run_option
 from mqstore_tools.shared import StoreCommand, json_option
-
-__all__ = ["sql"]
 
 _BODY_BYTES = 80
 
 
-@click.command(
-    cls=StoreCommand,
+class _Commands(click.Group):
+    command_class = StoreCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_Commands,
+    short_help="Run jobs over many or large stores in Spark.",
+    epilog="""\b
+Examples:
+  mqstore spark sql var/mq "select topic, count(*) from messages group by topic" --json
+
+\b
+Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a store that cannot be read.
+`mqstore spark COMMAND --help` has details and examples.""",
+)
+def spark() -> None:
+    """Run jobs over stores in Spark, on this machine or a cluster.
+
+    Needs `pip install 'mqstore[spark]'` and Java 17. STORES are directories, store sets, or globs in quotes.
+    """
+
+
+@spark.command(
+    short_help="Delete uncommitted files of Spark jobs.",
+    epilog="""\b
+Examples:
+  mqstore spark clean var/mq --dry-run --older-than 0s    # show all staged files, of running jobs as well
+  mqstore spark clean var/mq fleet/set --older-than 7d""",
+)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--older-than",
+    type=duration,
+    default="7d",
+    show_default=True,
+    metavar="TIME",
+    help="Only files unchanged for this time (36h). If it is shorter than a job, files of a running job are deleted.",
+)
+@dry_run_option
+@json_option
+def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_output: bool) -> None:
+    """Delete files that crashed Spark jobs have left in stores and store sets.
+    These are files in TARGET/_staging and, in a set, stores that its manifest does not list. None of them is a message.
+    Each commit deletes files older than its option stagingTtl."""
+    with usable():
+        from mqstore.jobs import clean_target
+    found: list[Path] = []
+    for target in targets:
+        if not target.is_dir():
+            raise ConfigError(f"{target} is not a folder")
+        found += clean_target(target, older_than, dry_run=dry_run)
+    if json_output:
+        print_json({"dry_run": dry_run, "deleted": [{"path": str(path)} for path in found]})
+        return
+    rows = [(str(path),) for path in found]
+    console().print(table("would delete" if dry_run else "deleted", ("path",), rows))
+
+
+@spark.command(
     short_help="Query stores in SQL.",
     epilog="""\b
 Examples:
@@ -120,3 +189,27 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{key}={each}" for key, each in value.items())
     return "-" if value is None else str(value)
+
+
+@spark.command(
+    short_help="Start Python with a Spark session, and stores as views.",
+    epilog="""\b
+Examples:
+  mqstore spark shell var/mq
+  echo 'print(messages.count())' | mqstore spark shell var/mq""",
+)
+@message_options
+@session_options
+def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
+    """Start Python with a session `spark` and a data frame for each view of the stores in DIR.
+    The views are `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and `verify`, also in `spark.sql`.
+    Options filter `messages`."""
+    with usable():
+        from mqstore.spark import create_views
+    chosen = messages.select()
+    with session(master, conf) as spark:
+        with spark_errors():
+            views = create_views(spark, chosen)
+        note(f"spark {spark.version}; views: {', '.join(views)}")
+        names = {"spark": spark, **{view: spark.table(view) for view in views}}
+        code.interact(banner="", local=names, exitmsg="")
