@@ -12,6 +12,7 @@
 #   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
+#   make conformance  RocketMQ's Java clients against `mqstore serve` (needs a JDK, Maven; CLIENTS="5.3.3 4.9.8" takes others)
 #   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
@@ -51,7 +52,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop conformance crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -120,6 +121,15 @@ interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
 	MQSTORE_ROCKETMQ=var/rocketmq-$(ROCKETMQ) $(BIN)/python -m pytest -n 2 --durations=5 tests/interop
 
 var/rocketmq-%/fetched: tests/interop/pom.xml
+	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
+	@touch $@
+
+CLIENTS ?= 5.3.3 4.9.8
+
+conformance: $(VENV)/stamp-dev $(CLIENTS:%=var/rocketmq-client-%/fetched)
+	MQSTORE_ROCKETMQ_CLIENTS=$(subst $(eval) ,:,$(CLIENTS:%=var/rocketmq-client-%)) $(BIN)/python -m pytest tests/serve/test_java.py
+
+var/rocketmq-client-%/fetched: tests/serve/java/pom.xml
 	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
 	@touch $@
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["CHANGING", "looking"]
 
 CHANGING = {
-    *("produce", "consume", "recover", "topics create", "topics alter", "topics delete", "groups create"),
+    *("produce", "consume", "serve", "recover", "topics create", "topics alter", "topics delete", "groups create"),
     *(
         "groups alter",
         "groups delete",

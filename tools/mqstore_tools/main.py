@@ -37,6 +37,7 @@ COMMANDS = (
     "delay",
     "dlq",
     "spark",
+    "serve",
     "bench",
 )
 """Names of sub-commands, in the order of the help."""

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, Unpack
 
@@ -63,7 +64,7 @@ from mqstore.log.message import Message
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
-from mqstore.log.writing.writer import Sending, compiled_put
+from mqstore.log.writing.writer import RecordOptions, Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
 
@@ -246,6 +247,21 @@ class Broker(Closing, Sending, BrokerContract):
         if synced:
             options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
+
+    def _append_async(
+        self,
+        topic: str,
+        queue_id: int,
+        body: Body,
+        properties: Mapping[str, str],
+        **options: Unpack[RecordOptions],
+    ) -> Future[SendReceipt]:
+        """Append a record with all its fields, reserved properties included, for a server. The future is that of
+        `put_async`. The caller has checked topic and queue."""
+        synced = (options.get("durability") or self.store.durability) == "flush"
+        options["durability"] = "append"
+        append = partial(self._parts.router.append, topic, queue_id, body, properties, **options)
+        return self._async_puts.put(append, synced=synced)
 
     def sync(self) -> None:
         self.store.flush()

@@ -1,0 +1,167 @@
+"""Requests of RocketMQ's clients: codes, fields and types (remoting-server, section 4).
+
+A field is written `name`, `name!` if it is required, and with a type unless it is a text: `queueId!:i32`. A value after
+`=` is the default. Fields that are not listed are ignored: Java clients add some to every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+from mqstore.errors import ConfigError
+
+__all__ = ["REQUESTS", "Answer", "Code", "values_of"]
+
+
+class Code(IntEnum):
+    """Codes of requests, as in RocketMQ's `RequestCode`."""
+
+    SEND_MESSAGE = 10
+    PULL_MESSAGE = 11
+    QUERY_CONSUMER_OFFSET = 14
+    UPDATE_CONSUMER_OFFSET = 15
+    SEARCH_OFFSET_BY_TIMESTAMP = 29
+    GET_MAX_OFFSET = 30
+    GET_MIN_OFFSET = 31
+    GET_EARLIEST_MSG_STORETIME = 32
+    HEART_BEAT = 34
+    UNREGISTER_CLIENT = 35
+    CONSUMER_SEND_MSG_BACK = 36
+    END_TRANSACTION = 37
+    GET_CONSUMER_LIST_BY_GROUP = 38
+    CHECK_TRANSACTION_STATE = 39
+    NOTIFY_CONSUMER_IDS_CHANGED = 40
+    LOCK_BATCH_MQ = 41
+    UNLOCK_BATCH_MQ = 42
+    CHECK_CLIENT_CONFIG = 46
+    GET_ROUTEINFO_BY_TOPIC = 105
+    GET_BROKER_CLUSTER_INFO = 106
+    SEND_MESSAGE_V2 = 310
+    SEND_BATCH_MESSAGE = 320
+    LITE_PULL_MESSAGE = 361
+
+
+class Answer(IntEnum):
+    """Codes of answers, as in RocketMQ's `ResponseCode`."""
+
+    SUCCESS = 0
+    SYSTEM_ERROR = 1
+    SYSTEM_BUSY = 2
+    REQUEST_CODE_NOT_SUPPORTED = 3
+    FLUSH_DISK_TIMEOUT = 10
+    MESSAGE_ILLEGAL = 13
+    SERVICE_NOT_AVAILABLE = 14
+    NO_PERMISSION = 16
+    TOPIC_NOT_EXIST = 17
+    PULL_NOT_FOUND = 19
+    PULL_RETRY_IMMEDIATELY = 20
+    PULL_OFFSET_MOVED = 21
+    QUERY_NOT_FOUND = 22
+    SUBSCRIPTION_PARSE_FAILED = 23
+    SUBSCRIPTION_NOT_EXIST = 24
+    INVALID_PARAMETER = 29
+    GO_AWAY = 1500
+
+
+class _Field(NamedTuple):
+    name: str
+    required: bool
+    kind: str
+    default: Any
+
+
+_RANGES: Final = {"i32": 1 << 31, "i64": 1 << 63}
+
+
+def _value(text: str, kind: str, name: str) -> Any:
+    if kind == "text":
+        return text
+    if kind == "bool":
+        return text.strip().lower() == "true"  # as Java's Boolean.parseBoolean
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"the field {name} of the request must be a number, not {text[:80]!r}") from None
+    if not -_RANGES[kind] <= value < _RANGES[kind]:
+        raise ConfigError(f"the field {name} of the request must be an {kind}, not {text[:80]}")
+    return value
+
+
+def _field(text: str) -> _Field:
+    text, _, default = text.partition("=")
+    name, _, kind = text.partition(":")
+    kind = kind or "text"
+    value = _value(default, kind, name) if default else False if kind == "bool" else None
+    return _Field(name.rstrip("!"), name.endswith("!"), kind, value)
+
+
+def _fields(text: str) -> tuple[_Field, ...]:
+    return tuple(map(_field, text.split()))
+
+
+_SEND: Final = _fields(
+    "producerGroup! topic! defaultTopic! defaultTopicQueueNums!:i32 queueId!:i32 sysFlag!:i32 bornTimestamp!:i64 "
+    "flag!:i32 properties reconsumeTimes:i32=0 unitMode:bool batch:bool maxReconsumeTimes:i32"
+)
+_LETTERS: Final = dict(zip((each.name for each in _SEND), "abcdefghijkml", strict=True))
+_PULL: Final = _fields(
+    "consumerGroup! topic! queueId!:i32 queueOffset!:i64 maxMsgNums!:i32 sysFlag!:i32 commitOffset!:i64 "
+    "suspendTimeoutMillis!:i64 subVersion!:i64 subscription expressionType maxMsgBytes:i32=-1"
+)
+_SEND_V2: Final = tuple(each._replace(name=_LETTERS[each.name]) for each in _SEND)
+_QUEUE: Final = _fields("topic! queueId!:i32")
+
+REQUESTS: Final[Mapping[int, tuple[_Field, ...]]] = {
+    Code.SEND_MESSAGE: _SEND,
+    Code.SEND_MESSAGE_V2: _SEND_V2,
+    Code.SEND_BATCH_MESSAGE: _SEND_V2,
+    Code.PULL_MESSAGE: _PULL,
+    Code.LITE_PULL_MESSAGE: _PULL,
+    Code.QUERY_CONSUMER_OFFSET: _fields("consumerGroup! topic! queueId!:i32 setZeroIfNotFound:bool=true"),
+    Code.UPDATE_CONSUMER_OFFSET: _fields("consumerGroup! topic! queueId!:i32 commitOffset!:i64"),
+    Code.SEARCH_OFFSET_BY_TIMESTAMP: _fields("topic! queueId!:i32 timestamp!:i64 boundaryType=LOWER"),
+    Code.GET_MAX_OFFSET: _QUEUE,
+    Code.GET_MIN_OFFSET: _QUEUE,
+    Code.GET_EARLIEST_MSG_STORETIME: _QUEUE,
+    Code.HEART_BEAT: (),
+    Code.UNREGISTER_CLIENT: _fields("clientID! producerGroup consumerGroup"),
+    Code.CONSUMER_SEND_MSG_BACK: _fields(
+        "offset!:i64 group! delayLevel!:i32 originMsgId originTopic unitMode:bool maxReconsumeTimes:i32=-1"
+    ),
+    Code.END_TRANSACTION: _fields(
+        "producerGroup! tranStateTableOffset!:i64 commitLogOffset!:i64 commitOrRollback!:i32 "
+        "fromTransactionCheck:bool msgId! transactionId topic"
+    ),
+    Code.GET_CONSUMER_LIST_BY_GROUP: _fields("consumerGroup!"),
+    Code.LOCK_BATCH_MQ: (),
+    Code.UNLOCK_BATCH_MQ: (),
+    Code.CHECK_CLIENT_CONFIG: (),
+    Code.GET_ROUTEINFO_BY_TOPIC: _fields("topic!"),
+    Code.GET_BROKER_CLUSTER_INFO: (),
+}
+"""Fields of each request that the server answers."""
+_LONG_NAMES: Final = {letter: name for name, letter in _LETTERS.items()}
+
+
+def values_of(code: int, fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a request by their names in `SEND_MESSAGE`, with their types. A missing one is its default.
+    Raises ConfigError for a required field that is missing, and for a number that is none.
+
+    >>> fields = dict(topic="orders", queueId="3", bname="mqstore")
+    >>> list(values_of(Code.GET_MAX_OFFSET, fields).items())
+    [('topic', 'orders'), ('queueId', 3)]
+    """
+    short = REQUESTS[code] is _SEND_V2
+    values = {}
+    for name, required, kind, default in REQUESTS[code]:
+        text = fields.get(name)
+        shown = _LONG_NAMES[name] if short else name
+        if text is not None:
+            values[shown] = _value(text, kind, shown)
+        elif required:
+            raise ConfigError(f"the request {Code(code).name} has no field {shown}")
+        else:
+            values[shown] = default
+    return values

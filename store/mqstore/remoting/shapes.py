@@ -1,0 +1,64 @@
+"""Bodies of requests and answers: JSON as fastjson reads it, and the items of a batch (remoting-server, section 2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any, Final
+
+from mqstore.errors import FormatError
+
+__all__ = ["BatchItem", "batch_items", "dumps", "loads", "properties_of"]
+
+BatchItem = tuple[int, bytes, str]
+"""Flag, body and properties of a message of a batch."""
+_ITEM: Final = Struct(">iiiii")
+_I16: Final = Struct(">h")
+
+
+def dumps(value: Any) -> bytes:
+    """Return a body. Numbers as keys become texts, which all clients read."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """Return the object of a body. Raises FormatError if it is none."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the body is not JSON: {error}", "body", 0) from None
+    if type(value) is not dict:
+        raise FormatError("the body is not a JSON object", "body", 0)
+    return value
+
+
+def batch_items(body: bytes) -> Iterator[BatchItem]:
+    """Yield the messages of a batch: i32 size | i32 0 | i32 0 | i32 flag | i32 size, body | i16 size, properties.
+    Raises FormatError for another body."""
+    at = 0
+    while at < len(body):
+        try:
+            size, _, _, flag, body_bytes = _ITEM.unpack_from(body, at)
+            end, start = at + size, at + _ITEM.size
+            properties_at = start + body_bytes
+            if not (body_bytes >= 0 and properties_at + _I16.size <= end <= len(body)):
+                raise ValueError(f"a size of {size} or {body_bytes}")
+            [properties_bytes] = _I16.unpack_from(body, properties_at)
+            if properties_at + _I16.size + properties_bytes != end:
+                raise ValueError(f"properties of {properties_bytes} bytes")
+            yield flag, body[start:properties_at], body[properties_at + _I16.size : end].decode()
+        except Exception as error:  # struct.error, UnicodeDecodeError, ValueError
+            raise FormatError(f"the batch is damaged: {error}", "body", at) from None
+        at = end
+
+
+def properties_of(text: str | None) -> dict[str, str]:
+    """Return the properties of a send: name, 0x01, value, 0x02, repeated. Parts without a name are ignored, as
+    RocketMQ does.
+
+    >>> list(properties_of("TAGS\\x01paid\\x02KEYS\\x01o-1\\x02").items())
+    [('TAGS', 'paid'), ('KEYS', 'o-1')]
+    """
+    pairs = (pair.partition("\x01") for pair in (text or "").split("\x02"))
+    return {name: value for name, found, value in pairs if found and name}

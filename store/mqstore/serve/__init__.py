@@ -1,0 +1,14 @@
+"""Server of one open store for RocketMQ's clients: `mqstore serve`.
+
+    connection   one socket: frames in, answers out
+    server       listens, hands requests to the handlers below, and limits what clients can make it hold
+    registry     clients, their groups and subscriptions
+    routes       names: topics, brokers          send     messages in
+    pull         messages out, and waiting       groups   heartbeats, offsets, locks, failed messages
+
+One thread runs all of it, in an event loop. Nothing in it waits for the disk.
+"""
+
+from mqstore.serve.server import Limits, Server
+
+__all__ = ["Limits", "Server"]

@@ -1,0 +1,203 @@
+"""One connection of a client: requests in, answers out.
+
+    received block -> frames -> handlers -> answers of this turn -> one write
+
+A client that does not read its answers stops the parsing of its own requests, not only their reception: one received
+block can hold a thousand. Nobody else is slowed down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from mqstore.errors import FormatError
+from mqstore.remoting.frames import RESPONSE, Frame, FrameReader, encode
+
+if TYPE_CHECKING:
+    from mqstore.serve.server import Server
+
+__all__ = ["Call", "Connection", "address_of"]
+
+_log = logging.getLogger("mqstore")
+
+_OUTPUT_BYTES_MAX: Final = 1 << 20
+"""Unsent answers at which the parsing of a connection stops."""
+_STALLED_S: Final = 60
+"""Seconds after which a client that reads nothing is disconnected."""
+_TURN_FRAMES: Final = 256
+"""Frames of one connection handled before others get their turn."""
+
+
+class Call:
+    """One request, until it is answered."""
+
+    __slots__ = ("cancel", "connection", "end", "frame", "values")
+
+    def __init__(self, connection: Connection, frame: Frame) -> None:
+        self.connection = connection
+        self.frame = frame
+        self.values: dict[str, Any] = {}
+        self.cancel: Callable[[], object] | None = None
+        """Ends its wait. Set while it is parked."""
+        self.end: Callable[[], object] | None = None
+        """Answers it before its time, when the server stops. None: it waits for the disk, which does not take long."""
+
+    def reply(
+        self, code: int = 0, fields: Mapping[str, object] | None = None, body: bytes = b"", remark: str | None = None
+    ) -> None:
+        """Send the answer. Call it once, in the loop's thread."""
+        self.connection.forget(self)
+        if self.frame.is_one_way:
+            return
+        texts = {name: _text(value) for name, value in (fields or {}).items()}
+        frame, request = Frame(code, texts, remark=remark, flag=RESPONSE), self.frame
+        frame.opaque, frame.binary = request.opaque, request.binary
+        self.connection.send(frame, body)
+
+
+def _text(value: object) -> str:
+    """Return a value as Java writes it."""
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+class Connection(asyncio.Protocol):
+    """A socket of a client. All methods run in the loop's thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(server.limits.frame_bytes)
+        self._transport: asyncio.Transport = cast("asyncio.Transport", None)
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._blocked = False
+        """True while the socket takes no more answers."""
+        self._parsing = False
+        self._stall: asyncio.TimerHandle | None = None
+        self.parked: set[Call] = set()
+        """Calls that wait for a message, a sync or time."""
+        self.peer = ""
+        """Address of the client, for its messages and for people."""
+        self.address = ""
+        """Address at which the client has reached the server. Routes name it."""
+        self.client_ids: set[str] = set()
+        """Clients that have sent a heartbeat on it."""
+        self.last_frame_s = self._loop.time()
+
+    @property
+    def closed(self) -> bool:
+        """True once nothing can be sent any more."""
+        return self._transport.is_closing()
+
+    # -- the protocol of asyncio ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_OUTPUT_BYTES_MAX)
+        self.peer = address_of(transport.get_extra_info("peername"))
+        self.address = address_of(transport.get_extra_info("sockname"))
+        if not self._server.admit(self):
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.last_frame_s = self._loop.time()
+        self._reader.feed(data)
+        self._parse()
+
+    def pause_writing(self) -> None:
+        self._blocked = True
+        self._transport.pause_reading()
+        self._stall = self._loop.call_later(_STALLED_S, self.abort, "it has read nothing for a minute")
+
+    def resume_writing(self) -> None:
+        self._blocked = False
+        if self._stall is not None:
+            self._stall.cancel()
+        self._transport.resume_reading()
+        self._parse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        for call in list(self.parked):
+            self.forget(call)
+        self._server.leave(self)
+
+    # -- requests and answers ---------------------------------------------------------------------------------------
+
+    def _parse(self) -> None:
+        """Handle the received frames, and send their answers together."""
+        if self._parsing or not self._takes_answers():
+            return
+        self._parsing = True
+        try:
+            for count, frame in enumerate(self._reader):
+                self._server.handle(self, frame)
+                if self._out_bytes > _OUTPUT_BYTES_MAX:
+                    self._flush()
+                if not self._takes_answers():
+                    break
+                if count == _TURN_FRAMES:
+                    self._loop.call_soon(self._parse)
+                    break
+        except FormatError as error:
+            self.abort(str(error))
+        finally:
+            self._parsing = False
+            self._flush()
+
+    def _takes_answers(self) -> bool:
+        return not (self._blocked or self.closed)
+
+    def send(self, frame: Frame, body: bytes = b"") -> None:
+        """Send an answer or a request of the server."""
+        if self.closed:
+            return
+        self._out.append(encode(frame, len(body)))
+        if body:
+            self._out.append(body)
+        self._out_bytes += len(self._out[-1])
+        if not self._parsing:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._out and not self.closed:
+            self._transport.writelines(self._out)
+        self._out, self._out_bytes = [], 0
+
+    def park(self, call: Call, cancel: Callable[[], object], end: Callable[[], object] | None = None) -> None:
+        """Keep a call that is answered later. `cancel` ends its wait if the client goes first, and `end` answers it if
+        the server stops."""
+        call.cancel, call.end = cancel, end
+        self.parked.add(call)
+        self._server.parked += 1
+
+    def forget(self, call: Call) -> None:
+        """End the wait of a call that is answered now, or whose client is gone."""
+        if call in self.parked:
+            self.parked.discard(call)
+            self._server.parked -= 1
+            cancel, call.cancel = call.cancel, None
+            if cancel is not None:
+                cancel()
+
+    def abort(self, why: str) -> None:
+        """Disconnect the client."""
+        _log.warning("client %s is disconnected: %s", self.peer, why)
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Disconnect the client once its answers are sent."""
+        self._flush()
+        self._transport.close()
+
+
+def address_of(name: Any) -> str:
+    """Return `host:port` of a socket's name. A Unix socket has the address of this machine."""
+    if not isinstance(name, tuple):
+        return "127.0.0.1:0"
+    host, port = name[0].partition("%")[0], name[1]  # without the zone of IPv6, which a record cannot have
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,72 @@
+"""The name server's part: routes of topics, and the cluster of one broker (remoting-server, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from mqstore.broker.names import is_retry_topic
+from mqstore.remoting.codes import Answer, Code
+from mqstore.remoting.shapes import dumps
+
+if TYPE_CHECKING:
+    from mqstore.serve.connection import Call
+    from mqstore.serve.server import Handler, Server
+
+__all__ = ["DEFAULT_TOPIC", "HANDLERS"]
+
+DEFAULT_TOPIC: Final = "TBW102"
+"""Topic that a producer names as the model of topics that do not exist."""
+_DEFAULT_QUEUES: Final = 8
+_MASTER: Final = "0"
+"""Id of the only broker, as a key of its addresses."""
+
+
+def _route(server: Server, call: Call) -> None:
+    topic = call.values["topic"]
+    if is_retry_topic(topic):
+        # Otherwise the first retry of a new group waits until its consumers ask again, 30 s later.
+        server.broker.topics.ensure(topic)
+    if topic == DEFAULT_TOPIC and server.auto_create:
+        queue_data = _queue_data(server, 7, _DEFAULT_QUEUES, _DEFAULT_QUEUES)
+    elif (config := server.broker.topics.get(topic)) is not None:
+        queue_data = _queue_data(server, config.perm, config.read_queues, config.write_queues)
+    else:
+        call.reply(Answer.TOPIC_NOT_EXIST, remark=f"there is no topic {topic!r}")
+        return
+    route = {
+        "brokerDatas": [
+            {
+                "brokerAddrs": {_MASTER: server.address_for(call.connection)},
+                "brokerName": server.broker_name,
+                "cluster": server.cluster,
+                "enableActingMaster": False,
+            }
+        ],
+        "filterServerTable": {},
+        "queueDatas": [queue_data],
+    }
+    call.reply(body=dumps(route))
+
+
+def _queue_data(server: Server, perm: int, read_queues: int, write_queues: int) -> dict[str, Any]:
+    return {
+        "brokerName": server.broker_name,
+        "perm": perm,
+        "readQueueNums": read_queues,
+        "topicSysFlag": 0,
+        "writeQueueNums": write_queues,
+    }
+
+
+def _cluster(server: Server, call: Call) -> None:
+    name = server.broker_name
+    addresses = {_MASTER: server.address_for(call.connection)}
+    broker = {"brokerAddrs": addresses, "brokerName": name, "cluster": server.cluster, "enableActingMaster": False}
+    call.reply(body=dumps({"brokerAddrTable": {name: broker}, "clusterAddrTable": {server.cluster: [name]}}))
+
+
+HANDLERS: Mapping[Code, Handler] = {
+    Code.GET_ROUTEINFO_BY_TOPIC: _route,
+    Code.GET_BROKER_CLUSTER_INFO: _cluster,
+}

@@ -1,0 +1,194 @@
+"""Messages in: sends, batches, and what consumers send back (remoting-server, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic
+from mqstore.broker.tables.topics import TopicConfig
+from mqstore.broker.uniquekey import new_unique_key
+from mqstore.errors import ConfigError, InvalidMessageError, TopicNotFoundError
+from mqstore.layout.properties import DELAY, TRAN_MSG, UNIQ_KEY
+from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK
+from mqstore.log.commitlog import SendReceipt
+from mqstore.remoting.codes import Code
+from mqstore.remoting.shapes import batch_items, properties_of
+from mqstore.serve.routes import DEFAULT_TOPIC
+from mqstore.serve.transactions import prepare
+
+if TYPE_CHECKING:
+    from mqstore.serve.connection import Call
+    from mqstore.serve.server import Handler, Server
+
+__all__ = ["HANDLERS"]
+
+_MULTI_TAGS: Final = 2
+_KEPT_FLAGS: Final = COMPRESSED | COMPRESSION_TYPE_MASK | _MULTI_TAGS
+"""Bits of a client's sysFlag that pass into the record. Those of addresses and transactions are the server's."""
+_QUEUES_MAX: Final = 8
+"""Queues of a topic that a send creates: RocketMQ's limit, whatever the producer asks for."""
+_CORRELATION_ID, _CLUSTER = "CORRELATION_ID", "CLUSTER"
+_turns = count()
+
+
+def _send(server: Server, call: Call) -> None:
+    values = call.values
+    if values["batch"]:
+        _send_batch(server, call)
+        return
+    server.check_busy(call.connection)
+    properties = _properties(server, values["properties"])
+    topic = values["topic"]
+    if is_retry_topic(topic):
+        _send_retry(server, call, properties)
+        return
+    queue_id = _queue(server, call)
+    if properties.get(TRAN_MSG, "").lower() == "true":
+        prepare(server, call, queue_id, properties, values["sysFlag"] & _KEPT_FLAGS)
+        return
+    put = server.broker._append_async(
+        topic,
+        queue_id,
+        call.frame.body,
+        properties,
+        flag=values["flag"],
+        sys_flag=values["sysFlag"] & _KEPT_FLAGS,
+        reconsume_times=values["reconsumeTimes"],
+        born_timestamp_ms=values["bornTimestamp"],
+        born_host=call.connection.peer,
+    )
+    _when_stored(server, call, [put], properties[UNIQ_KEY])
+
+
+def _send_retry(server: Server, call: Call, properties: dict[str, str]) -> None:
+    """Store a message that a consumer sends back by itself: an ordered one after its last attempt, another one after
+    `CONSUMER_SEND_MSG_BACK` failed. A group that holds queue locks is an ordered one."""
+    values = call.values
+    topic = values["topic"]
+    group = topic.removeprefix(RETRY_PREFIX)
+    config = server.broker.groups.require(group)
+    limit = values["maxReconsumeTimes"]
+    times = values["reconsumeTimes"]
+    ordered = any(lock.group == group and not lock.expired for lock in server.broker.locks.snapshot())
+    if ordered or times > (config.retry_max_times if limit is None else limit):
+        topic = dlq_topic(group)
+        properties.pop(DELAY, None)
+    server.broker.topics.ensure(topic)
+    put = server.broker._append_async(
+        topic,
+        0,
+        call.frame.body,
+        properties,
+        flag=values["flag"],
+        sys_flag=values["sysFlag"] & _KEPT_FLAGS,
+        reconsume_times=times,
+        born_timestamp_ms=values["bornTimestamp"],
+        born_host=call.connection.peer,
+    )
+    _when_stored(server, call, [put], properties[UNIQ_KEY])
+
+
+def _send_batch(server: Server, call: Call) -> None:
+    values = call.values
+    server.check_busy(call.connection)
+    queue_id = _queue(server, call)
+    items = list(batch_items(call.frame.body))
+    if not items:
+        raise InvalidMessageError("the batch has no messages", "body")
+    puts, keys = [], []
+    for flag, body, text in items:
+        properties = _properties(server, text)
+        keys.append(properties[UNIQ_KEY])
+        puts.append(
+            server.broker._append_async(
+                values["topic"],
+                queue_id,
+                body,
+                properties,
+                flag=flag,
+                sys_flag=values["sysFlag"] & _KEPT_FLAGS,
+                born_timestamp_ms=values["bornTimestamp"],
+                born_host=call.connection.peer,
+            )
+        )
+    _when_stored(server, call, puts, ",".join(keys))
+
+
+def _properties(server: Server, text: str | None) -> dict[str, str]:
+    properties = properties_of(text)
+    properties.setdefault(UNIQ_KEY, new_unique_key())
+    if _CORRELATION_ID in properties:
+        properties.setdefault(_CLUSTER, server.cluster)  # a consumer cannot answer a request without it
+    return properties
+
+
+def _queue(server: Server, call: Call) -> int:
+    """Return the queue of a send. A topic that does not exist is created if the producer's model may be copied."""
+    values = call.values
+    topic: str = values["topic"]
+    queue_id: int = values["queueId"]
+    config: TopicConfig | None = server.broker.topics.entered(topic)
+    if config is None:
+        if values["defaultTopic"] != DEFAULT_TOPIC:
+            raise TopicNotFoundError(f"there is no topic {topic!r}, and {values['defaultTopic']!r} is not its model")
+        if server.auto_create and server.broker.topics.get(topic) is None:
+            wanted = max(1, min(values["defaultTopicQueueNums"], _QUEUES_MAX))
+            server.broker.topics.create(topic, queues=wanted)
+    config = server.broker.topics.for_send(topic)
+    if queue_id < 0:
+        return next(_turns) % config.write_queues
+    if queue_id >= max(config.write_queues, config.read_queues):
+        raise ConfigError(f"the topic {topic!r} has no queue {queue_id}")
+    return queue_id
+
+
+def _when_stored(server: Server, call: Call, puts: list[Future[SendReceipt]], keys: str) -> None:
+    """Answer when all `puts` are done: now, or after the sync that stores with durability "flush" wait for."""
+    if all(put.done() for put in puts):
+        _stored(call, puts, keys)
+        return
+    call.connection.park(call, lambda: None)
+    waiting = [put for put in puts if not put.done()]
+    # Puts of one call are synced in their order, so the last one is done last.
+    waiting[-1].add_done_callback(
+        lambda _: server.post(partial(server.resume, call, partial(_stored, call, puts, keys)))
+    )
+
+
+def _stored(call: Call, puts: list[Future[SendReceipt]], keys: str) -> None:
+    receipts = [put.result() for put in puts]
+    first = receipts[0]
+    fields: dict[str, Any] = {
+        "msgId": ",".join(receipt.message_id for receipt in receipts),
+        "queueId": first.queue_id,
+        "queueOffset": first.offset,
+        "transactionId": keys,
+    }
+    if (handle := getattr(first, "recall_handle", None)) is not None:
+        fields["recallHandle"] = handle
+    call.reply(fields=fields)
+
+
+def _send_back(server: Server, call: Call) -> None:
+    values = call.values
+    limit = values["maxReconsumeTimes"]
+    work = partial(
+        server.broker.send_back,
+        values["group"],
+        values["offset"],
+        delay_level=values["delayLevel"],
+        max_reconsume=None if limit < 0 else limit,
+    )
+    server.do_in_thread(call, work, lambda _: call.reply())
+
+
+HANDLERS: Mapping[Code, Handler] = {
+    Code.SEND_MESSAGE: _send,
+    Code.SEND_MESSAGE_V2: _send,
+    Code.SEND_BATCH_MESSAGE: _send_batch,
+    Code.CONSUMER_SEND_MSG_BACK: _send_back,
+}

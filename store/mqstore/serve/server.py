@@ -1,0 +1,328 @@
+"""Name server and broker on one port, for one open store (remoting-server, section 14).
+
+    accept -> connection -> handle(frame) -> handler(server, call) -> call.reply
+                                                  |
+                                                  +-- parked: a waiter, a sync or a timer answers later
+
+A handler is a plain function, called in the loop's thread. It must not wait for the disk or for a message. Threads of
+the engine reach the loop by `post`, whose calls are collected, with one wake-up for all of a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from mqstore.errors import (
+    FormatError,
+    MQStoreError,
+    OffsetOutOfRangeError,
+    ReceiptExpiredError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+)
+from mqstore.remoting.codes import REQUESTS, Answer, Code, values_of
+from mqstore.remoting.frames import FRAME_BYTES_MAX, ONE_WAY, Frame
+from mqstore.serve import groups, pull, routes, send, transactions
+from mqstore.serve.connection import Call, Connection, address_of
+from mqstore.serve.registry import Registry
+
+if TYPE_CHECKING:
+    from mqstore.broker.broker import Broker
+
+__all__ = ["Handler", "Limits", "Server"]
+
+_log = logging.getLogger("mqstore")
+
+Result = TypeVar("Result")
+Handler = Callable[["Server", Call], None]
+_HANDLERS: Final[Mapping[int, Handler]] = dict(
+    chain.from_iterable(room.HANDLERS.items() for room in (routes, send, pull, groups, transactions))
+)
+_CODES: Final[Mapping[type[Exception], int]] = {
+    OffsetOutOfRangeError: Answer.INVALID_PARAMETER,  # its own code means something else to a client that does not pull
+    FormatError: Answer.INVALID_PARAMETER,
+    ReceiptExpiredError: Answer.MESSAGE_ILLEGAL,
+    StoreFullError: Answer.SERVICE_NOT_AVAILABLE,
+}
+_SWEEP_S: Final = 10
+_GRACE_S: Final = 2
+"""Seconds that a stopping server waits for the disk. Requests meanwhile are answered with GO_AWAY."""
+_IDLE_S: Final = 120
+"""Seconds without a frame after which a connection is closed. Clients send a heartbeat each 30 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients can make a server hold. At a limit others are still served."""
+
+    frame_bytes: int = FRAME_BYTES_MAX
+    """Largest request. A connection that announces a larger one is closed."""
+    connections: int = 10_000
+    parked: int = 50_000
+    """Calls that wait, of all connections."""
+    parked_by_connection: int = 4_096
+    clients: int = 20_000
+    groups: int = 10_000
+    subscriptions: int = 1_000
+    """Topics of a consumer."""
+
+
+class Server:
+    """Server of a store for RocketMQ's clients.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     with mqstore.open(folder) as store:
+    ...         async with Server(store.broker, port=0) as server:
+    ...             return server.address.rpartition(":")[0]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    '127.0.0.1'
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 9876,
+        advertise: str | None = None,
+        broker_name: str = "mqstore",
+        cluster: str = "DefaultCluster",
+        limits: Limits | None = None,
+    ) -> None:
+        """Prepare to serve `broker`. `advertise` is the address in routes, where clients reach another one than the
+        socket's own, as from outside of a container. Port 0 takes a free one."""
+        self.broker = broker
+        self.broker_name = broker_name
+        self.cluster = cluster
+        self.limits = limits or Limits()
+        self.auto_create = broker.store.config.auto_create_topics
+        self.registry = Registry(
+            clients=self.limits.clients, groups=self.limits.groups, subscriptions=self.limits.subscriptions
+        )
+        self.loop: asyncio.AbstractEventLoop
+        self._host, self._port, self._advertise = host, port, advertise
+        self._listener: asyncio.Server | None = None
+        self._connections: set[Connection] = set()
+        self._stopping = False
+        self.parked = 0
+        """Number of calls that wait."""
+        self._posted: deque[Callable[[], object]] = deque()
+        self._posted_lock = threading.Lock()
+        self._unheard: dict[Connection, dict[Call, Callable[[], object]]] = {}
+        """Pulls of clients that have not sent a heartbeat."""
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._opaque = 1 << 20
+        self._worker = ThreadPoolExecutor(1, "mqstore-serve")
+
+    async def __aenter__(self) -> Server:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen. Raises OSError if the address is taken."""
+        self.loop = asyncio.get_running_loop()
+        self._listener = await self.loop.create_server(lambda: Connection(self), self._host, self._port, backlog=512)
+        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        self.broker.transactions.on_check(None, partial(transactions.ask, self))
+
+    async def stop(self) -> None:
+        """Accept nothing more, answer what waits, and disconnect every client. The store stays open."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._stopping = True
+        self.broker.transactions.on_check(None, None)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in self._connections:
+            for call in [call for call in connection.parked if call.end is not None]:
+                self._attempt(call, call.end or call.reply)
+        until_s = self.loop.time() + _GRACE_S
+        while self.parked and self.loop.time() < until_s:  # sends that wait for the disk
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.close()
+        await self._listener.wait_closed()
+        self._listener = None
+        self._worker.shutdown()
+
+    @property
+    def address(self) -> str:
+        """Address at which it listens."""
+        if self._listener is None:
+            raise StoreClosedError("the server does not listen")
+        return address_of(self._listener.sockets[0].getsockname())
+
+    def address_for(self, connection: Connection) -> str:
+        """Return the address of this broker in the routes of a client: where it has reached the server."""
+        return self._advertise or connection.address
+
+    def now_ms(self) -> int:
+        """Return the time of the loop's clock in ms."""
+        return round(self.loop.time() * 1000)
+
+    # -- connections ------------------------------------------------------------------------------------------------
+
+    def admit(self, connection: Connection) -> bool:
+        """Note a new connection. Return False if there are too many."""
+        if len(self._connections) >= self.limits.connections:
+            _log.warning("the connection of %s is refused: there are %d", connection.peer, len(self._connections))
+            return False
+        self._connections.add(connection)
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection, and the clients that it has been the connection of."""
+        self._connections.discard(connection)
+        self._unheard.pop(connection, None)
+        for client_id in list(connection.client_ids):
+            self._gone(client_id, connection)
+
+    def _gone(self, client_id: str, connection: Connection | None = None) -> None:
+        if left := self.registry.drop(client_id, connection):
+            self.unlock(client_id, left)
+            self.consumers_changed(left)
+
+    def unlock(self, client_id: str, left: Iterable[str]) -> None:
+        """Release the queue locks of a client that has left these groups."""
+        wanted = set(left)
+        held: dict[str, list[object]] = {}
+        for lock in self.broker.locks.snapshot():
+            if lock.client_id == client_id and lock.group in wanted:
+                held.setdefault(lock.group, []).append(lock.queue)
+        for group, queues in held.items():
+            self.broker.locks.unlock_batch(group, queues, client_id)  # type: ignore[arg-type]
+
+    def consumers_changed(self, changed: Iterable[str]) -> None:
+        """Send every consumer of these groups the notice that makes it divide the queues again."""
+        for group in changed:
+            for connection in {consumer.connection for consumer in self.registry.consumers(group).values()}:
+                self.notify(connection, Frame(Code.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": group}))
+
+    def notify(self, connection: Connection, notice: Frame) -> None:
+        """Send a request that the client does not answer."""
+        self._opaque += 1
+        notice.opaque, notice.flag = self._opaque, ONE_WAY
+        connection.send(notice, notice.body)
+
+    def _sweep(self) -> None:
+        now_s = self.loop.time()
+        for client_id in self.registry.expired(now_s):
+            self._gone(client_id)
+        for connection in list(self._connections):
+            if now_s - connection.last_frame_s > _IDLE_S and not connection.parked:
+                connection.abort("it has sent nothing for two minutes")
+        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        """Handle one received frame. Every error of a request is its answer."""
+        if frame.is_response:
+            return  # nothing that the server asks is answered yet
+        call = Call(connection, frame)
+        if self._stopping:
+            call.reply(Answer.GO_AWAY, remark="the server stops")
+            return
+        handler = _HANDLERS.get(frame.code)
+        if handler is None or frame.code not in REQUESTS:
+            call.reply(Answer.REQUEST_CODE_NOT_SUPPORTED, remark=f"the request code {frame.code} is not served")
+            return
+
+        def run() -> None:
+            call.values = values_of(frame.code, frame.fields)
+            handler(self, call)
+
+        self._attempt(call, run)
+
+    def _attempt(self, call: Call, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, MQStoreError):
+                _log.exception("request %d of %s failed", call.frame.code, call.connection.peer)
+            code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+            text = str(error) if isinstance(error, MQStoreError) else "the server failed; its log says why"
+            call.reply(int(getattr(error, "code", Answer.SYSTEM_ERROR)) if code is None else code, remark=text)
+
+    def try_quietly(self, work: Callable[[], object]) -> None:
+        """Do something that a client cannot be refused. An error is only logged."""
+        try:
+            work()
+        except MQStoreError as error:
+            _log.warning("a heartbeat: %s", error)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Do `work` in the loop's thread. Any thread may call this."""
+        with self._posted_lock:
+            self._posted.append(work)
+            first = len(self._posted) == 1
+        if first:
+            try:
+                self.loop.call_soon_threadsafe(self._run_posted)
+            except RuntimeError:  # the loop is closed, and with it every connection
+                self._posted.clear()
+
+    def _run_posted(self) -> None:
+        with self._posted_lock:
+            posted, self._posted = self._posted, deque()
+        for work in posted:
+            work()
+
+    def may_park(self, connection: Connection) -> bool:
+        """Return True if another call of the connection may wait."""
+        return len(connection.parked) < self.limits.parked_by_connection and self.parked < self.limits.parked
+
+    def resume(self, call: Call, work: Callable[[], object]) -> None:
+        """Do `work`, which answers a parked call or parks it again, unless its client is gone."""
+        if call in call.connection.parked:
+            call.connection.forget(call)
+            self._attempt(call, work)
+
+    def do_in_thread(self, call: Call, work: Callable[[], Result], answer: Callable[[Result], object]) -> None:
+        """Do `work`, which may wait for the disk, in the worker thread, then `answer` in the loop's thread."""
+        done = self._worker.submit(work)
+        call.connection.park(call, lambda: None)
+        done.add_done_callback(lambda _: self.post(partial(self.resume, call, lambda: answer(done.result()))))
+
+    def park_for(self, call: Call, pause_ms: int, answer: Callable[[], object]) -> None:
+        """Call `answer` after a pause, unless the call is answered earlier or its client is gone."""
+        if len(call.connection.parked) >= 2 * self.limits.parked_by_connection:
+            answer()  # this client does not wait for answers at all
+            return
+        timer = self.loop.call_later(pause_ms / 1000, self.resume, call, answer)
+        call.connection.park(call, timer.cancel, answer)
+
+    def after_heartbeat(self, call: Call, work: Callable[[], object]) -> None:
+        """Do `work` when the call's client has sent a heartbeat."""
+        waiting = self._unheard.get(call.connection, {})
+        # Without those that were answered meanwhile, since the heartbeat may never come.
+        kept = {each: again for each, again in waiting.items() if each in call.connection.parked}
+        self._unheard[call.connection] = {**kept, call: work}
+
+    def heard(self, connection: Connection) -> None:
+        """Resume what waits for a heartbeat of this connection."""
+        for call, work in self._unheard.pop(connection, {}).items():
+            self.resume(call, work)
+
+    def check_busy(self, connection: Connection) -> None:
+        """Raise StoreBusyError if no other call of the connection may wait for the disk."""
+        if not self.may_park(connection):
+            raise StoreBusyError(f"{len(connection.parked)} calls of this connection, or too many of all, wait already")

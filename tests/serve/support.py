@@ -1,0 +1,161 @@
+"""A server in a thread, and a small client that speaks frames over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mqstore import Store
+from mqstore.remoting.frames import ONE_WAY, Frame, FrameReader, encode
+from mqstore.serve import Limits, Server
+from tests.tools.support import process
+
+SEND, PULL, LITE_PULL, HEART_BEAT, ROUTE = 310, 11, 361, 34, 105
+ORDERS: Mapping[str, Any] = {
+    "a": "producers",
+    "b": "orders",
+    "c": "TBW102",
+    "d": 4,
+    "e": 0,
+    "f": 0,
+    "g": 1_700_000_000_000,
+    "h": 0,
+    "i": "",
+    "m": "false",
+}
+"""Fields of a send to queue 0 of `orders`."""
+PULL_ORDERS: Mapping[str, Any] = {
+    "consumerGroup": "billing",
+    "topic": "orders",
+    "queueId": 0,
+    "queueOffset": 0,
+    "maxMsgNums": 32,
+    "sysFlag": 4,
+    "commitOffset": 0,
+    "suspendTimeoutMillis": 0,
+    "subVersion": 0,
+    "subscription": "*",
+    "expressionType": "TAG",
+}
+"""Fields of a pull from the first message of this queue, which does not wait."""
+
+
+@contextmanager
+def serving(store: Store, **options: Any) -> Iterator[tuple[str, int]]:
+    """Serve an open store in a thread. Yield its address."""
+    loop = asyncio.new_event_loop()
+    server = Server(store.broker, port=0, **options)
+    ready = threading.Event()
+
+    async def main() -> None:
+        async with server:
+            ready.set()
+            await stop.wait()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        host, _, port = server.address.rpartition(":")
+        yield host, int(port)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@contextmanager
+def started(*args: object) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
+    """Start the command. Yield it and its address."""
+    server = process("serve", *args)
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline().decode()
+        assert line.startswith("ready remoting="), server.communicate()
+        host, _, port = line.strip().removeprefix("ready remoting=").rpartition(":")
+        yield server, (host, int(port))
+    finally:
+        server.kill()
+        server.communicate()
+
+
+class Client:
+    """A client on one connection."""
+
+    def __init__(self, address: tuple[str, int], *, binary: bool = False) -> None:
+        self.socket = socket.create_connection(address, timeout=20)
+        self.notices: list[Frame] = []
+        """Requests of the server."""
+        self._binary = binary
+        self._reader = FrameReader()
+        self._answers: dict[int, Frame] = {}
+        self._opaque = 0
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, code: int, fields: Mapping[str, Any] | None = None, body: bytes = b"", *, flag: int = 0) -> int:
+        """Send a request. Return its number."""
+        self._opaque += 1
+        texts = {name: str(value) for name, value in (fields or {}).items()}
+        frame = Frame(code, texts, body, opaque=self._opaque, flag=flag, binary=self._binary)
+        self.socket.sendall(encode(frame))
+        return self._opaque
+
+    def answer(self, opaque: int) -> Frame:
+        """Return the answer to a request, whatever else arrives before it."""
+        while opaque not in self._answers:
+            self.receive()
+        return self._answers.pop(opaque)
+
+    def receive(self) -> None:
+        """Wait for bytes. Raises ConnectionError when the server has closed the connection."""
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("closed by the server")
+        self._reader.feed(data)
+        for frame in self._reader:
+            if frame.is_response:
+                self._answers[frame.opaque] = frame
+            else:
+                assert frame.flag == ONE_WAY
+                self.notices.append(frame)
+
+    def ask(self, code: int, fields: Mapping[str, Any] | None = None, body: bytes = b"") -> Frame:
+        """Send a request and return its answer."""
+        return self.answer(self.send(code, fields, body))
+
+    def heartbeat(self, client_id: str, group: str = "billing", **subscriptions: str) -> Frame:
+        """Be a consumer of `group`, by default of all `orders`."""
+        topics = [
+            {"topic": topic, "subString": text, "expressionType": "TAG"}
+            for topic, text in (subscriptions or {"orders": "*"}).items()
+        ]
+        consumer = {"groupName": group, "messageModel": "CLUSTERING", "subscriptionDataSet": topics}
+        return self.ask(HEART_BEAT, body=json.dumps({"clientID": client_id, "consumerDataSet": [consumer]}).encode())
+
+
+__all__ = [
+    "HEART_BEAT",
+    "LITE_PULL",
+    "ORDERS",
+    "PULL",
+    "PULL_ORDERS",
+    "ROUTE",
+    "SEND",
+    "Client",
+    "Limits",
+    "serving",
+    "started",
+]

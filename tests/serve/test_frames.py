@@ -1,0 +1,158 @@
+"""Frames beside those that RocketMQ's own encoder wrote, and bytes that are no frames."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.errors import FormatError
+from mqstore.remoting.frames import FRAME_BYTES_MAX, HEADER_BYTES_MAX, ONE_WAY, RESPONSE, Frame, FrameReader, encode
+from mqstore.remoting.shapes import batch_items, properties_of
+
+_LINES = (Path(__file__).parent.parent / "golden" / "remoting_frames.txt").read_text().splitlines()[1:]
+JAVA = {(kind, case): bytes.fromhex(data) for kind, case, data in map(str.split, _LINES)}
+PROPERTIES = "TAGS\x01paid\x02KEYS\x01ü\x02"
+_VALUES = ("pg", "orders", "TBW102", "4", "1", "0", "1700000000000", "0", PROPERTIES, "0", "false", "16", "false")
+SEND = dict(zip("abcdefghijklm", _VALUES, strict=True))
+
+
+def one(data: bytes) -> Frame:
+    reader = FrameReader()
+    reader.feed(data)
+    [frame] = reader
+    assert reader.waiting_bytes == 0
+    return frame
+
+
+@pytest.mark.parametrize("kind", ["JSON", "BINARY"])
+@pytest.mark.parametrize(
+    ("case", "code", "opaque", "flag", "fields", "remark", "body"),
+    [
+        ("send", 310, 7, 0, SEND, None, b"hello"),
+        ("answer", 17, 8, RESPONSE, {}, "no topic", b""),
+        ("oneway", 34, 9, ONE_WAY, {}, None, b""),
+        ("pop", 200050, 10, 0, {}, None, b""),  # its code has 18 bits, a binary header 16
+    ],
+)
+def test_frames_of_java_are_read(
+    kind: str, case: str, code: int, opaque: int, flag: int, fields: dict[str, str], remark: str | None, body: bytes
+) -> None:
+    frame = one(JAVA[kind, case])
+    assert (frame.code, frame.opaque, frame.flag, dict(frame.fields)) == (code, opaque, flag, fields)
+    assert (frame.remark, frame.body, frame.version, frame.language) == (remark, body, 479, "JAVA")
+    assert (frame.binary, frame.is_response, frame.is_one_way) == (kind == "BINARY", case == "answer", case == "oneway")
+
+
+@pytest.mark.parametrize("case", ["answer", "oneway", "pop"])
+def test_binary_frames_have_the_bytes_of_java(case: str) -> None:
+    assert encode(one(JAVA["BINARY", case])) == JAVA["BINARY", case]
+
+
+def test_json_frame_has_the_members_of_java() -> None:
+    ours, java = (json.loads(data[8:-5]) for data in (encode(one(JAVA["JSON", "send"])), JAVA["JSON", "send"]))
+    assert ours == java
+
+
+_TEXT = st.text(max_size=40)
+_I32 = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Frame,
+            st.integers(0, 32_000).filter(lambda code: not 3442 <= code <= 3543),
+            st.dictionaries(_TEXT, _TEXT, max_size=5),
+            st.binary(max_size=100),
+            opaque=_I32,
+            flag=st.integers(0, 3),
+            remark=st.none() | st.text(min_size=1, max_size=40),
+            version=st.integers(0, 600),
+            language=st.sampled_from(["JAVA", "PYTHON", "GO", "OTHER"]),
+            binary=st.booleans(),
+        ),
+        max_size=4,
+    ),
+    st.integers(1, 60),
+)
+def test_frames_arrive_whole_from_pieces_of_any_size(frames: list[Frame], piece: int) -> None:
+    data = b"".join(map(encode, frames))
+    reader, found = FrameReader(), []
+    for at in range(0, len(data), piece):
+        reader.feed(data[at : at + piece])
+        found += reader
+    assert found == frames
+
+
+def _binary(remark_bytes: int = 0, fields: bytes = b"", tail: bytes = b"") -> bytes:
+    header = struct.pack(">hbhiii", 34, 0, 479, 1, 0, remark_bytes) + struct.pack(">i", len(fields)) + fields + tail
+    return struct.pack(">iI", 4 + len(header), len(header) | 1 << 24) + header
+
+
+def _json(header: bytes) -> bytes:
+    return struct.pack(">iI", 4 + len(header), len(header)) + header
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(struct.pack(">iI", 3, 0), id="shorter than a mark"),
+        pytest.param(struct.pack(">iI", -1, 0), id="negative length"),
+        pytest.param(struct.pack(">iI", FRAME_BYTES_MAX + 1, 10), id="length above the limit"),
+        pytest.param(struct.pack(">iI", 100, 97), id="header longer than the frame"),
+        pytest.param(struct.pack(">iI", 1 << 20, HEADER_BYTES_MAX + 1), id="header above the limit"),
+        pytest.param(struct.pack(">iI", 20, 2 << 24), id="unknown type of header"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
+        pytest.param(bytes.fromhex("16030100c8010000c40303"), id="TLS"),
+        pytest.param(b"\xff" * 64, id="all ones"),
+        pytest.param(_json(b"[]"), id="JSON, not an object"),
+        pytest.param(_json(b"{"), id="not JSON"),
+        pytest.param(_json(b'{"code": "34"}'), id="code is a text"),
+        pytest.param(_json(b'{"code": 4294967296}'), id="code above 32 bits"),
+        pytest.param(_json(b'{"code": true}'), id="code is a boolean"),
+        pytest.param(_json(b'{"extFields": []}'), id="fields are a list"),
+        pytest.param(_json(b'{"a":' + b"[" * 60_000), id="deeply nested"),
+        pytest.param(_json(b"\xff\xfe"), id="not UTF-8"),
+        pytest.param(_binary(remark_bytes=-1), id="negative size of the remark"),
+        pytest.param(_binary(remark_bytes=1000), id="remark after the end"),
+        pytest.param(_binary(fields=struct.pack(">h", -5) + bytes(8)), id="negative size of a name"),
+        pytest.param(_binary(fields=struct.pack(">h", 1) + b"a" + struct.pack(">i", 9)), id="value after the end"),
+        pytest.param(_binary(fields=struct.pack(">h", 1) + b"\xff" + struct.pack(">i", 0)), id="name is not UTF-8"),
+        pytest.param(_binary(tail=b"x"), id="bytes after the fields"),
+    ],
+)
+def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
+    reader = FrameReader()
+    reader.feed(data)
+    with pytest.raises(FormatError):
+        list(reader)
+
+
+@given(st.binary(max_size=200), st.sampled_from(sorted(JAVA)), st.integers(0, 300))
+def test_no_bytes_raise_another_error(noise: bytes, good: tuple[str, str], at: int) -> None:
+    data = JAVA[good]
+    reader = FrameReader()
+    reader.feed(data[:at] + noise + data[at:])
+    with contextlib.suppress(FormatError):
+        list(reader)
+
+
+def test_batch_of_java_is_read() -> None:
+    assert [(flag, body, properties_of(text)) for flag, body, text in batch_items(JAVA["BATCH", "batch"])] == [
+        (3, b"one", {"KEYS": "k", "WAIT": "true", "TAGS": "A"}),
+        (0, b"two", {"WAIT": "true"}),
+    ]
+
+
+@given(st.integers(0, 83), st.binary(min_size=1, max_size=4))
+def test_damaged_batch_is_refused_or_read(at: int, noise: bytes) -> None:
+    data = bytearray(JAVA["BATCH", "batch"])
+    data[at : at + len(noise)] = noise
+    with contextlib.suppress(FormatError):
+        list(batch_items(bytes(data)))

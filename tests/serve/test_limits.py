@@ -1,0 +1,149 @@
+"""What clients can make a server hold is limited, and nobody else is served worse (remoting-server, section 14.3)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import Store
+from mqstore.remoting.frames import Frame, encode
+from tests.serve.support import ORDERS, PULL, PULL_ORDERS, ROUTE, SEND, Client, Limits, serving
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with mqstore.open(tmp_path / "mq") as store:
+        store.create_topic("orders")
+        yield store
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_client_that_reads_no_answers_fills_no_memory(store: Store) -> None:
+    """One received block can hold a thousand requests. It is not enough to receive no more."""
+    store.put("orders", bytes(1 << 18), queue_id=0)
+    texts = {name: str(value) for name, value in PULL_ORDERS.items()}
+    pulls = range(100, 700)
+    block = b"".join(encode(Frame(PULL, texts, opaque=pull, binary=True)) for pull in pulls)  # 150 MiB of answers
+    with serving(store) as address, Client(address) as slow, Client(address) as other:
+        slow.ask(PULL, PULL_ORDERS)
+        before = resident_bytes()
+        slow.socket.sendall(block)
+        for _ in range(20):
+            assert other.ask(ROUTE, {"topic": "orders"}).code == 0
+            time.sleep(0.01)
+        assert resident_bytes() - before < 40 << 20
+        assert {len(slow.answer(pull).body) > 1 << 18 for pull in pulls} == {True}
+
+
+def test_requests_of_a_client_that_reads_no_answers_are_not_received(store: Store) -> None:
+    store.put("orders", bytes(1 << 18), queue_id=0)
+    texts = {name: str(value) for name, value in PULL_ORDERS.items()}
+    block = encode(Frame(PULL, texts, binary=True)) * 4000
+    with serving(store) as address, Client(address) as slow, Client(address) as other:
+        slow.socket.settimeout(1)
+        sent = 0
+        with suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += slow.socket.send(block)
+        assert sent < 64 << 20  # the sockets' own buffers are a few MiB
+        assert other.ask(ROUTE, {"topic": "orders"}).code == 0
+
+
+def test_frame_above_the_limit_closes_its_connection(store: Store) -> None:
+    with serving(store, limits=Limits(frame_bytes=4096)) as address, Client(address) as client:
+        assert client.ask(SEND, ORDERS, bytes(3000)).code == 0
+        client.send(SEND, ORDERS, bytes(5000))
+        with pytest.raises(ConnectionError):
+            client.receive()
+    assert len(list(store.iter("orders"))) == 1
+
+
+def test_body_above_the_limit_of_the_store_is_refused(tmp_path: Path) -> None:
+    with (
+        mqstore.open(tmp_path / "small", config=mqstore.StoreConfig(max_message_size=1000)) as store,
+        serving(store) as address,
+        Client(address) as client,
+    ):
+        assert (client.ask(SEND, ORDERS, bytes(1001)).code, client.ask(SEND, ORDERS, bytes(1000)).code) == (13, 0)
+
+
+def test_connections_above_the_limit_are_closed(store: Store) -> None:
+    limits = Limits(connections=2)
+    with serving(store, limits=limits) as address, Client(address) as first, Client(address) as second:
+        assert {each.ask(ROUTE, {"topic": "orders"}).code for each in (first, second)} == {0}
+        with Client(address) as third, pytest.raises(ConnectionError):
+            third.ask(ROUTE, {"topic": "orders"})
+        assert first.ask(ROUTE, {"topic": "orders"}).code == 0
+
+
+@pytest.mark.parametrize("limits", [Limits(parked_by_connection=3), Limits(parked=3)])
+def test_pulls_above_the_limit_are_answered_late_instead_of_waiting(store: Store, limits: Limits) -> None:
+    """An answer at once would make a Java client pull again at once."""
+    wait = PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000}
+    with serving(store, limits=limits) as address, Client(address) as client:
+        waiting = [client.send(PULL, wait) for _ in range(3)]
+        begin = time.monotonic()
+        assert client.ask(PULL, wait).code == 19
+        assert time.monotonic() - begin > 0.9
+        store.put("orders", b"here", queue_id=0)
+        assert [client.answer(pull).code for pull in waiting] == [0, 0, 0]
+
+
+def test_clients_groups_and_topics_above_the_limit_are_ignored(store: Store) -> None:
+    limits = Limits(clients=2, groups=1, subscriptions=1)
+    with serving(store, limits=limits) as address, Client(address) as client:
+        for number in range(4):
+            client.heartbeat(f"c{number}")
+        assert client.ask(38, {"consumerGroup": "billing"}).body == b'{"consumerIdList":["c0","c1"]}'
+        client.heartbeat("c0", group="other")
+        client.heartbeat("c1", orders="*", payments="*")
+        assert client.ask(38, {"consumerGroup": "other"}).code == 1
+
+
+def test_client_that_leaves_ends_its_waiting_pulls(store: Store) -> None:
+    wait = PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000}
+    with serving(store, limits=Limits(parked=2)) as address:
+        for _ in range(3):
+            with Client(address) as client:
+                for _ in range(2):
+                    client.send(PULL, wait)
+                client.ask(ROUTE, {"topic": "orders"})
+        with Client(address) as client:
+            waiting = [client.send(PULL, wait) for _ in range(2)]
+            client.ask(ROUTE, {"topic": "orders"})
+            store.put("orders", b"here", queue_id=0)
+            assert [client.answer(pull).code for pull in waiting] == [0, 0]
+
+
+def test_stopping_server_answers_what_waits(store: Store) -> None:
+    with serving(store) as address:
+        client = Client(address)
+        pull = client.send(PULL, PULL_ORDERS | {"sysFlag": 6, "suspendTimeoutMillis": 60_000})
+        client.ask(ROUTE, {"topic": "orders"})
+    with client:
+        assert client.answer(pull).code == 19
+        with pytest.raises(ConnectionError):
+            client.receive()
+    store.put("orders", b"the store is still open")
+
+
+def test_stopping_server_answers_sends_that_wait_for_the_disk(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "flushed", durability="flush") as store:
+        with serving(store) as address:
+            client = Client(address)
+            sends = [client.send(SEND, ORDERS, bytes(10)) for _ in range(200)]
+            codes = [client.answer(sends[0]).code]
+        with client, suppress(ConnectionError):  # requests that it has not read are not answered
+            for send in sends[1:]:
+                codes.append(client.answer(send).code)
+        assert set(codes) <= {0, 1500}  # stored, or refused because the server stops
+        assert len(list(store.iter("orders"))) >= codes.count(0) > 0

@@ -1,0 +1,114 @@
+"""`mqstore serve`: let RocketMQ's clients send to a store and consume from it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+import mqstore
+from mqstore.serve import Server
+from mqstore_tools.render import VERSION, as_json, note
+from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+
+__all__ = ["serve"]
+
+
+class _Address(click.ParamType[tuple[str, int]]):
+    """HOST:PORT. An IPv6 host is in brackets."""
+
+    name = "address"
+
+    def convert(
+        self, value: str | tuple[str, int], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        host, _, port = value.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            self.fail(f"{value!r} is not HOST:PORT, such as 127.0.0.1:9876 or [::1]:9876.", param, ctx)
+        return host, int(port)
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Let RocketMQ's clients send and consume.",
+    epilog="""\b
+Examples:
+  mqstore serve var/mq
+  mqstore serve var/mq --listen 127.0.0.1:10911 --flush
+  mqstore serve var/mq --listen 0.0.0.0:9876 --insecure-bind --advertise queue.example:9876""",
+)
+@directory_argument
+@click.option(
+    "--listen",
+    type=_Address(),
+    metavar="HOST:PORT",
+    default="127.0.0.1:9876",
+    show_default=True,
+    help="Address at which clients connect. Port 0 is any free one; the ready line shows it.",
+)
+@click.option(
+    "--advertise",
+    metavar="HOST:PORT",
+    help="Address for the routes of clients, if they reach the server at another one than the socket's own.",
+)
+@click.option(
+    "--insecure-bind",
+    is_flag=True,
+    help="Allow an address that other machines reach. Anybody there can read and write every message.",
+)
+@click.option("--flush", is_flag=True, help="Answer a send when the message is on disk.")
+@json_option
+def serve(
+    directory: Path,
+    listen: tuple[str, int],
+    advertise: str | None,
+    insecure_bind: bool,
+    flush: bool,
+    json_output: bool,
+) -> None:
+    """Serve DIR as the name server and broker of RocketMQ's clients, 4.x and 5.x, Java or Go.
+
+    DIR is created if it does not exist. Clients send, and consume with push, pull and lite pull consumers. Filters,
+    order, delays, retries and dead letters work. Transactions, POP and mqadmin are not served yet.
+
+    The line "ready remoting=HOST:PORT" is printed once clients can connect; with --json it is an object. Ctrl-C or
+    SIGTERM: waiting calls are answered, and the store is closed. Exit code 0.
+    """
+    host, port = listen
+    if not insecure_bind and not _is_loopback(host):
+        raise click.UsageError(
+            f"{host} can be reached from other machines, and clients need no password: listen on 127.0.0.1, or add "
+            "--insecure-bind"
+        )
+    with mqstore.open(directory, durability="flush" if flush else "append") as store:
+        server = Server(store.broker, host=host, port=port, advertise=advertise)
+        asyncio.run(_run(server, json_output=json_output))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+async def _run(server: Server, *, json_output: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with server:
+        if json_output:
+            click.echo(as_json(VERSION | {"ready": True, "remoting": server.address}))
+        else:
+            click.echo(f"ready remoting={server.address}")
+        await stop.wait()
+        note("stopping: waiting calls are answered, then the store is closed")
