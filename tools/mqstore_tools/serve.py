@@ -15,8 +15,6 @@ from mqstore.serve import Server
 from mqstore_tools.render import VERSION, as_json, note
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
-__all__ = ["serve"]
-
 
 class _Address(click.ParamType[tuple[str, int]]):
     """HOST:PORT. An IPv6 host is in brackets."""
