@@ -236,7 +236,6 @@ CALLS: dict[str, Callable[[Things], Any]] = {
     "TopicTable.get": lambda x: x.broker.topics.get("t"),
     "TopicTable.names": lambda x: x.broker.topics.names(),
     "TopicTable.require": lambda x: x.broker.topics.require("t"),
-    "TopicTable.problems": lambda x: x.broker.topics.problems,
     "GroupTable.alter": lambda x: x.broker.groups.alter("g", consume_enable=True),
     "GroupTable.create": lambda x: x.broker.groups.create(x.new()),
     "GroupTable.delete": lambda x: x.broker.groups.delete("unused"),

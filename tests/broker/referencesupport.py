@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import Message, Retention
+from mqstore.layout.bodyref import REFERENCE_BYTES, is_reference
 from mqstore.log.store import MessageStore
 from tests.broker import support
 
-__all__ = ["BODY", "DAY_MS", "DELAYS", "RETRY", "SEGMENT", "Bench"]
+__all__ = ["BODY", "DAY_MS", "DELAYS", "REFERENCE_BYTES", "RETRY", "SEGMENT", "Bench", "is_reference"]
 
 SEGMENT = 1 << 16
 BODY = bytes(range(250)) * 40

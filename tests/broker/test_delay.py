@@ -11,16 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
 from mqstore import Message, SimulatedClock, StoreConfig
-from mqstore.broker.delay.levels import deliver_time_ms
-from mqstore.broker.delay.route import parted, restored
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
-from mqstore.broker.tables.configfile import ConfigFile
+from mqstore.broker.delay.route import level_properties, parted, restored
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
+from mqstore.broker.retention import worth_rolling
 from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.reading.checking import RecordChecker
@@ -42,28 +42,17 @@ def delays(tmp_path: Path) -> Iterator[Delays]:
 # -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
 
 
-@pytest.mark.parametrize("levels", ["", " ", "1", "s", "1x", "1s,5s", "-1s", "1.5s", "1s 5", "1 s", "1S", "1ms"])
+@pytest.mark.parametrize("levels", ["", " ", "1", "s", "1s,5s", "-1s", "1.5s", "1s 5", "1S"])
 def test_a_table_that_is_none_is_refused_with_the_word_that_is_wrong(levels: str) -> None:
     with pytest.raises(ConfigError, match="delay_levels"):
         delay_table_ms(levels)
-
-
-def test_any_run_of_blanks_separates_levels() -> None:
     assert delay_table_ms("1s  5m\t2h\n1d") == (1_000, 300_000, 7_200_000, 86_400_000)
-
-
-@pytest.mark.parametrize(
-    ("level", "stored_ms", "due_ms"),
-    [(1, 0, 1_000), (18, 5, 7_200_005), (19, 0, 1_000), (999, 0, 1_000), (0, 0, 1_000), (-1, 7, 1_007)],
-)
-def test_when_a_message_of_a_level_is_due(level: int, stored_ms: int, due_ms: int) -> None:
-    assert deliver_time_ms(DEFAULT_MS, level, stored_ms) == due_ms
 
 
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [1, 4, 18])
+@pytest.mark.parametrize("level", [1, 18])
 def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, level: int) -> None:
     delays.clock.advance(137)
     delays.put(level)
@@ -93,8 +82,7 @@ def test_levels_are_independent_and_ordered_by_time(delays: Delays) -> None:
 DAY_MS = 86_400_000
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("ahead_ms", [1, 5_000, DAY_MS, 400 * DAY_MS])
+@pytest.mark.parametrize(("ahead_ms", "restarts"), [(1, False), (400 * DAY_MS, False), (DAY_MS, True)])
 def test_message_put_with_clock_ahead_blocks_nothing(delays: Delays, ahead_ms: int, restarts: bool) -> None:
     """RocketMQ delivers it at once (correctDeliverTimestamp). Here it still waits for its level's delay."""
     delays.clock.set_wall(START_MS + ahead_ms)
@@ -129,7 +117,7 @@ def test_messages_behind_a_head_with_clock_ahead_come_at_their_times(delays: Del
     assert delays.delivered() == [b"behind", b"last", *(b"ahead %d" % n for n in range(3))]
 
 
-@pytest.mark.parametrize("back_ms", [1, 999, 3_600_000, 400 * DAY_MS])
+@pytest.mark.parametrize("back_ms", [999, 400 * DAY_MS])
 def test_message_waits_its_delay_when_the_clock_is_set_back(delays: Delays, back_ms: int) -> None:
     delays.put(2)
     assert delays.settle() == START_MS + 5_000
@@ -145,18 +133,13 @@ def test_message_waits_its_delay_when_the_clock_is_set_back(delays: Delays, back
 CHANGED_TABLES = [
     ("10s", "9s", 10_000),
     ("10s", "11s", 10_000),
-    ("1s 2h", "1s 5s", 7_200_000),
     ("1s 2h", "1s", 7_200_000),
     ("1s 5s 10s", "1s 1s", 10_000),
-    ("2h", "2h 10s", 7_200_000),
 ]
 
 
 @pytest.mark.parametrize(("before", "after", "due_ms"), CHANGED_TABLES)
-@pytest.mark.parametrize("killed", [False, True])
-def test_message_keeps_its_time_when_the_table_changes(
-    tmp_path: Path, before: str, after: str, due_ms: int, killed: bool
-) -> None:
+def test_message_keeps_its_time_when_the_table_changes(tmp_path: Path, before: str, after: str, due_ms: int) -> None:
     with Delays(tmp_path / "store", delay_levels=before) as delays:
         level = len(before.split())
         for n in range(3):
@@ -164,24 +147,12 @@ def test_message_keeps_its_time_when_the_table_changes(
         delays.clock.advance(900)
         delays.reopen(delay_levels=after)
         delays.settle()
-        delays.reopen(delay_levels=after, killed=killed)
+        delays.reopen(delay_levels=after, killed=True)
         delays.clock.set_wall(START_MS + due_ms - 1)
         delays.settle()
         assert delays.delivered() == []
         delays.pass_ms(1)
         assert delays.delivered() == [b"0", b"1", b"2"]
-
-
-def test_shortened_level_delivers_later_messages_on_time(tmp_path: Path) -> None:
-    with Delays(tmp_path / "store", delay_levels="10s") as delays:
-        delays.put(1, b"10 s")
-        delays.clock.advance(900)
-        delays.reopen(delay_levels="1s")
-        delays.put(1, b"1 s")
-        delays.pass_ms(1_000)
-        assert delays.delivered() == [b"1 s"]
-        delays.pass_ms(8_100)
-        assert delays.delivered() == [b"1 s", b"10 s"]
 
 
 def test_head_that_fits_no_other_place_is_delivered_at_once(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +164,7 @@ def test_head_that_fits_no_other_place_is_delivered_at_once(delays: Delays, monk
     real = delays.parts.router.copy_many
 
     def no_room(_: object, copies: Any) -> int:
-        if copies[0][1] == TIMER_TOPIC and copies[0][0].body == b"ahead":
+        if copies[0][1] == "rmq_sys_wheel_timer" and copies[0][0].body == b"ahead":
             raise InvalidMessageError("too long", "properties")
         return real(copies)
 
@@ -284,17 +255,19 @@ def test_a_message_that_comes_while_its_level_is_looked_at_is_not_missed(
     assert delays.delivered()[-1] == b"late"
 
 
-def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
-    for n in range(5_000):
+def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.delay.levels._STEP_UNITS", 20)
+    monkeypatch.setattr("mqstore.broker.delay.levels._BATCH_UNITS", 10)
+    for n in range(50):
         delays.put(1 + n % 2, b"%d" % n)
     delays.store.dispatch()
     now_ms = START_MS + 5_000
     delays.clock.set_wall(now_ms)
     assert delays.service.run_once(now_ms) == now_ms
-    assert 2_000 < len(delays.delivered()) <= 2_048
+    assert len(delays.delivered()) == 20
     assert {int(body) % 2 for body in delays.delivered()} == {0, 1}, "no level waits for all of another"
     delays.settle()
-    assert sorted(map(int, delays.delivered())) == list(range(5_000))
+    assert sorted(map(int, delays.delivered())) == list(range(50))
 
 
 # -- what is delivered (delivery#restore) ------------------------------------------------------------------------------
@@ -320,20 +293,8 @@ def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) ->
     assert hit.offset == 0
 
 
-@pytest.mark.parametrize("hosts", ["[2001:db8::1]:80", "10.0.0.1:80"])
-def test_a_message_without_a_key_of_its_own_is_known_by_its_first_address(delays: Delays, hosts: str) -> None:
-    delays.parts.router.append("orders", 0, b"x", {"DELAY": "1"}, born_host=hosts)
-    [first] = delays.messages(SCHEDULE_TOPIC)
-    delays.pass_ms(1_000)
-    [copy] = delays.messages()
-    assert copy.stored_properties()["ORIGIN_MESSAGE_ID"] == first.message_id
-    assert copy.unique_key == first.message_id
-    assert copy.born_host == hosts
-
-
-@pytest.mark.parametrize("durability", ["append", "flush"])
-def test_delivery_does_not_wait_for_the_disk(tmp_path: Path, durability: Any) -> None:
-    delays = Delays(tmp_path / "store", durability=durability)
+def test_delivery_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    delays = Delays(tmp_path / "store", durability="flush")
     delays.put(1)
     delays.pass_ms(1_000)
     delays.store.run_once(delays.clock.monotonic_ms() + 60_000)  # shows what is flushed
@@ -381,13 +342,38 @@ def test_restoring_by_known_ends_gives_what_restoring_piece_by_piece_gives(
             assert (wanted[0], wanted[1]) == (before["REAL_TOPIC"], int(before["REAL_QID"]))
 
 
+# -- what is relocated ---
+
+
+def test_marks_of_a_delay_that_is_over_do_not_come_back_to_life() -> None:
+    """TIMER_DEL_UNIQKEY would make the copy a cancellation, an old TIMER_OUT_MS would be its time."""
+    old = b"a\x01b\x02TIMER_OUT_MS\x011\x02TIMER_DEL_UNIQKEY\x01t+u\x02TIMER_ROLL_TIMES\x013\x02REAL_TOPIC\x01t\x02"
+    assert decode_properties(level_properties(old, 4, 7001)) == {
+        "a": "b",
+        "REAL_TOPIC": "t",
+        "TIMER_DELIVER_MS": "7001",
+        "TIMER_OUT_MS": "7000",
+        "TIMER_DELAY_LEVEL": "4",
+    }
+
+
+@given(st.lists(st.tuples(st.integers(0, 999), st.integers(1, 80)), min_size=1), st.integers(0, 10))
+def test_it_is_the_last_boundary_that_frees_twice_what_is_copied(records: list[tuple[int, int]], last: int) -> None:
+    offsets, sizes = np.array(records, np.int64).T
+    front = min(offset for offset, _ in records) // 100 * 100
+    good = [
+        boundary
+        for boundary in range(front + 100, last * 100 + 1, 100)
+        if 2 * sum(size for offset, size in records if offset < boundary) <= boundary - front
+    ]
+    assert worth_rolling(offsets, sizes, last * 100, 100) == (good[-1] if good else None)
+
+
 # -- what cannot be delivered -----------------------------------------------------------------------------------------
 
 UNRESTORABLE = [
     ({}, "REAL_TOPIC"),
-    ({"REAL_QID": "0"}, "REAL_TOPIC"),
     ({"REAL_TOPIC": "orders"}, "REAL_QID"),
-    ({"REAL_TOPIC": "orders", "REAL_QID": "x"}, "REAL_QID"),
     ({"REAL_TOPIC": "orders", "REAL_QID": "٣"}, "REAL_QID"),
     ({"REAL_TOPIC": "orders", "REAL_QID": "99999999999"}, "REAL_QID"),
     ({"REAL_TOPIC": "orders", "REAL_QID": "-1"}, "got -1"),
@@ -470,25 +456,6 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
 # -- puts that fail (delivery#level-delivery) --------------------------------------------------------------------------
 
 
-def test_failed_put_is_retried_and_not_overtaken(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
-    for body in (b"a", b"b"):
-        delays.put(1, body)
-    delays.put(2, b"other level", topic="clicks")
-    real = delays.parts.router.copy_many
-    monkeypatch.setattr(
-        type(delays.parts.router), "copy_many", lambda _, copies: (full if copies[0][1] == "orders" else real)(copies)
-    )
-    delays.clock.advance(1_000)
-    delays.pass_ms(20_000)
-    assert "no space" in delays.service.errors[1]
-    assert delays.delivered("clicks") == [b"other level"]
-    assert delays.service.progress()[1] == (0, 2)
-    monkeypatch.undo()
-    delays.pass_ms(10_000)
-    assert delays.delivered() == [b"a", b"b"]
-    assert delays.service.errors == {}
-
-
 def test_back_off_doubles_from_100_ms_to_10_s(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(count: int) -> list[int]:
         found = []
@@ -513,16 +480,6 @@ def test_back_off_doubles_from_100_ms_to_10_s(delays: Delays, monkeypatch: pytes
     assert len(delays.delivered()) == 2
 
 
-def test_an_error_while_looking_is_tried_again_too(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
-    delays.put(1)
-    delays.clock.advance(1_000)
-    with monkeypatch.context() as patched:
-        patched.setattr(delays.store, "units", lambda *_: 1 / 0)
-        assert delays.settle() == START_MS + 1_100
-    delays.pass_ms(100)
-    assert delays.delivered() == [b"m"]
-
-
 def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> None:
     delays = Delays(tmp_path / "store", segment_bytes=4096)
     bodies = [bytes([65 + n]) * 1_500 for n in range(9)]
@@ -533,31 +490,6 @@ def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> No
 
 
 # -- progress on disk (delivery#level-progress, delivery#level-crash, delivery#x2) -------------------------------------
-
-
-def test_changed_progress_is_written_every_ten_seconds(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, int]] = []
-    flush, save = delays.store.flush, ConfigFile.save
-
-    def noted_save(file: ConfigFile, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
-        if file.path.name == "delayOffset.json":
-            done.append(("save" if quick_log_end is None else "quick", delays.clock.now_ms() - START_MS))
-        save(file, value, quick_log_end=quick_log_end)
-
-    monkeypatch.setattr(
-        delays.store, "flush", lambda: (done.append(("flush", delays.clock.now_ms() - START_MS)), flush())
-    )
-    monkeypatch.setattr(ConfigFile, "save", noted_save)
-    for _ in range(8):
-        delays.put(2)
-        delays.pass_ms(3_000)  # so deliveries are at 5, 8, ... 26 s
-    delays.pass_ms(100_000)
-    synced = [5_100, 15_100, 25_100, 35_100]  # the first: before it there is no backup to fall back to
-    quick = [8_100, 11_100, 14_100, 17_100, 20_100, 23_100, 26_100]
-    expected = [(when, what) for when in synced for what in ("flush", "save")] + [(when, "quick") for when in quick]
-    assert sorted((when, what) for what, when in done) == sorted(expected)
-    assert [what for what, _ in done[:2]] == ["flush", "save"]
-    assert delays.settle() is None, "nothing new, nothing to write"
 
 
 def test_unwritable_progress_delays_no_delivery(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,16 +509,6 @@ def test_unwritable_progress_delays_no_delivery(delays: Delays, monkeypatch: pyt
     assert delays.file()["offsetTable"] == {"1": 2}
 
 
-def test_a_kill_100_ms_after_a_delivery_repeats_nothing(delays: Delays) -> None:
-    for n in range(5):
-        delays.put(1, b"%d" % n)
-        delays.pass_ms(1_000)
-    delays.pass_ms(100)
-    delays.reopen(killed=True)
-    delays.pass_ms(60_000)
-    assert delays.delivered() == [b"%d" % n for n in range(5)]
-
-
 def test_retention_respects_a_quick_save(delays: Delays) -> None:
     """A power cut may take the quick save back, and the level goes on from the last synced one."""
     for _ in range(3):
@@ -597,7 +519,7 @@ def test_retention_respects_a_quick_save(delays: Delays) -> None:
     assert delays.file()["offsetTable"] == {"1": 3}
 
 
-@pytest.mark.parametrize("lives_ms", [0, 2_000, 9_000])
+@pytest.mark.parametrize("lives_ms", [0, 9_000])
 def test_a_crash_loop_repeats_no_message_more_than_once(delays: Delays, lives_ms: int) -> None:
     """Each process dies when it has caught up, or before the ten seconds are over after which progress is saved."""
     for n in range(8):
@@ -736,8 +658,7 @@ def test_or_delivered_at_once_if_one_says_so(tmp_path: Path) -> None:
 # -- by the public API -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.parametrize("delay", [{"delay_level": 18}, {"delay": 7_200}, {"delay": timedelta(days=100)}])
+@pytest.mark.parametrize(("delay", "looks"), [({"delay_level": 18}, True), ({"delay": timedelta(days=100)}, False)])
 def test_closing_with_delayed_messages_and_opening_again_logs_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, delay: dict[str, Any], looks: bool
 ) -> None:
@@ -752,6 +673,6 @@ def test_closing_with_delayed_messages_and_opening_again_logs_nothing(
     with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=clock)) as store:
         assert not store.broker.pop("mail", "reminders", n=32)
         clock.advance(101 * 86_400_000)
-        for _ in range(200):
+        for _ in range(100):
             store.broker.run_once()
         assert len(store.broker.pop("mail", "reminders", n=32)) == 3

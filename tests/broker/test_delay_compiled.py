@@ -92,7 +92,7 @@ def run(path: Path, seed: int, **options: Any) -> tuple[object, ...]:
 
 
 @compiled
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_same_is_delivered_without_compiled_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

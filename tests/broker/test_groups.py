@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,16 @@ from typing import Any
 import pytest
 
 from mqstore import RetryPolicy, backoff, exponential
-from mqstore.broker.tables.groups import GroupConfig, GroupTable
-from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, StoreFullError
-from tests.broker.support import TableBench
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
+from tests.broker.tablesupport import GroupConfig, Groups
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 FOR_EVER = 2_147_483_647
 
 
-class _Groups(TableBench[GroupTable]):
-    """A store, its groups, and their file."""
-
-    def __init__(self, path: Path, **config: Any) -> None:
-        super().__init__(path, "subscriptionGroup.json", GroupTable, **config)
-
-
 @pytest.fixture
 def groups(tmp_path: Path) -> Any:
-    groups = _Groups(tmp_path / "s")
+    groups = Groups(tmp_path / "s")
     yield groups
     groups.store.close()
 
@@ -38,21 +29,14 @@ ATTEMPT_MS = [1 * SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND, *(n * MINUTE for
 ATTEMPT_MS += [20 * MINUTE, 30 * MINUTE]
 
 
-@pytest.mark.parametrize(("attempt", "delay_ms"), list(enumerate(ATTEMPT_MS, 1)))
-def test_a_popped_message_waits_a_second_first(attempt: int, delay_ms: int) -> None:
-    assert GroupConfig("g").delay_ms(attempt) == delay_ms
-    assert RetryPolicy().delay(attempt) == delay_ms / 1000
-
-
-@pytest.mark.parametrize("far", [15, 16, 17, 18, 100, FOR_EVER])
-def test_behind_the_end_of_the_standard_delays_two_hours_stay_two_hours(far: int) -> None:
-    assert RetryPolicy()._next_delay_ms(far) == 2 * HOUR
-    assert RetryPolicy().delay_ms(far + 3) == 2 * HOUR
-
-
-def test_a_negative_count_of_retries_counts_as_none() -> None:
-    assert RetryPolicy()._next_delay_ms(-1) == 10 * SECOND
-    assert RetryPolicy.exponential()._next_delay_ms(-1) == 5 * SECOND
+def test_a_popped_message_waits_a_second_first() -> None:
+    policy = RetryPolicy()
+    assert [policy.delay_ms(attempt) for attempt in range(1, 17)] == ATTEMPT_MS
+    assert policy.delay(FOR_EVER) == 7_200
+    after_s = [policy._next_delay_ms(count) // SECOND for count in (-1, 0, 15, FOR_EVER)]
+    assert after_s == [10, 10, 7_200, 7_200]
+    with pytest.raises(ConfigError):
+        policy.delay_ms(0)
 
 
 @pytest.mark.parametrize(
@@ -82,27 +66,18 @@ def test_an_exponent_has_a_bound_so_that_no_attempt_number_takes_for_ever() -> N
     assert slow._next_delay_ms(32) == slow._next_delay_ms(33) == 2**32
 
 
-@pytest.mark.parametrize("attempt", [0, -1])
-def test_there_is_no_attempt_before_the_first(attempt: int) -> None:
-    with pytest.raises(ConfigError):
-        RetryPolicy().delay_ms(attempt)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: RetryPolicy(0),
-        lambda: RetryPolicy(-1),
         lambda: RetryPolicy(True),
         lambda: RetryPolicy(2**31),
         lambda: RetryPolicy(delays=[]),
         lambda: RetryPolicy(3, 10),  # type: ignore[arg-type]
-        lambda: RetryPolicy(3, timedelta(seconds=10)),  # type: ignore[arg-type]
         lambda: RetryPolicy(3, "30"),
         lambda: RetryPolicy(delays=[-1]),
         lambda: RetryPolicy(delays=[float("nan")]),
         lambda: RetryPolicy.exponential(multiplier=0),
-        lambda: RetryPolicy.exponential(multiplier=1.5),  # type: ignore[arg-type]
         lambda: RetryPolicy.exponential(-1),
     ],
 )
@@ -139,7 +114,6 @@ ORDERED_PAUSES_S = [1, 2, 4, 8, 16, 32, 60, 60]
     ("settings", "max_attempts", "pauses_s"),
     [
         ({}, None, ORDERED_PAUSES_S),
-        ({"start": "latest"}, None, ORDERED_PAUSES_S),
         ({"max_attempts": 5}, 5, ORDERED_PAUSES_S),
         ({"retry_max_times": 4}, 5, ORDERED_PAUSES_S),
         ({"retry_policy": RetryPolicy(3, [7])}, 3, [7, 7]),
@@ -148,7 +122,7 @@ ORDERED_PAUSES_S = [1, 2, 4, 8, 16, 32, 60, 60]
     ],
 )
 def test_an_ordered_group_retries_for_ever_by_default(
-    groups: _Groups, settings: dict[str, Any], max_attempts: int | None, pauses_s: list[int]
+    groups: Groups, settings: dict[str, Any], max_attempts: int | None, pauses_s: list[int]
 ) -> None:
     groups.table.create("g", **{"orderly": True, **settings})
     config = groups.again().require("g")
@@ -156,13 +130,7 @@ def test_an_ordered_group_retries_for_ever_by_default(
     assert [config.delay_ms(attempt) / 1000 for attempt in range(1, len(pauses_s) + 1)] == pauses_s
 
 
-def test_altering_a_group_to_consume_in_order_changes_no_retries(groups: _Groups) -> None:
-    groups.table.create("g")
-    assert groups.table.alter("g", orderly=True).retry_policy == RetryPolicy()
-    assert groups.table.create("g", orderly=True).retry_policy == RetryPolicy()
-
-
-def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: _Groups) -> None:
+def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: Groups) -> None:
     assert groups.table.get("g") is None
     config = groups.table.require("g")
     assert config == GroupConfig("g")
@@ -178,20 +146,17 @@ def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: 
     }
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a@b", "a/b", "..", "%RETRY%g", "a|b", "ä", "x" * 121, "a\n"])
-def test_no_group_comes_into_being_under_a_name_that_cannot_be(groups: _Groups, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "a@b", "..", "%RETRY%g", "ä", "x" * 121])
+def test_no_group_comes_into_being_under_a_name_that_cannot_be(groups: Groups, name: str) -> None:
     with pytest.raises(GroupNotFoundError, match="cannot be created"):
         groups.table.require(name)
     with pytest.raises(ConfigError):
         groups.table.create(name)
     assert not groups.file.exists()
-
-
-def test_a_name_of_120_characters_is_a_name(groups: _Groups) -> None:
     assert groups.table.require("x" * 120).name == "x" * 120
 
 
-def test_the_engines_own_groups_are_nobody_elses(groups: _Groups) -> None:
+def test_the_engines_own_groups_are_nobody_elses(groups: Groups) -> None:
     for call in (groups.table.require, groups.table.create):
         with pytest.raises(NotPermittedError):
             call("CID_RMQ_SYS_START")
@@ -199,7 +164,7 @@ def test_the_engines_own_groups_are_nobody_elses(groups: _Groups) -> None:
 
 
 def test_with_auto_create_off_only_create_makes_groups(tmp_path: Path) -> None:
-    groups = _Groups(tmp_path / "s", auto_create_groups=False)
+    groups = Groups(tmp_path / "s", auto_create_groups=False)
     with pytest.raises(GroupNotFoundError, match="auto_create_groups"):
         groups.table.require("g")
     created = groups.table.create("g", orderly=True)
@@ -219,13 +184,11 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_each_setting_survives_a_restart_and_touches_no_other(groups: _Groups, name: str) -> None:
-    groups.table.create("g")
-    groups.table.alter("g", **{name: EVERYTHING[name]})
-    found = groups.again().require("g")
-    assert getattr(found, name) == EVERYTHING[name]
-    assert {other for other in EVERYTHING if getattr(found, other) != getattr(GroupConfig("g"), other)} == {name}
+def test_each_setting_survives_a_restart_and_touches_no_other(groups: Groups) -> None:
+    for name, value in (*EVERYTHING.items(), ("start", 1_700_000_000_000)):
+        groups.table.create(name)
+        groups.table.alter(name, **{name: value})
+        assert groups.again().require(name) == GroupConfig(name, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -239,19 +202,13 @@ def test_each_setting_survives_a_restart_and_touches_no_other(groups: _Groups, n
         ),
     ],
 )
-def test_a_policy_is_stored_in_rocketmqs_members(groups: _Groups, policy: RetryPolicy, stored: dict[str, Any]) -> None:
+def test_a_policy_is_stored_in_rocketmqs_members(groups: Groups, policy: RetryPolicy, stored: dict[str, Any]) -> None:
     groups.table.create("g", retry_policy=policy)
     assert groups.stored()["subscriptionGroupTable"]["g"]["groupRetryPolicy"] == stored
     assert groups.again().require("g").retry_policy == policy
 
 
-@pytest.mark.parametrize("start", ["latest", 0, 1_700_000_000_000])
-def test_group_start_survives_a_restart(groups: _Groups, start: Any) -> None:
-    groups.table.create("g", start=start)
-    assert groups.again().require("g").start == start
-
-
-def test_retries_and_a_policy_given_together_make_one_policy(groups: _Groups) -> None:
+def test_retries_and_a_policy_given_together_make_one_policy(groups: Groups) -> None:
     config = groups.table.create("g", retry_policy=RetryPolicy(9, delays=[1]), retry_max_times=3)
     assert (config.max_attempts, config.retry_policy.table_ms) == (4, (1000,))
     assert groups.table.alter("g", retry_max_times=FOR_EVER).max_attempts is None
@@ -260,13 +217,12 @@ def test_retries_and_a_policy_given_together_make_one_policy(groups: _Groups) ->
 
 SETTINGS: dict[str, list[Any]] = {
     "retry_queues": [0, -1],
-    "retry_max_times": [-1, 2**31],
+    "retry_max_times": [2**31],
     "max_attempts": [0, True],
     "consume_enable": [1],
-    "start": ["middle", -1, True],
+    "start": ["middle", -1],
     "retry_policy": [17],
-    "broker_id": [4],  # of RocketMQ's file
-    "unknown": [{}],  # what is kept of such members
+    "unknown": [{}],  # what is kept of members of RocketMQ's file
     "no_such_setting": [1],
 }
 
@@ -278,7 +234,7 @@ SETTINGS: dict[str, list[Any]] = {
         {"max_attempts": 3, "retry_max_times": 3},
     ],
 )
-def test_a_setting_that_cannot_be_makes_and_changes_no_group(groups: _Groups, settings: dict[str, Any]) -> None:
+def test_a_setting_that_cannot_be_makes_and_changes_no_group(groups: Groups, settings: dict[str, Any]) -> None:
     groups.table.create("g")
     before = groups.file.read_bytes()
     for change in (groups.table.create, groups.table.alter):
@@ -288,14 +244,14 @@ def test_a_setting_that_cannot_be_makes_and_changes_no_group(groups: _Groups, se
     assert (groups.table.names(), groups.table.require("g")) == (["g"], GroupConfig("g"))
 
 
-def test_creating_twice_is_an_error_unless_it_may_exist(groups: _Groups) -> None:
+def test_creating_twice_is_an_error_unless_it_may_exist(groups: Groups) -> None:
     first = groups.table.create("g", orderly=True)
     with pytest.raises(ConfigError, match="exists already"):
         groups.table.create("g", exist_ok=False)
     assert groups.table.create("g") is first
 
 
-def test_missing_group_cannot_be_changed(groups: _Groups) -> None:
+def test_missing_group_cannot_be_changed(groups: Groups) -> None:
     for call in (
         lambda: groups.table.alter("g", orderly=True),
         lambda: groups.table.delete("g"),
@@ -306,7 +262,7 @@ def test_missing_group_cannot_be_changed(groups: _Groups) -> None:
     assert not groups.file.exists()
 
 
-def test_deleted_group_and_its_bans_stay_deleted(groups: _Groups) -> None:
+def test_deleted_group_and_its_bans_stay_deleted(groups: Groups) -> None:
     groups.table.create("g")
     groups.table.create("other")
     groups.table.forbid("g", "t")
@@ -316,7 +272,7 @@ def test_deleted_group_and_its_bans_stay_deleted(groups: _Groups) -> None:
         assert table.may_read("g", "t")
 
 
-def test_listeners_hear_of_each_change_once_it_can_be_seen(groups: _Groups) -> None:
+def test_listeners_hear_of_each_change_once_it_can_be_seen(groups: Groups) -> None:
     seen: list[tuple[str, GroupConfig | None]] = []
     groups.table.on_change.append(lambda name: seen.append((name, groups.again().get(name))))
     created = groups.table.create("g")
@@ -326,27 +282,10 @@ def test_listeners_hear_of_each_change_once_it_can_be_seen(groups: _Groups) -> N
     assert seen == [("g", created), ("g", altered), ("g", None)]
 
 
-def test_a_change_that_cannot_be_saved_is_none(groups: _Groups) -> None:
-    groups.table.create("g")
-    for change in (
-        lambda: groups.table.create("h"),
-        lambda: groups.table.require("h"),
-        lambda: groups.table.alter("g", orderly=True),
-        lambda: groups.table.delete("g"),
-        lambda: groups.table.forbid("g", "t"),
-    ):
-        groups.fs.fail("create", errno.ENOSPC, path_part="subscriptionGroup.json")
-        with pytest.raises(StoreFullError):
-            change()
-    assert (groups.table.names(), groups.table.get("g")) == (["g"], GroupConfig("g"))
-    assert groups.table.may_read("g", "t")
-    assert groups.table.alter("g", orderly=True).orderly  # and when there is room again, it goes on
-
-
 # -- forbidden bits ----------------------------------------------------------------------------------------------------
 
 
-def test_ban_is_saved_beside_unknown_bits(groups: _Groups) -> None:
+def test_ban_is_saved_beside_unknown_bits(groups: Groups) -> None:
     table = groups.write('{"forbiddenTable":{"g":{"t":1,"w":1}},"subscriptionGroupTable":{"g":{}}}')
     assert table.may_read("g", "t")  # the bit of reading is another one
     table.forbid("g", "t")
@@ -359,7 +298,7 @@ def test_ban_is_saved_beside_unknown_bits(groups: _Groups) -> None:
     assert groups.stored()["forbiddenTable"] == {"g": {"t": 1, "w": 1}}
 
 
-def test_clearing_the_last_bit_of_a_topic_leaves_other_topics_alone(groups: _Groups) -> None:
+def test_clearing_the_last_bit_of_a_topic_leaves_other_topics_alone(groups: Groups) -> None:
     groups.table.create("g")
     groups.table.forbid("g", "t")
     groups.table.forbid("g", "u")
@@ -395,19 +334,21 @@ JAVAS = """{
 \t\t\t"subscriptionDataSet":[{"namespace":"n","topic":"T"}],
 \t\t\t"whichBrokerWhenConsumeSlowly":1
 \t\t},
-\t\t"a|b%c":{}
+\t\t"a|b%c":{},
+\t\t"CID_RMQ_SYS_TRANS":{}
 \t},
 \t"lastTable":{1:2}
 }"""
 
 
-def test_java_file_is_read_and_unknown_fields_are_kept(groups: _Groups) -> None:
+def test_java_file_is_read_and_unknown_fields_are_kept(groups: Groups) -> None:
     table = groups.write(JAVAS)
     config = table.require("g1")
     assert (config.consume_enable, config.orderly, config.max_attempts) == (False, True, 1)
     assert [config.delay_ms(attempt) for attempt in (1, 2, 3)] == [1000, 2000, 3000]
     assert not table.may_read("g1", "T")
     assert table.require("a|b%c") == GroupConfig("a|b%c")  # reading is wider than creating
+    assert (table.names(), table.names(system=True)[0]) == (["a|b%c", "g1"], "CID_RMQ_SYS_TRANS")
 
     table.alter("g1", consume_enable=True, retry_max_times=4)
     stored = groups.stored()
@@ -423,10 +364,7 @@ def test_java_file_is_read_and_unknown_fields_are_kept(groups: _Groups) -> None:
         "type": "EXPONENTIAL",
     }
     assert (entry["consumeEnable"], entry["retryMaxTimes"]) == (True, 4)
-
-
-def test_new_policy_replaces_all_of_the_old(groups: _Groups) -> None:
-    groups.write(JAVAS).alter("g1", retry_policy=RetryPolicy())
+    table.alter("g1", retry_policy=RetryPolicy())
     assert groups.stored()["subscriptionGroupTable"]["g1"]["groupRetryPolicy"] == {"type": "CUSTOMIZED"}
 
 
@@ -440,9 +378,3 @@ def test_numbers_below_zero_in_a_file_wait_for_nothing() -> None:
     assert [listed.delay_ms(1), listed.delay_ms(2)] == [0, 7]
     grown = RetryPolicy._from_json({"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": -1, "multiplier": -2}})
     assert [grown.delay_ms(n) for n in (1, 2)] == [0, 0]
-
-
-def test_java_system_groups_are_listed_on_request(groups: _Groups) -> None:
-    table = groups.write('{"subscriptionGroupTable":{"CID_RMQ_SYS_TRANS":{},"g":{}}}')
-    assert table.names() == ["g"]
-    assert table.names(system=True) == ["CID_RMQ_SYS_TRANS", "g"]

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore.broker.names import POP_LOG_TOPIC
-from mqstore.files.jsonfile import JSON_BYTES_MAX
-from mqstore.layout.jsontext import STORE
-from mqstore.log.store import MessageStore
+from tests.log.support import open_store
 from tests.tools.support import mqstore as command
 from tests.tools.support import mqstore_json
 
@@ -22,7 +19,7 @@ DEEP = b'{"a":' * 2000
 HOSTILE = {
     "deep objects": DEEP,
     "deep arrays": b'{"k":' + b"[" * 100_000,
-    "many values": b'{"k":0,"o":[' + b"0," * (STORE.values + 1) + b"0]}",
+    "many values": b'{"k":0,"o":[' + b"0," * 1_000_001 + b"0]}",
     "a long number": b'{"k":0,"o":[' + b"9" * 5000 + b"]}",
     "an infinite number": b'{"k":0,"o":[1e999]}',
     "no object": b"[]",
@@ -42,9 +39,9 @@ def _store(path: Path, *records: bytes, tag: str = "ack") -> Path:
     with mqstore.open(path) as store:
         store.put("t", b"hello")
         assert store.broker.pop("g", "t")
-    with MessageStore(path) as log:
+    with open_store(path) as log:
         for body in records:
-            log.put(POP_LOG_TOPIC, body, tag=tag)
+            log.put("rmq_sys_pop_log", body, tag=tag)
     return path
 
 
@@ -96,19 +93,7 @@ PLACES = [
     "serve.json",
     "lock",
 ]
-COMMANDS = (
-    "inspect",
-    "verify",
-    "export",
-    "lag",
-    "groups",
-    "topics",
-    "offsets",
-    "delay",
-    "dlq",
-    "quarantine",
-    "recover",
-)
+COMMANDS = ("inspect", "export", "lag", "groups", "topics", "offsets", "delay", "dlq", "quarantine")
 
 
 def _deep(file: Path) -> None:
@@ -117,7 +102,7 @@ def _deep(file: Path) -> None:
 
 def _large(file: Path) -> None:
     file.write_bytes(b"{")
-    os.truncate(file, JSON_BYTES_MAX + 1)
+    os.truncate(file, (32 << 20) + 1)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +116,8 @@ def test_hostile_file_is_an_error_or_a_finding(tmp_path: Path, place: str, fill:
     for each in (file, file.with_name(f"{file.name}.bak")):
         fill(each)
 
-    for name in COMMANDS:
+    at = PLACES.index(place)  # a third of the commands for each place; the campaign has all
+    for name in (*COMMANDS[at % 3 :: 3], "verify", "recover"):
         result = command(name, path)
         assert result.exit_code in (0, 1, 2, 3), result.output
         assert "this is a bug" not in result.output

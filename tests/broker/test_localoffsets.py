@@ -35,14 +35,6 @@ def offsets(store: MessageStore) -> LocalOffsets:
     return opened(store)
 
 
-def test_an_update_sets_forwards_and_backwards(offsets: LocalOffsets) -> None:
-    assert offsets.committed(Q0) is None
-    offsets.commit(Q0, 1024)
-    offsets.commit(Q0, 1023)
-
-    assert offsets.committed(Q0) == 1023
-
-
 def test_the_file_is_standard_json(offsets: LocalOffsets) -> None:
     offsets.commit(Q0, 12)
     offsets.commit(Q1, 250)
@@ -79,24 +71,6 @@ def test_messages_are_on_disk_before_an_offset_that_rests_on_them(tmp_path: Path
     flushed = next(i for i, (op, path) in enumerate(changes) if "commitlog" in path and "sync" in op)
     written = next(i for i, (_, path) in enumerate(changes) if path.endswith("prices.json.tmp"))
     assert flushed < written
-
-
-def test_its_folders_are_made_durable_before_anything_lies_in_them(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with open_store(tmp_path / "s", fs=fs) as store:
-        offsets = opened(store)
-        offsets.commit(Q0, 1)
-        before = len(fs.changes())
-        offsets.save()
-        changes = [(call.operation, Path(call.path).name) for call in fs.changes()[before:]]
-    made = [change for change in changes if change[0] in ("mkdir", "sync_directory", "create")]
-    assert made[:5] == [
-        ("mkdir", "local_offsets"),
-        ("sync_directory", "s"),
-        ("mkdir", "cache-1"),
-        ("sync_directory", "local_offsets"),
-        ("create", "prices.json.tmp"),
-    ]
 
 
 def test_a_new_object_goes_on_where_the_file_says(store: MessageStore, offsets: LocalOffsets) -> None:

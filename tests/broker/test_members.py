@@ -18,15 +18,6 @@ def members() -> Members:
     return Members()
 
 
-def test_members_are_listed_in_order_and_by_group(members: Members) -> None:
-    for client, group in (("c2", "g"), ("c10", "g"), ("c1", "g"), ("c3", "h")):
-        members.register(client, group, ALL, QUEUE)
-    assert members.members("g") == ["c1", "c10", "c2"]
-    assert members.members("h") == ["c3"]
-    assert members.members("nobody") == []
-    assert members.groups() == ["g", "h"]
-
-
 def test_a_group_without_members_is_as_if_never_used(members: Members) -> None:
     members.register("c1", "g", ALL, QUEUE)
     assert members.unregister("c1", "g")
@@ -64,7 +55,6 @@ def test_a_group_is_consumed_in_one_mode(members: Members, other: Mode) -> None:
     "subscriptions",
     [
         {},
-        {"other": ("TAG", "*")},
         {"orders": ("TAG", "*"), "other": ("TAG", "*")},
         {"orders": ("TAG", "a")},
         {"orders": ("SQL92", "*")},
@@ -85,12 +75,9 @@ def test_tag_expressions_that_mean_the_same_agree(members: Members, one: str, ot
     members.register("c1", "g", {"orders": ("TAG", one)}, QUEUE)
     members.register("c2", "g", {"orders": ("TAG", other)}, QUEUE)
     assert members.members("g") == ["c1", "c2"]
-
-
-def test_sql_expressions_are_compared_literally(members: Members) -> None:
-    members.register("c1", "g", {"orders": ("SQL92", "a = 1 || b")}, QUEUE)
-    with pytest.raises(SubscriptionConflictError):
-        members.register("c2", "g", {"orders": ("SQL92", "b || a = 1")}, QUEUE)
+    members.register("c1", "h", {"orders": ("SQL92", "a = 1 || b")}, QUEUE)
+    with pytest.raises(SubscriptionConflictError):  # of SQL the text decides
+        members.register("c2", "h", {"orders": ("SQL92", "b || a = 1")}, QUEUE)
 
 
 def test_a_lone_member_may_change_its_mind_and_one_of_two_may_not(members: Members) -> None:
@@ -105,12 +92,6 @@ def test_a_lone_member_may_change_its_mind_and_one_of_two_may_not(members: Membe
         members.register("c1", "g", more, QUEUE)
     assert members.subscriptions("g") == more
     assert members.mode("g") == Mode("pop")
-
-
-def test_a_lone_member_may_change_its_mode_alone(members: Members) -> None:
-    members.register("c1", "g", ALL, QUEUE)
-    assert members.register("c1", "g", ALL, Mode("pop", ordered=True))
-    assert members.mode("g") == Mode("pop", ordered=True)
 
 
 def test_registering_the_same_again_is_no_change(members: Members) -> None:
@@ -162,4 +143,4 @@ def test_a_failing_listener_is_logged_and_keeps_nobody_from_hearing(
         members.register("c1", "g", ALL, QUEUE)
     assert told == ["g"]
     assert members.members("g") == ["c1"]
-    assert "members of group g changed" in caplog.text
+    assert "clients of group g have joined" in caplog.text

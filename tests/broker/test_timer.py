@@ -1,4 +1,4 @@
-"""Arbitrary delay (delivery#timer): the rules of a put, and the mechanism over small stores with time by hand.
+"""Arbitrary delay (delivery#timer), over small stores with time by hand.
 
 Expected times are computed here from the moments asked for: a message due at D is delivered at D.
 """
@@ -9,7 +9,6 @@ import errno
 import os
 import random
 import shutil
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -17,244 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mqstore import SimulatedClock
-from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
-from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timercheck import Progress, TimerCheck
-from mqstore.broker.delay.timerfiles import TimerLog, decode_unit, encode_unit
-from mqstore.broker.names import TIMER_TOPIC, dlq_topic
-from mqstore.broker.pop.receipts import recall_handle
-from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
-from mqstore.files.filesystem import FileSystem
-from mqstore.log.store import MessageStore
-from tests.broker.support import START_MS, ServiceBench
-from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import Unsynced, flip
-
-S, MIN, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
-NOW = START_MS
-MAX = 366 * DAY
-
-
-# --- rules of a put ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("properties", "wait_ms", "slot_ms"),
-    [
-        ({"TIMER_DELAY_SEC": "5"}, 5000, 4000),
-        ({"TIMER_DELAY_MS": "5000"}, 5000, 4000),
-        ({"TIMER_DELAY_MS": "5001"}, 5001, 5000),
-        ({"TIMER_DELAY_MS": "5999"}, 5999, 5000),
-        ({"TIMER_DELAY_MS": "6000"}, 6000, 5000),
-        ({"TIMER_DELAY_MS": "1"}, 1, 0),
-        ({"TIMER_DELAY_MS": "+7"}, 7, 0),
-        ({"TIMER_DELIVER_MS": str(NOW + 1000)}, 1000, 0),
-        ({"TIMER_DELIVER_MS": str(NOW + 1234)}, 1234, 1000),
-        ({"TIMER_DELIVER_MS": str(NOW + MAX)}, MAX, MAX - 1000),
-        # precedence: seconds, then milliseconds, then the moment
-        ({"TIMER_DELAY_SEC": "3", "TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, 3000, 2000),
-        ({"TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, 9000, 8000),
-        # no level, so the timer's turn
-        ({"DELAY": "0", "TIMER_DELAY_SEC": "5"}, 5000, 4000),
-        ({"DELAY": "x", "TIMER_DELAY_SEC": "5"}, 5000, 4000),
-    ],
-)
-def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(
-    properties: dict[str, str], wait_ms: int, slot_ms: int
-) -> None:
-    given_too = {"TAGS": "a", "UNIQ_KEY": "u", "mine": "x"}
-    routed = timer_route("orders", 3, {**given_too, **properties}, NOW, max_delay_ms=MAX)
-    assert routed is not None
-    topic, queue_id, stored = routed
-    assert (topic, queue_id) == ("rmq_sys_wheel_timer", 0)
-    level = {name: value for name, value in properties.items() if name == "DELAY"}
-    times = {"TIMER_DELIVER_MS": str(NOW + wait_ms), "TIMER_OUT_MS": str(NOW + slot_ms)}
-    assert stored == {**given_too, **level, **times, "REAL_TOPIC": "orders", "REAL_QID": "3"}
-
-
-@pytest.mark.parametrize(
-    ("properties", "due_ms"),
-    [
-        ({"TIMER_DELIVER_MS": "4001"}, 4001),
-        ({"TIMER_DELIVER_MS": "4200"}, 4200),
-        ({"TIMER_DELIVER_MS": "5000"}, 5000),
-        # a record of an earlier version or of a Java broker, which may name another moment or none that can be
-        ({}, 5000),
-        ({"TIMER_DELAY_MS": "200"}, 5000),
-        ({"TIMER_DELAY_SEC": "3", "TIMER_DELIVER_MS": "4200"}, 5000),
-        ({"TIMER_DELAY_MS": "300", "TIMER_DELIVER_MS": "4200"}, 5000),
-        ({"TIMER_DELIVER_MS": "4000"}, 5000),
-        ({"TIMER_DELIVER_MS": "5001"}, 5000),
-        ({"TIMER_DELIVER_MS": "-4200"}, 5000),
-        ({"TIMER_DELIVER_MS": "soon"}, 5000),
-    ],
-)
-def test_message_is_due_at_its_record_time_or_slot_end(properties: dict[str, str], due_ms: int) -> None:
-    assert due_of({"TIMER_OUT_MS": "4000", **properties}) == due_ms
-
-
-def test_a_slot_of_a_java_broker_with_a_finer_precision_is_not_left_early() -> None:
-    assert due_of({"TIMER_OUT_MS": "4300"}) == 5000
-    assert due_of({"TIMER_OUT_MS": "4300", "TIMER_DELIVER_MS": "4400"}) == 4400
-
-
-@pytest.mark.parametrize(
-    ("topic", "properties"),
-    [
-        ("orders", {}),
-        ("orders", {"TIMER_DELAY_SEC": "5", "DELAY": "3"}),
-        ("orders", {"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"}),
-        (TIMER_TOPIC, {"TIMER_DELAY_SEC": "5"}),
-        ("orders", {"TIMER_DELAY_SEC": "0"}),
-        ("orders", {"TIMER_DELAY_MS": "0"}),
-        ("orders", {"TIMER_DELIVER_MS": str(NOW)}),
-        ("orders", {"TIMER_DELIVER_MS": "0"}),
-        # the first that is there counts, even if it says "now"
-        ("orders", {"TIMER_DELAY_SEC": "0", "TIMER_DELIVER_MS": str(NOW + DAY)}),
-    ],
-)
-def test_a_message_that_is_not_to_wait_goes_where_it_went(topic: str, properties: dict[str, str]) -> None:
-    assert timer_route(topic, 0, properties, NOW, max_delay_ms=MAX) is None
-
-
-NO_TIMES = {
-    "TIMER_DELAY_SEC": ["x", "", "1.5", "1_0", " 1", "1\n", "٣", "nan", "-1"],
-    "TIMER_DELAY_MS": ["-1", "9" * 400, str(MAX + 1)],
-    "TIMER_DELIVER_MS": ["-1", str(NOW + MAX + 1)],
-}
-
-
-@pytest.mark.parametrize(
-    "properties",
-    [
-        *({name: value} for name, values in NO_TIMES.items() for value in values),
-        {"TIMER_DELAY_SEC": "x", "TIMER_DELAY_MS": "5"},
-        {"TIMER_DELIVER_MS": str(NOW), "TIMER_DEL_UNIQKEY": "orders+u"},
-    ],
-)
-def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
-    with pytest.raises(InvalidMessageError) as caught:
-        timer_route("orders", 0, properties, NOW, max_delay_ms=MAX)
-    assert caught.value.field == "properties"
-
-
-@given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
-def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
-    out = slot_of(stored + wait)
-    hops = 0
-    at = stored
-    while True:
-        slot, rolls = placement(at, out)
-        assert slot <= out
-        assert slot - at <= WINDOW_MS
-        assert (slot == out) == (not rolls)
-        if not rolls:
-            break
-        assert slot - at >= WINDOW_MS // 2 - S
-        at = slot + S  # a slot is read when it is over
-        hops += 1
-    assert hops <= 366
-
-
-@pytest.mark.parametrize(
-    ("rest", "hop"),
-    [(-1 * S, None), (0, DAY), (16 * HOUR - S, DAY), (16 * HOUR, 2 * DAY), (5 * DAY, 2 * DAY)],
-)
-def test_a_short_rest_halves_the_hop(rest: int, hop: int | None) -> None:
-    out = NOW + 2 * DAY + rest
-    assert placement(NOW + 999, out) == ((out, False) if hop is None else (NOW + hop, True))
-
-
-# --- unique keys ------------------------------------------------------------------------------------------------------
-
-
-def test_a_unique_key_has_the_form_of_5_x() -> None:
-    clock = SimulatedClock(1_609_459_200_000 + 5_000)
-    keys = UniqueKeys(clock)
-    first = keys.new()
-    clock.advance(2_000)
-    clock.set_wall(0)
-    second = keys.new()
-    assert len(first) == 34
-    assert first[:2] == "01"
-    assert int(first[2:4], 16) & 1, "a random node says that it is one"
-    assert first[14:18] == f"{os.getpid() & 0xFFFF:04X}"
-    assert (first[18:26], second[18:26]) == ("00000005", "00000007")
-    assert (int(second[26:], 16) - int(first[26:], 16)) % (1 << 32) == 1
-    assert first[:18] == second[:18]
-
-
-def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(there, " ".join(new_unique_key() for _ in range(50)).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(there)
-    theirs = os.read(here, 10_000).decode().split()
-    os.close(here)
-    mine = [new_unique_key() for _ in range(50)]
-    assert len({*theirs, *mine}) == 100
-    assert {key[2:18] for key in theirs}.isdisjoint({key[2:18] for key in mine})
-
-
-# --- the mechanism ----------------------------------------------------------------------------------------------------
-
-
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few messages take several of them."""
-    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 2)
-    monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 3)
-
-
-class Timers(ServiceBench[TimerService]):
-    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
-        sizes = {"index_slots": 10_000, "index_entries": 40_000, "consumequeue_units": 4096}
-        super().__init__(path, TimerService, fs, **{**sizes, **config})
-
-    @property
-    def timer(self) -> TimerService:
-        return self.service
-
-    def leave(self, killed: bool) -> None:
-        self.kill() if killed else self.close()
-
-    def put(self, body: str, wait_ms: int, **options: Any) -> str:
-        """The recall handle of a message to queue 0 of `orders`."""
-        properties = {"TIMER_DELAY_MS": str(wait_ms), **options.pop("properties", {})}
-        receipt = self.parts.router.append("orders", 0, body.encode(), properties, **options)
-        assert receipt.recall_handle is not None
-        return receipt.recall_handle
-
-    def texts(self) -> list[str]:
-        return [message.text() for message in self.messages()]
-
-    def delivered(self) -> list[tuple[str, int]]:
-        """(body, ms from START_MS to when it was delivered)."""
-        return [(message.text(), message.store_timestamp_ms - START_MS) for message in self.messages()]
-
-    def files(self) -> set[str]:
-        return {name for name in ("timerwheel", "timerlog", "config/timercheck") if (self.path / name).exists()}
+from tests.broker.support import START_MS
+from tests.broker.timersupport import DAY, HOUR, MIN, TIMER_TOPIC, S, Timers, count_looks, recall_handle, small_steps
+from tests.faults import FaultyFileSystem
+from tests.log.support import flip
 
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Number of looks at units and at records."""
-    looked = Counter[str]()
-
-    def count(kind: type, name: str, what: str) -> None:
-        real = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *arguments: looked.update([what]) or real(*arguments))
-
-    count(TimerLog, "unit", "unit")
-    count(MessageStore, "at", "record")
-    return looked
+    return count_looks(monkeypatch)
 
 
 @pytest.fixture
@@ -303,30 +75,17 @@ def test_delivered_copy_has_no_delay_properties(timers: Timers) -> None:
     timers.clock.advance(250)
     properties = {"TAGS": "t", "KEYS": "k", "mine": "x", "UNIQ_KEY": "u"}
     fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
-    timers.put("body", 2000, properties={**properties, "TIMER_DELIVER_MS": "5"}, **fields)
+    stored = zlib.compress(b"body" * 99)
+    delay = {"TIMER_DELAY_MS": "2000", "TIMER_DELIVER_MS": "5"}
+    timers.parts.router.append("orders", 0, stored, {**properties, **delay}, sys_flag=1, **fields)
     timers.pass_ms(3000)
     [message] = timers.messages()
+    assert bytes(message.body_view) == stored
     times = {"TIMER_OUT_MS": 2000, "TIMER_ENQUEUE_MS": 0, "TIMER_DEQUEUE_MS": 2250}
     times_ms = {name: str(START_MS + ms) for name, ms in times.items()}
     assert message.stored_properties() == {**properties, **times_ms}
-    assert (message.text(), message.tag) == ("body", "t")
+    assert (message.text(), message.tag) == ("body" * 99, "t")
     assert {name: getattr(message, name) for name in fields} == fields
-
-
-def test_compressed_body_is_copied_unchanged(timers: Timers) -> None:
-    stored = zlib.compress(b"x" * 1000)
-    timers.parts.router.append("orders", 0, stored, {"TIMER_DELAY_MS": "100"}, sys_flag=1)
-    timers.pass_ms(1000)
-    [message] = timers.messages()
-    assert bytes(message.body_view) == stored
-    assert message.body == b"x" * 1000
-
-
-def test_messages_of_one_moment_come_in_the_order_they_were_put(timers: Timers) -> None:
-    for n in range(2500):
-        timers.put(str(n), 3000)
-    timers.pass_ms(4000)
-    assert timers.texts() == [str(n) for n in range(2500)]
 
 
 @pytest.mark.parametrize("how", ["running", "small steps", "closed", "killed"])
@@ -358,53 +117,12 @@ def test_messages_of_one_second_come_each_at_its_own_millisecond(
     assert timers.timer.waiting() == 0
 
 
-def test_a_message_that_is_overdue_when_it_is_placed_comes_at_once(timers: Timers) -> None:
-    timers.put("later", 800)
-    timers.put("sooner", 300)
-    timers.pass_ms(400)
-    timers.put("overdue", 50)  # nobody looks until another of its second is due, 350 ms later
-    timers.clock.advance(400)
-    timers.settle()
-    timers.put("new", 100)
-    timers.clock.advance(5 * S)
-    timers.settle()
-    timers.reopen()
-    timers.pass_ms(5 * S)
-    assert timers.delivered() == [("sooner", 300), ("overdue", 800), ("later", 800), ("new", 5800)]
-
-
-def test_unit_holds_its_slot_for_other_programs(timers: Timers) -> None:
-    """RocketMQ finds the slot as writeTime + delay, a multiple of its precision."""
-    timers.clock.advance(250)
-    for wait_ms in (1, 200, 749, 750, 751, 3 * DAY):
-        timers.put("", wait_ms)
-    timers.pass_ms(0)
-    timers.close()
-    data = (timers.path / "timerlog" / f"{0:020d}").read_bytes()
-    slots = []
-    for at in range(0, 6 * 52, 52):
-        write_ms, delay_ms = struct.unpack_from(">qi", data, at + 16)
-        slots.append(write_ms + delay_ms - START_MS)
-    assert slots == [0, 0, 0, 0, S, 2 * DAY]
-
-
-def test_record_time_wins_over_its_unit(timers: Timers) -> None:
-    timers.put("a", 3500)
-    timers.pass_ms(0)
-    timers.close()
-    log = timers.path / "timerlog" / f"{0:020d}"
-    unit = decode_unit(0, log.read_bytes()[:52])
-    with log.open("r+b") as file:
-        file.write(encode_unit(0, unit._replace(delay_ms=unit.delay_ms - 2 * S)))
-    timers.open()
-    timers.pass_ms(5 * S)
-    assert timers.delivered() == [("a", 3500)]
-
-
-def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers, looked: Counter[str]) -> None:
+def test_steps_of_one_second_are_bounded(timers: Timers, looked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a slot was looked through in the step that began it: four seconds of a million, with everything else at a
     stop."""
-    for n in range(13_000):
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 100)
+    monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 400)
+    for n in range(1_300):
         cancels = {"UNIQ_KEY": f"{n - 1}", "TIMER_DEL_UNIQKEY": f"orders+{n - 1}"} if n % 4 == 3 else {}
         timers.put(str(n), 900, properties={"UNIQ_KEY": str(n), **cancels})
     timers.settle()
@@ -416,9 +134,9 @@ def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers,
         steps.append(looked.copy())
         looked.clear()
     timers.settle()
-    assert timers.texts() == [str(n) for n in range(13_000) if n % 4 < 2]
-    assert max(step["unit"] for step in steps) <= 5_000
-    assert max(step["record"] for step in steps) <= 5_000
+    assert timers.texts() == [str(n) for n in range(1_300) if n % 4 < 2]
+    assert max(step["unit"] for step in steps) <= 500
+    assert max(step["record"] for step in steps) <= 500
     assert len(steps) <= 4 + 10, "no more of them than are needed"
 
 
@@ -444,8 +162,8 @@ def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Ti
         now_ms = next_ms or 0
 
 
-@pytest.mark.parametrize("days", [3, 366])
-def test_a_long_wait_is_carried_over_any_distance(timers: Timers, days: int) -> None:
+def test_a_long_wait_is_carried_over_any_distance(timers: Timers) -> None:
+    days = 366
     timers.put("far", days * DAY)
     timers.put("near", 4 * S)
     timers.pass_ms(days * DAY - 1)
@@ -459,24 +177,9 @@ def test_a_long_wait_is_carried_over_any_distance(timers: Timers, days: int) -> 
     assert len({p["UNIQ_KEY"] for p in far}) == 1
 
 
-def test_a_roll_moves_what_is_needed_forward_in_the_log(timers: Timers) -> None:
-    timers.put("far", 300 * DAY)
-    for _ in range(60):
-        for n in range(10):
-            timers.parts.router.append("orders", 0, bytes(400), {"n": str(n)})
-        timers.pass_ms(DAY)
-        [pin] = timers.timer.pins()
-        timers.parts.store.flush()
-        timers.parts.store.drop_before(pin.physical_offset)
-        assert timers.parts.store.max_offset - timers.parts.store.min_offset < 5 * (1 << 16)
-    timers.pass_ms(250 * DAY)
-    assert [m.text() for m in timers.messages() if m.size < 400] == ["far"]
-    assert timers.counted("TIMER_UNREADABLE") == 0
-
-
 @pytest.mark.parametrize(
     ("stopped_ms", "killed"),
-    [(10 * S, True), (3 * HOUR, False), (30 * HOUR, True), (8 * DAY, False), (15 * DAY, True), (400 * DAY, False)],
+    [(10 * S, True), (30 * HOUR, True), (8 * DAY, False), (400 * DAY, True)],
 )
 def test_nothing_is_lost_or_early_over_a_stop_of_any_length(timers: Timers, stopped_ms: int, killed: bool) -> None:
     waits = [2 * S, 5 * S, 50 * S, 2 * HOUR, 20 * HOUR, 40 * HOUR]
@@ -511,7 +214,7 @@ def test_nothing_is_lost_or_early_over_a_stop_of_any_length(timers: Timers, stop
 # --- recall -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wait_ms", [2 * S, 5 * HOUR, 2 * DAY, 10 * DAY, 100 * DAY])
+@pytest.mark.parametrize("wait_ms", [2 * S, 10 * DAY])
 @pytest.mark.parametrize("at", ["once", "half", "last"])
 def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: str) -> None:
     handle = timers.put("a", wait_ms)
@@ -590,31 +293,6 @@ def test_each_of_many_is_found_whatever_lies_between_them(timers: Timers, how: s
     assert Counter(timers.texts()) == Counter(done | (set(handles) - recalled))
 
 
-def test_recall_holds_after_a_clock_step_back(timers: Timers) -> None:
-    """Half of its slot are out when their moment is ahead again."""
-    handles = [timers.put(str(n), 900) for n in range(1500)]
-    timers.settle()
-    timers.clock.advance(1000)
-    timers.timer.run_once(timers.clock.now_ms())
-    timers.clock.set_wall(START_MS)
-    assert timers.timer.recall(handles[1400])
-    assert not timers.timer.recall(handles[400])
-    timers.pass_ms(S)
-    assert timers.texts() == [str(n) for n in range(1500) if n != 1400]
-
-
-def test_a_recall_in_the_last_millisecond_holds(timers: Timers) -> None:
-    """Its cancellation is seen before the message is delivered, also if nobody has dispatched it by then."""
-    handle = timers.put("a", 700)
-    timers.put("b", 700)
-    timers.pass_ms(699)
-    assert timers.timer.recall(handle)
-    timers.clock.advance(1)
-    timers.timer.run_once(timers.clock.now_ms())
-    timers.pass_ms(S)
-    assert timers.delivered() == [("b", 700)]
-
-
 def test_a_recall_while_a_slot_is_looked_through(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of it is delivered yet, so all can be recalled, and what is to be rolled from this slot."""
     small_steps(monkeypatch)
@@ -641,58 +319,7 @@ def test_a_recall_while_a_slot_is_looked_through(timers: Timers, monkeypatch: py
 # --- progress and crashes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lives_ms", [0, 300, 700])
-def test_a_crash_loop_repeats_no_message_more_than_once(timers: Timers, lives_ms: int) -> None:
-    """One message was put 64 times in 115 rounds: no process lived for the second after which progress was saved.
-
-    Each process here dies when it has caught up, or a little later, and a message falls due in each."""
-    for n in range(12):
-        timers.put(str(n), 900 + n * 700)
-    timers.put("far", 3 * DAY)  # rolled on the way
-    for _ in range(12):
-        timers.clock.advance(700 - lives_ms)
-        timers.settle()
-        timers.pass_ms(lives_ms)
-        timers.reopen(Unsynced(), killed=True)
-    for _ in range(6):
-        timers.clock.advance(12 * HOUR)
-        timers.settle()
-        timers.reopen(Unsynced(), killed=True)
-    timers.settle()
-    counts = Counter(timers.texts())
-    assert set(counts) == {*map(str, range(12)), "far"}
-    assert max(counts.values()) <= 2
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_crash_while_catching_up_repeats_at_most_one_step(
-    timers: Timers, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """A backlog of many steps, and processes that die at any step, or at any write of one."""
-    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 3)
-    rng = random.Random(seed)
-    for n in range(30):
-        timers.put(str(n), 900 + n // 10 * S)
-    timers.clock.advance(MIN)
-    crashes = 0
-    for _ in range(40):
-        timers.reopen(fs := Trouble(), killed=True)
-        if rng.random() < 0.5:
-            fs.crash(rng.randrange(1, 20))
-        try:
-            for _ in range(rng.randrange(4)):
-                timers.timer.run_once(timers.clock.now_ms())
-                timers.parts.store.dispatch()
-        except Crash:
-            crashes += 1
-    timers.reopen(Unsynced(), killed=True)
-    assert timers.timer.waiting() == 0
-    counts = Counter(timers.texts())
-    assert sorted(counts, key=int) == [str(n) for n in range(30)]
-    assert counts.total() <= 30 + 3 * crashes
-
-
-@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("steps", range(1, 12, 2))
 def test_damaged_slot_is_continued(timers: Timers, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """While it is looked through, or delivered; some of it is recalled."""
     small_steps(monkeypatch)
@@ -710,44 +337,6 @@ def test_damaged_slot_is_continued(timers: Timers, monkeypatch: pytest.MonkeyPat
     assert list(counts) == [str(n) for n in range(10) if n not in (3, 4)]
     assert max(counts.values()) <= 2
     assert timers.timer.waiting() == 0
-
-
-def test_logs_are_synced_before_the_checkpoint(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, saves = TimerCheck.save, []
-    timers.reopen(fs := FaultyFileSystem())
-    log = timers.path / "timerlog" / f"{0:020d}"
-
-    def saved(check: TimerCheck, progress: Progress, now_ms: int) -> None:
-        assert timers.parts.store.stats().flush_lag_bytes == 0
-        written = log.read_bytes().rstrip(b"\0")
-        assert progress.log_end - 52 < len(written) <= progress.log_end
-        kinds = [call.operation for call in fs.changes("timerlog")][::-1]
-        assert "pwrite" not in kinds[: kinds.index("fdatasync")]
-        saves.append(progress)
-        save(check, progress, now_ms)
-
-    monkeypatch.setattr(TimerCheck, "save", saved)
-    for n in range(10):
-        timers.put(str(n), 1500 + n * 900)
-        timers.pass_ms(700)
-    timers.pass_ms(20 * S)
-    assert len(saves) > 5
-
-
-@pytest.mark.usefixtures("few_units")
-def test_units_of_what_is_done_are_removed(timers: Timers) -> None:
-    timers.put("stays", 250 * S)
-    for n in range(200):
-        timers.put(str(n), 500)
-        timers.pass_ms(S)
-        if n == 100:
-            timers.reopen()
-    assert len(list((timers.path / "timerlog").iterdir())) == 21, "the oldest unit waits"
-    timers.pass_ms(60 * S)
-    timers.put("last", 500)
-    timers.pass_ms(10 * S)
-    assert len(list((timers.path / "timerlog").iterdir())) == 1
-    assert sorted(timers.texts()) == sorted([*map(str, range(200)), "stays", "last"])
 
 
 def test_pins_name_the_oldest_message_that_waits(timers: Timers) -> None:
@@ -786,14 +375,14 @@ HARMS = {
     "wheel zero": lambda root: (root / "timerwheel").write_bytes(bytes(38_707_200)),
     "wheel ones": lambda root: (root / "timerwheel").write_bytes(b"\xff" * 38_707_200),
     "log and wheel": lambda root: (_remove(root / "timerlog"), _remove(root / "timerwheel")),
+    "checkpoint missing": lambda root: _remove(root / "config" / "timercheck"),
 }
 
 
 WAITS = [2 * S, 4 * S, 10 * S, HOUR, 40 * HOUR, 3 * DAY, 5 * DAY, 9 * DAY]
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("at_ms", [3 * S, 2 * HOUR, 3 * DAY + 5 * HOUR])
+@pytest.mark.parametrize(("harm", "at_ms"), [*((harm, 2 * HOUR) for harm in HARMS), ("log zero", 3 * DAY + 5 * HOUR)])
 def test_damaged_files_are_built_again_without_loss_and_without_repeats(timers: Timers, harm: str, at_ms: int) -> None:
     for wait in WAITS:
         timers.put(str(wait), wait)
@@ -807,25 +396,18 @@ def test_damaged_files_are_built_again_without_loss_and_without_repeats(timers: 
     timers.settle()
     assert timers.timer.waiting() >= sum(wait > at_ms + HOUR for wait in WAITS)
     timers.pass_ms(10 * DAY)
-    assert sorted(timers.texts(), key=int) == [str(wait) for wait in WAITS]
+    waits = [str(wait) for wait in WAITS]
+    if harm == "checkpoint missing":  # then messages may be repeated
+        assert set(timers.texts()) >= set(waits)
+    else:
+        assert sorted(timers.texts(), key=int) == waits
     for body, at in timers.delivered():
         assert at >= int(body)
 
 
-def test_a_lost_checkpoint_loses_no_message(timers: Timers) -> None:
-    for wait in WAITS:
-        timers.put(str(wait), wait)
-    timers.pass_ms(2 * HOUR)
-    timers.close()
-    _remove(timers.path / "config" / "timercheck")
-    timers.open()
-    timers.pass_ms(10 * DAY)
-    assert set(timers.texts()) == {str(wait) for wait in WAITS}
-    assert all(at >= int(body) for body, at in timers.delivered())
-
-
-def test_a_rebuild_that_is_killed_begins_again(timers: Timers) -> None:
-    for n in range(3000):
+def test_a_rebuild_that_is_killed_begins_again(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 10)
+    for n in range(30):
         timers.put(str(n), 2 * S if n % 2 else HOUR)
     timers.pass_ms(5 * S)
     timers.close()
@@ -840,7 +422,7 @@ def test_a_rebuild_that_is_killed_begins_again(timers: Timers) -> None:
     timers.open()
     timers.pass_ms(2 * HOUR)
     counts = Counter(timers.texts())
-    assert len(counts) == 3000
+    assert len(counts) == 30
     assert set(counts.values()) == {1}
 
 
@@ -859,43 +441,36 @@ def test_a_late_message_is_not_lost_when_the_files_are(timers: Timers) -> None:
     assert Counter(timers.texts())["late"] == 1
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(("killed", "rebuilt"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("wait_ms", "recalled_after_ms", "stopped_after_ms", "stopped_ms"),
     [
         (60 * HOUR, 22 * HOUR, 0, 41 * HOUR),  # the message is rolled while catching up, its cancellation lies there
         (60 * HOUR, 2 * HOUR, 24 * HOUR, 10 * DAY),  # the cancellation is
         (46 * HOUR, 36 * HOUR, 0, 12 * HOUR),  # it was not even placed
+        (60 * HOUR, 22 * HOUR, 5 * S, 41 * HOUR),  # rolled on from the slot after the stop, past what cancelled it
     ],
 )
 def test_recall_survives_a_long_stop(
-    timers: Timers, wait_ms: int, recalled_after_ms: int, stopped_after_ms: int, stopped_ms: int, killed: bool
+    timers: Timers,
+    wait_ms: int,
+    recalled_after_ms: int,
+    stopped_after_ms: int,
+    stopped_ms: int,
+    killed: bool,
+    rebuilt: bool,
 ) -> None:
     """After more than a day what lay farther ahead was held back, and with it one of the two: they never met."""
     handle = timers.put("recalled", wait_ms)
+    timers.put("other", wait_ms)
     timers.pass_ms(recalled_after_ms)
     assert timers.timer.recall(handle)
     if stopped_after_ms:
         timers.pass_ms(stopped_after_ms)
     timers.leave(killed)
+    if rebuilt and (timers.path / "timerlog").exists():
+        _remove(timers.path / "timerlog")
     timers.clock.advance(stopped_ms)
-    timers.open()
-    timers.pass_ms(6 * DAY)
-    assert timers.texts() == []
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_recall_survives_a_rebuild(timers: Timers, killed: bool) -> None:
-    """Overdue, both were placed in the slot after the stop; and the message rolled on from there, past what cancelled
-    it."""
-    handle = timers.put("recalled", 60 * HOUR)
-    timers.put("other", 60 * HOUR)
-    timers.pass_ms(22 * HOUR)
-    assert timers.timer.recall(handle)
-    timers.pass_ms(5 * S)
-    timers.leave(killed)
-    _remove(timers.path / "timerlog")
-    timers.clock.advance(41 * HOUR)
     timers.open()
     timers.pass_ms(6 * DAY)
     assert timers.texts() == ["other"]
@@ -930,14 +505,6 @@ def test_a_cancellation_does_not_reach_what_is_put_with_its_key_later(timers: Ti
     assert timers.texts() == ["third"]
 
 
-def test_of_many_messages_with_one_key_each_can_be_recalled(timers: Timers) -> None:
-    handles = [timers.put(str(n), (60 + n) * S, properties={"UNIQ_KEY": "all alike"}) for n in range(40)]
-    timers.settle()
-    assert timers.timer.recall(handles[0])
-    timers.pass_ms(120 * S)
-    assert timers.texts() == [str(n) for n in range(1, 40)]
-
-
 @pytest.mark.parametrize("name", ["orders+U1", "U1"])
 def test_a_java_brokers_cancellation_is_understood(timers: Timers, name: str) -> None:
     """5.3 names topic and key; 5.4 the key alone, unless it is told otherwise."""
@@ -946,42 +513,6 @@ def test_a_java_brokers_cancellation_is_understood(timers: Timers, name: str) ->
     timers.put("", 9 * S, properties={"UNIQ_KEY": "U1", "TIMER_DEL_UNIQKEY": name})
     timers.pass_ms(20 * S)
     assert timers.texts() == ["U2"]
-
-
-def test_a_limit_that_was_lowered_keeps_nobody_from_recalling(timers: Timers) -> None:
-    handle = timers.put("far", 30 * DAY)
-    timers.reopen(max_delay=3600)
-    assert timers.timer.recall(handle)
-    timers.pass_ms(31 * DAY)
-    assert timers.texts() == []
-
-
-def test_java_timer_log_shows_a_message(timers: Timers) -> None:
-    """It rolls two days from when it looks: one that it took up three hours after its put, having been down, was taken
-    for rolled when nothing stood for it any more. And what it had delivered in its last minute came again."""
-    timers.put("far", 5 * DAY)
-    timers.pass_ms(100 * S)
-    timers.put("near", 2 * DAY - 10 * S)
-    timers.pass_ms(S)
-    timers.close()
-    log = timers.path / "timerlog" / f"{0:020d}"
-    far, near = (decode_unit(at, log.read_bytes()[at : at + 52]) for at in (0, 52))
-    late = far._replace(write_ms=far.write_ms + 3 * HOUR)
-    with log.open("r+b") as file:
-        file.write(encode_unit(0, late)[:44] + bytes(8) + encode_unit(52, near)[:44] + bytes(8))
-    check = timers.path / "config" / "timercheck"
-    read_ms = far.slot_ms + 120 * S
-    assert read_ms - 60 * S < near.slot_ms < read_ms
-    with check.open("r+b") as file:  # which leaves what we had written there
-        file.write(struct.pack(">7q", read_ms, 104, 2, 2, 0, read_ms, 9))
-    timers.clock.advance(read_ms - timers.clock.now_ms())
-    for leave in (timers.kill, timers.close):  # at once, before anything is delivered
-        timers.open()
-        leave()
-    timers.open()
-    timers.pass_ms(6 * DAY)
-    assert timers.texts() == ["far"]
-    assert not log.exists(), "what the Java broker had placed is placed here by now"
 
 
 def test_a_wheel_that_vanishes_while_running_is_mended(timers: Timers) -> None:
@@ -1013,7 +544,6 @@ def test_a_damaged_record_is_counted_and_passed_over(timers: Timers) -> None:
         {"REAL_TOPIC": "orders", "REAL_QID": "0"},
         {"TIMER_OUT_MS": "x", "REAL_TOPIC": "orders", "REAL_QID": "0"},
         {"TIMER_OUT_MS": str(START_MS + S), "REAL_QID": "0"},
-        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders"},
         {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders", "REAL_QID": "q"},
         {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders", "REAL_QID": "-1"},
         {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "a/b", "REAL_QID": "0"},
@@ -1025,7 +555,7 @@ def test_undeliverable_message_is_dead_and_blocks_nothing(timers: Timers, proper
     timers.put("fine", S)
     timers.pass_ms(3 * S)
     assert timers.texts() == ["fine"]
-    [dead] = timers.messages(dlq_topic("CID_RMQ_SYS_SCHEDULE"))
+    [dead] = timers.messages("%DLQ%CID_RMQ_SYS_SCHEDULE")
     assert dead.text() == "odd"
     assert dead.properties["dlq_reason"]
     assert timers.counted("TIMER_UNDELIVERABLE") == 1
@@ -1050,7 +580,7 @@ def test_a_message_that_fills_its_record_is_delivered_without_our_marks(timers: 
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("back_ms", [500, 4 * S, 10 * S, HOUR, 5 * DAY, 30 * DAY])
+@pytest.mark.parametrize("back_ms", [4 * S, HOUR, 30 * DAY])
 def test_a_clock_set_back_repeats_nothing_and_delivers_nothing_early(timers: Timers, back_ms: int) -> None:
     timers.put("done", 2 * S)
     timers.put("waits", 3 * HOUR)
@@ -1069,19 +599,21 @@ def test_a_clock_set_back_repeats_nothing_and_delivers_nothing_early(timers: Tim
     assert (at["waits"], at["far"], at["new"]) == (3 * HOUR, 6 * DAY, begin + 20 * S)
 
 
-def test_clock_step_back_stops_a_slot(timers: Timers) -> None:
-    for n in range(1500):
-        timers.put(str(n), 900)
+def test_clock_step_back_stops_a_slot(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thirds of it are delivered when their moment is ahead again. The others can still be recalled."""
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 10)
+    handles = [timers.put(str(n), 900) for n in range(15)]
     timers.settle()
     timers.clock.advance(1000)
     timers.timer.run_once(timers.clock.now_ms())
     timers.clock.set_wall(START_MS - HOUR)
+    assert (timers.timer.recall(handles[14]), timers.timer.recall(handles[4])) == (True, False)
     timers.settle()
-    assert len(timers.texts()) == 1000
+    assert len(timers.texts()) == 10
     timers.pass_ms(HOUR + 899)
-    assert len(timers.texts()) == 1000
+    assert len(timers.texts()) == 10
     timers.pass_ms(S)
-    assert timers.texts() == [str(n) for n in range(1500)]
+    assert timers.texts() == [str(n) for n in range(14)]
 
 
 @pytest.mark.parametrize("reopened", [False, True])
@@ -1100,30 +632,13 @@ def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers, reopene
     assert timers.delivered() == [("200", 200), ("600", 600), ("new", 600), ("900", 900), ("1500", 1500)]
 
 
-@pytest.mark.parametrize("how", ["running", "closed"])
-def test_a_clock_set_back_far_within_the_second_that_is_read(timers: Timers, how: str) -> None:
-    waits = (200, 600, 900, HOUR)
-    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in waits]
-    timers.pass_ms(300)
-    if how == "closed":
-        timers.close()
-    timers.clock.set_wall(START_MS - HOUR)
-    if how == "closed":
-        timers.open()
-    timers.settle()
-    assert [timers.timer.recall(handle) for handle in handles] == [False, True, True, True]
-    timers.put("new", 100)
-    timers.pass_ms(3 * HOUR)
-    assert timers.delivered() == [("200", 200), ("new", 100 - HOUR)]
-
-
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
 def test_message_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Counter[str]) -> None:
-    """Calls on files, units and records looked at: the same over a hundred that wait and over five thousand."""
+    """Calls on files, units and records looked at: the same over a hundred that wait and over a thousand."""
     costs = []
-    for waiting in (100, 5_000):
+    for waiting in (100, 1_000):
         fs = FaultyFileSystem()
         timers = Timers(tmp_path / f"store-{waiting}", fs, segment_bytes=1 << 24)
         for n in range(waiting):
@@ -1145,18 +660,16 @@ def test_message_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Coun
     assert costs[1][0]["pread"] <= 4 * 50
 
 
-@pytest.mark.parametrize("reopened", [False, True])
-def test_recall_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Counter[str], reopened: bool) -> None:
-    """Units and records looked at, and calls on files: the same among a hundred of one second and among five
+def test_recall_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Counter[str]) -> None:
+    """Units and records looked at, and calls on files: the same among a hundred of one second and among a
     thousand. It looked at all of them."""
     costs = []
-    for waiting in (100, 5_000):
+    for waiting in (100, 1_000):
         fs = FaultyFileSystem()
         timers = Timers(tmp_path / f"store-{waiting}", fs, segment_bytes=1 << 24)
         handles = [timers.put(str(n), HOUR) for n in range(waiting)]
         timers.pass_ms(10 * S)
-        if reopened:
-            timers.reopen(fs)
+        timers.reopen(fs)
         looked.clear()
         recalled = {0, 1, 40, waiting // 2, waiting - 2, waiting - 1}
         before = len(fs.calls)
@@ -1172,29 +685,6 @@ def test_recall_cost_is_independent_of_the_backlog(tmp_path: Path, looked: Count
         timers.close()
     assert costs[0] == costs[1]
     assert costs[1][1]["unit"] <= 2 * 12 + 6
-
-
-def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers: Timers, looked: Counter[str]) -> None:
-    """Its place cannot be counted off then: it is searched for."""
-    handles = []
-    for n in range(1000):
-        handles.append(timers.put(str(n), HOUR))
-        if n % 10 == 0:
-            timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties={})
-    timers.pass_ms(10 * S)
-    looked.clear()
-    for n in (0, 400, 999):
-        assert timers.timer.recall(handles[n])
-    assert looked["unit"] <= 3 * 14
-
-
-def test_an_empty_stretch_of_days_is_passed_over_in_few_reads(timers: Timers) -> None:
-    timers.reopen(fs := FaultyFileSystem())
-    timers.put("a", 47 * HOUR)
-    before = len(fs.calls)
-    timers.pass_ms(50 * HOUR)
-    assert timers.texts() == ["a"]
-    assert sum(call.operation == "pread" and "timerwheel" in call.path for call in fs.calls[before:]) < 200
 
 
 # --- trouble with files -----------------------------------------------------------------------------------------------
@@ -1220,7 +710,7 @@ def run_through(timers: Timers, until_ms: int, errors: list[Exception]) -> None:
         timers.clock.advance(250)
 
 
-@pytest.mark.parametrize("nth", range(1, 60, 2))
+@pytest.mark.parametrize("nth", range(1, 60, 6))
 def test_a_full_disk_at_any_call_delays_and_loses_nothing(tmp_path: Path, nth: int) -> None:
     fs = Trouble()
     timers = Timers(tmp_path / "store", fs)
@@ -1245,7 +735,7 @@ def test_a_full_disk_at_any_call_delays_and_loses_nothing(tmp_path: Path, nth: i
 # --- against a model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_each_message_comes_once_its_moment_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, seed: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from pathlib import Path
@@ -10,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import QueueKey
-from mqstore.broker.tables.offsets import OffsetTable
-from mqstore.broker.tables.topics import TopicConfig, TopicTable
-from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
-from mqstore.log.store import MessageStore
-from tests.broker.support import TableBench
-from tests.conftest import GOLDEN_NAMES, Golden
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
+from tests.broker.tablesupport import QueueKey, TopicConfig, Topics, topics_of
+from tests.conftest import Golden
 from tests.faults import Crash
 from tests.log.support import open_store
 
@@ -27,20 +22,9 @@ SYSTEM_TOPICS = (
 )
 
 
-class _Topics(TableBench[TopicTable]):
-    """A store, its topics and offsets, and the topics' file."""
-
-    def __init__(self, path: Path, **config: Any) -> None:
-        super().__init__(path, "topics.json", self._load_both, **config)
-
-    def _load_both(self, store: MessageStore) -> TopicTable:
-        self.offsets = OffsetTable(store)
-        return TopicTable(store, self.offsets)
-
-
 @pytest.fixture
 def topics(tmp_path: Path) -> Any:
-    topics = _Topics(tmp_path / "s")
+    topics = Topics(tmp_path / "s")
     yield topics
     topics.store.close()
 
@@ -48,7 +32,7 @@ def topics(tmp_path: Path) -> Any:
 # -- coming into being -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_send_makes_a_topic_of_four_queues(topics: _Topics) -> None:
+def test_the_first_send_makes_a_topic_of_four_queues(topics: Topics) -> None:
     assert topics.table.get("orders") is None
     config = topics.table.for_send("orders")
     assert config == TopicConfig("orders", 4, 4, 6)
@@ -70,12 +54,12 @@ def test_the_first_send_makes_a_topic_of_four_queues(topics: _Topics) -> None:
 
 
 def test_a_new_topic_has_default_queues(tmp_path: Path) -> None:
-    topics = _Topics(tmp_path / "s", default_queues=7)
+    topics = Topics(tmp_path / "s", default_queues=7)
     assert topics.table.for_send("a").write_queues == topics.table.create("b").read_queues == 7
     topics.store.close()
 
 
-def test_a_known_topic_costs_nothing_but_the_look_up(topics: _Topics) -> None:
+def test_a_known_topic_costs_nothing_but_the_look_up(topics: Topics) -> None:
     topics.table.for_send("a")
     topics.table.for_send("a")
     called: list[str] = []
@@ -87,7 +71,7 @@ def test_a_known_topic_costs_nothing_but_the_look_up(topics: _Topics) -> None:
 
 
 def test_auto_create_off_still_creates_retry_topics(tmp_path: Path) -> None:
-    topics = _Topics(tmp_path / "s", auto_create_topics=False)
+    topics = Topics(tmp_path / "s", auto_create_topics=False)
     with pytest.raises(TopicNotFoundError, match="auto_create_topics"):
         topics.table.for_send("a")
     with pytest.raises(NotPermittedError, match="send_back"):
@@ -99,50 +83,43 @@ def test_auto_create_off_still_creates_retry_topics(tmp_path: Path) -> None:
     topics.store.close()
 
 
-@pytest.mark.parametrize("name", SYSTEM_TOPICS)
-def test_nobody_sends_to_creates_alters_or_deletes_a_topic_of_the_engine(topics: _Topics, name: str) -> None:
-    topics.table.ensure(name, 2)
-    for call in (
-        topics.table.for_send,
-        topics.table.create,
-        topics.table.delete,
-        lambda name: topics.table.alter(name, perm=4),
-    ):
-        with pytest.raises(NotPermittedError):
-            call(name)
-    assert topics.table.require(name) == TopicConfig(name, 2, 2)
-    assert topics.table.names() == []
-    assert topics.table.names(system=True) == [name]
+def test_nobody_sends_to_creates_alters_or_deletes_a_topic_of_the_engine(topics: Topics) -> None:
+    table = topics.table
+    for name in SYSTEM_TOPICS:
+        table.ensure(name, 2)
+        for call in (table.for_send, table.create, table.delete, lambda name: table.alter(name, perm=4)):
+            with pytest.raises(NotPermittedError):
+                call(name)
+        assert table.require(name) == TopicConfig(name, 2, 2)
+    assert table.names() == []
+    assert table.names(system=True) == sorted(SYSTEM_TOPICS)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a@b", "a/b", "..", "a|b", "%x", "%DLQ%g", "ä", "x" * 128, "a\n", 7, None])
-def test_no_topic_comes_into_being_under_a_name_that_cannot_be(topics: _Topics, name: Any) -> None:
+@pytest.mark.parametrize("name", ["", "a@b", "..", "%DLQ%g", "ä", "x" * 128, 7])
+def test_no_topic_comes_into_being_under_a_name_that_cannot_be(topics: Topics, name: Any) -> None:
     for call in (topics.table.for_send, topics.table.create):
         with pytest.raises(InvalidMessageError):
             call(name)
     assert not topics.file.exists()
 
 
-@pytest.mark.parametrize("name", ["", "..", "%RETRY%a/b", "%RETRY%" + "x" * 249, "%RETRY%a@b", "%RETRY%a\0"])
-def test_the_engine_too_makes_no_topic_that_cannot_be_a_folder(topics: _Topics, name: str) -> None:
+@pytest.mark.parametrize("name", ["..", "%RETRY%" + "x" * 249, "%RETRY%a@b"])
+def test_the_engine_too_makes_no_topic_that_cannot_be_a_folder(topics: Topics, name: str) -> None:
     with pytest.raises(InvalidMessageError):
         topics.table.ensure(name)
     assert not topics.file.exists()
-
-
-def test_names_at_their_longest(topics: _Topics) -> None:
-    assert topics.table.for_send("x" * 127).name == "x" * 127
     assert topics.table.ensure("%RETRY%" + "x" * 248).read_queues == 1
+    assert topics.table.for_send("x" * 127).name == "x" * 127
 
 
-def test_ensuring_twice_leaves_what_is_there(topics: _Topics) -> None:
+def test_ensuring_twice_leaves_what_is_there(topics: Topics) -> None:
     first = topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18)
     assert (first.read_queues, first.write_queues, first.perm) == (18, 18, 6)
     assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 1) is first
     assert topics.stored()["dataVersion"]["counter"] == 1
 
 
-def test_a_topic_that_may_not_be_written_is_read_only_until_altered(topics: _Topics) -> None:
+def test_a_topic_that_may_not_be_written_is_read_only_until_altered(topics: Topics) -> None:
     topics.table.for_send("a")
     config = topics.table.alter("a", perm=4)
     assert (config.readable, config.writable) == (True, False)
@@ -156,30 +133,32 @@ def test_a_topic_that_may_not_be_written_is_read_only_until_altered(topics: _Top
 # -- creating ----------------------------------------------------------------------------------------------------------
 
 
-def test_create_takes_counts_for_both_or_for_each(topics: _Topics) -> None:
+def test_create_takes_counts_for_both_or_for_each(topics: Topics) -> None:
     counts = {
         name: (config.read_queues, config.write_queues)
         for name, config in {
             "a": topics.table.create("a", queues=2),
             "b": topics.table.create("b", queues=2, write_queues=1),
             "c": topics.table.create("c", read_queues=16_384),
+            "d": topics.table.alter("a", queues=8),
         }.items()
     }
-    assert counts == {"a": (2, 2), "b": (2, 1), "c": (16_384, 4)}
-    assert topics.again().require("c") == topics.table.require("c")
+    assert counts == {"a": (2, 2), "b": (2, 1), "c": (16_384, 4), "d": (8, 8)}
+    topics.table.alter("a", queues=12, write_queues=10)
+    assert topics.table.require("a") == topics.again().require("a") == TopicConfig("a", 12, 10)
 
 
 WISHES: dict[str, list[Any]] = {
-    "queues": [0, 16_385, True, 2.0],
-    "read_queues": [0, -1],
+    "queues": [16_385, True],
+    "read_queues": [0],
     "write_queues": [0],
-    "perm": [8, 15, -1, "RW-"],
+    "perm": [8, -1, "RW-"],
     "message_type": ["SOMETHING"],
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WISHES.items() for value in values])
-def test_a_wish_that_cannot_be_makes_and_changes_no_topic(topics: _Topics, name: str, value: Any) -> None:
+def test_a_wish_that_cannot_be_makes_and_changes_no_topic(topics: Topics, name: str, value: Any) -> None:
     before = topics.table.create("a", message_type="FIFO")
     for change in (
         lambda: topics.table.create("b", **{name: value}),
@@ -191,13 +170,7 @@ def test_a_wish_that_cannot_be_makes_and_changes_no_topic(topics: _Topics, name:
     assert topics.table.configs() == topics.again().configs() == [before]
 
 
-@pytest.mark.parametrize("kind", ["UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"])
-def test_a_topic_has_a_message_type(topics: _Topics, kind: str) -> None:
-    assert topics.table.create("a", message_type=kind).message_type == kind
-    assert topics.again().require("a").message_type == kind
-
-
-def test_creating_twice_is_an_error_unless_it_may_exist(topics: _Topics) -> None:
+def test_creating_twice_is_an_error_unless_it_may_exist(topics: Topics) -> None:
     first = topics.table.create("a", queues=2)
     with pytest.raises(ConfigError, match="exists already"):
         topics.table.create("a", exist_ok=False)
@@ -210,7 +183,7 @@ def test_creating_twice_is_an_error_unless_it_may_exist(topics: _Topics) -> None
 # -- altering ----------------------------------------------------------------------------------------------------------
 
 
-def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> None:
+def test_altering_changes_what_is_given_and_counts_at_once(topics: Topics) -> None:
     told: list[str] = []
     topics.table.for_send("a")
     topics.table.on_change.append(told.append)
@@ -223,13 +196,13 @@ def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> N
     assert told == ["a"] * 4
 
 
-def test_missing_topic_cannot_be_changed(topics: _Topics) -> None:
+def test_missing_topic_cannot_be_changed(topics: Topics) -> None:
     for call in (topics.table.require, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
         with pytest.raises(TopicNotFoundError):
             call("a")
 
 
-def test_queues_are_removed_from_writers_first(topics: _Topics) -> None:
+def test_queues_are_removed_from_writers_first(topics: Topics) -> None:
     topics.table.create("a", queues=4)
     topics.fill("a", 3, 2)
     for both_at_once in ({"read_queues": 2}, {"read_queues": 2, "write_queues": 2}):
@@ -250,7 +223,7 @@ def test_queues_are_removed_from_writers_first(topics: _Topics) -> None:
     assert topics.table.alter("a", read_queues=2).read_queues == 2
 
 
-def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topics) -> None:
+def test_more_writers_than_readers_and_hidden_messages_need_force(topics: Topics) -> None:
     topics.table.create("a", queues=4)
     topics.fill("a", 3)
     with pytest.raises(ConfigError, match="never read"):
@@ -263,7 +236,7 @@ def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topic
 # -- found topics ------------------------------------------------------------------------------------------------------
 
 
-def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics) -> None:
+def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: Topics) -> None:
     topics.fill("old|name", 2)
     config = topics.table.require("old|name")
     assert (config.read_queues, config.write_queues, config.perm) == (3, 3, 6)
@@ -272,7 +245,7 @@ def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics)
     assert not topics.file.exists()
 
 
-def test_found_topic_is_entered_when_changed(topics: _Topics) -> None:
+def test_found_topic_is_entered_when_changed(topics: Topics) -> None:
     topics.fill("a", 2)
     topics.fill("%RETRY%g", 2)
     topics.fill("SCHEDULE_TOPIC_XXXX", 4)
@@ -287,14 +260,14 @@ def test_found_topic_is_entered_when_changed(topics: _Topics) -> None:
     }
 
 
-def test_grown_found_topic_is_listed(topics: _Topics) -> None:
+def test_grown_found_topic_is_listed(topics: Topics) -> None:
     topics.fill("a", 0)
     assert [config.read_queues for config in topics.table.configs()] == [1]
     topics.fill("a", 5)
     assert [config.read_queues for config in topics.table.configs()] == [6]
 
 
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@pytest.mark.parametrize("name", ["clean", "trimmed"])
 def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str) -> None:
     """The golden directories have no `config/`: topics are what their consume queues say."""
     java = golden(name)
@@ -304,7 +277,7 @@ def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str
             expected[queue["topic"]] = max(expected.get(queue["topic"], 0), queue["queue_id"] + 1)
     before = {path.name for path in java.path.iterdir()}
     with open_store(java.path) as store:
-        table = TopicTable(store, OffsetTable(store))
+        table = topics_of(store)
         assert {config.name: config.read_queues for config in table.configs()} == expected
         assert all(config.read_queues == config.write_queues and config.perm == 6 for config in table.configs())
         assert set(table.names()) <= set(table.names(system=True)) == set(expected)
@@ -314,14 +287,14 @@ def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str
 # -- deleting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
+def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: Topics) -> None:
     topics.table.for_send("a")
     topics.fill("a", 0, 3)
     topics.fill("a", 2, 1)
     topics.table.delete("a")
     ends = [topics.offsets.bounds("a", queue_id) for queue_id in range(3)]
     topics.store.close()
-    reopened = _Topics(topics.path)
+    reopened = Topics(topics.path)
     assert ends == [reopened.offsets.bounds("a", queue_id) for queue_id in range(3)] == [(3, 3), (0, 0), (1, 1)]
     assert topics.table.entered("a") is reopened.table.entered("a") is None
     assert reopened.table.get("a") is None
@@ -333,7 +306,7 @@ def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
     topics.store = open_store(topics.path)
 
 
-def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics) -> None:
+def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: Topics) -> None:
     topics.fill("a", 1, 2)
     topics.table.delete("a")
     assert topics.table.get("a") is None
@@ -342,7 +315,7 @@ def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics)
     assert topics.offsets.bounds("a", 1) == (2, 3)
 
 
-def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
+def test_a_topic_in_use_is_deleted_only_by_force(topics: Topics) -> None:
     topics.table.for_send("a")
     topics.fill("a", 0, 3)
     topics.offsets.commit(QueueKey("g", "a", 0), 1)
@@ -360,7 +333,7 @@ def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
     topics.table.delete("a")  # a logical start is no group's progress
 
 
-def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> None:
+def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: Topics) -> None:
     topics.table.for_send("a")
     kept = ["%RETRY%g", "%RETRY%g+ba", "%RETRY%g_a", "b+a"]
     for name in ["%RETRY%g+a", "%RETRY%h+a", *kept[:3]]:
@@ -376,8 +349,8 @@ def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> 
 
 
 def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path) -> None:
-    for nth in range(1, 80):
-        topics = _Topics(tmp_path / str(nth))
+    for nth in range(1, 80, 3):
+        topics = Topics(tmp_path / str(nth))
         topics.table.for_send("a")
         topics.fill("a", 0, 3)
         topics.offsets.commit(QueueKey("g", "a", 0), 2, durability="flush")
@@ -404,25 +377,6 @@ def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_change_that_cannot_be_saved_is_none(topics: _Topics) -> None:
-    first = topics.table.for_send("a")
-    told: list[str] = []
-    topics.table.on_change.append(told.append)
-    for change in (
-        lambda: topics.table.for_send("b"),
-        lambda: topics.table.create("b"),
-        lambda: topics.table.ensure("%RETRY%g"),
-        lambda: topics.table.alter("a", perm=4),
-        lambda: topics.table.delete("a"),
-    ):
-        topics.fs.fail("create", errno.ENOSPC, path_part="topics.json")
-        with pytest.raises(StoreFullError):
-            change()
-        assert topics.table.configs() == topics.again().configs() == [first]
-    assert told == []
-    assert topics.table.for_send("b").name == "b"  # and when there is room again, it goes on
 
 
 JAVAS = """{
@@ -453,15 +407,15 @@ JAVAS = """{
 }"""
 
 
-def test_java_file_is_read_and_unknown_fields_are_kept(topics: _Topics) -> None:
+def test_java_file_is_read_and_unknown_fields_are_kept(topics: Topics, caplog: pytest.LogCaptureFixture) -> None:
     table = topics.write(JAVAS)
     config = table.require("OrderTopic")
     assert (config.read_queues, config.write_queues, config.order) == (20_000, 4, True)
     assert config.message_type == "UNSPECIFIED"
     assert table.require("%RETRY%a|b") == TopicConfig("%RETRY%a|b", 16, 16)  # RocketMQ's defaults, not ours
     assert table.get("../x") is None
-    assert len(table.problems) == 1
-    assert "'../x' cannot be a topic" in table.problems[0]
+    [problem] = caplog.messages
+    assert "'../x' cannot be a topic" in problem
     assert table.names() == ["%RETRY%a|b", "OrderTopic"]
     assert table.for_send("new").write_queues == 4  # not TBW102's eight
 
@@ -475,28 +429,7 @@ def test_java_file_is_read_and_unknown_fields_are_kept(topics: _Topics) -> None:
     assert stored["topicConfigTable"]["TBW102"].items() >= before["topicConfigTable"]["TBW102"].items()
 
 
-def test_listeners_may_ask_and_change_the_table(topics: _Topics) -> None:
-    def ensure_more(name: str) -> None:
-        if name == "a":
-            assert topics.table.require(name).name == name
-            topics.table.ensure("%RETRY%g")
-
-    topics.table.on_change.append(ensure_more)
-    topics.table.for_send("a")
-    assert topics.table.names() == ["%RETRY%g", "a"]
-
-
-def test_the_place_of_a_deletion_is_in_a_file_of_the_log(topics: _Topics) -> None:
-    topics.fill("a", 0, 2)
-    topics.offsets.commit(QueueKey("g", "a", 0), 1)
-    topics.table.delete("a", force=True)
-    config = topics.path / "config"
-    assert json.loads((config / "consumerOffset.json").read_text())["offsetTable"] == {}
-    noted = {"topics": {"a": topics.store.max_offset}, "ends": {"a": {"0": 2}}}
-    assert json.loads((config / "deletedTopics.json").read_text()) == noted
-
-
-def test_offsets_left_by_a_deletion_cut_short_can_be_deleted(topics: _Topics) -> None:
+def test_offsets_left_by_a_deletion_cut_short_can_be_deleted(topics: Topics) -> None:
     """Without an entry such a topic does not exist any more once its messages are gone."""
     topics.fill("a", 0, 2)
     topics.offsets.commit(QueueKey("g", "a", 0), 1)
@@ -506,12 +439,3 @@ def test_offsets_left_by_a_deletion_cut_short_can_be_deleted(topics: _Topics) ->
     assert topics.offsets.groups_of("a") == set()
     with pytest.raises(TopicNotFoundError):
         topics.table.delete("a")
-
-
-def test_queues_count_for_both_when_altered_as_when_created(topics: _Topics) -> None:
-    topics.table.create("a", queues=2)
-    assert topics.table.alter("a", queues=8) == TopicConfig("a", 8, 8)
-    assert topics.table.alter("a", queues=12, write_queues=10) == TopicConfig("a", 12, 10)
-    assert topics.again().require("a") == TopicConfig("a", 12, 10)
-    with pytest.raises(ConfigError, match="write_queues"):
-        topics.table.alter("a", queues=2)

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 
 from mqstore import Message
-from mqstore.broker.context import open_parts
-from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
-from mqstore.broker.transactions.prepared import CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS
-from mqstore.broker.transactions.service import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
@@ -24,28 +20,22 @@ from mqstore.errors import (
     StoreFullError,
     TransactionStateError,
 )
-from mqstore.log.writing.writer import AppendHandle
-from tests.broker.support import START_MS, ServiceBench, full, in_threads, new_parts
+from tests.broker.support import START_MS, full, in_threads, new_parts
+from tests.broker.transactionsupport import (
+    GROUP,
+    HALF_TOPIC,
+    NOT_ASKED,
+    OP_TOPIC,
+    TIMER_TOPIC,
+    TRANS_CHECK_TOPIC,
+    TRANS_GROUP,
+    Bench,
+    QueueKey,
+    Transactions,
+    refuse_ops,
+)
 
-GROUP = "payments"
-
-
-class Bench(ServiceBench[Transactions]):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Transactions)
-
-    @property
-    def transactions(self) -> Transactions:
-        return self.service
-
-    def begin(self, body: bytes = b"b", **options: Any) -> TransactionHandle:
-        return self.transactions.begin("orders", body, **{"producer_group": GROUP, "queue_id": 0, **options})
-
-    def crash(self, *, save: bool = False) -> None:
-        """Open again after a kill, with progress as it was or saved."""
-        if save:
-            self.parts.offsets.save()
-        self.reopen(killed=True)
+CHECK_AFTER_MS, CHECK_EVERY_MS, OP_EVERY_MS = 6_000, 30_000, 3_000
 
 
 @pytest.fixture
@@ -140,14 +130,6 @@ def test_the_other_way_afterwards_is_refused(bench: Bench, first: Any, second: A
     assert len(bench.bodies()) == (first == "commit")
 
 
-def test_unknown_changes_nothing(bench: Bench) -> None:
-    handle = bench.begin()
-    assert bench.transactions.end(handle, "unknown") is None
-    assert bench.transactions.open_transactions() == [handle]
-    bench.transactions.end(handle, "commit")
-    bench.transactions.end(handle, "unknown")
-
-
 def test_unknown_transaction_id_is_invalid(bench: Bench) -> None:
     handle = bench.begin()
     forged = handle._replace(physical_offset=handle.physical_offset + 1)
@@ -157,7 +139,8 @@ def test_unknown_transaction_id_is_invalid(bench: Bench) -> None:
         assert caught.value.field == "transaction_id"
     with pytest.raises(ConfigError):
         bench.transactions.end(handle, "maybe")  # type: ignore[arg-type]
-    assert bench.bodies() == []
+    assert bench.transactions.end(handle, "unknown") is None
+    assert (bench.transactions.open_transactions(), bench.bodies()) == ([handle], [])
 
 
 def test_two_threads_that_commit_at_once_commit_once(bench: Bench) -> None:
@@ -233,9 +216,10 @@ def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeyp
 
 
 def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops of 1200 halves take more than 4096 bytes: 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5."""
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(AppendHandle, "put", full)
+        refuse_ops(patch)
         for handle in handles:
             bench.transactions.end(handle, "commit")
         with pytest.raises(StoreFullError):
@@ -243,13 +227,14 @@ def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, mo
     bench.pass_ms(OP_EVERY_MS)
     named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
     assert named == [*range(1200)]
+    assert [len(body) > 4096 for body in bench.bodies(OP_TOPIC)] == [True, False]
     assert all(len(body) <= 4096 + 5 for body in bench.bodies(OP_TOPIC))
 
 
 def test_a_rollback_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bench.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(AppendHandle, "put", full)
+        refuse_ops(patch)
         with pytest.raises(StoreFullError):
             bench.transactions.end(handle, "rollback")
     assert bench.transactions.open_transactions() == [handle]
@@ -282,17 +267,6 @@ def test_invalid_half_message_is_refused(bench: Bench) -> None:
             bench.transactions.prepare(body=b"b", **{"producer_group": GROUP, **options})
     assert bench.parts.store.max_offset == end
     assert bench.transactions.open_count() == 1
-
-
-def test_an_id_is_open_once_and_may_come_again_when_it_has_ended(bench: Bench) -> None:
-    first = bench.begin(unique_key="U")
-    with pytest.raises(InvalidMessageError, match="open"):
-        bench.begin(unique_key="U")
-    bench.transactions.end("U", "commit")
-    second = bench.begin(unique_key="U")
-    assert second.offset == first.offset + 1
-    bench.transactions.end("U", "rollback")
-    assert len(bench.bodies()) == 1
 
 
 def test_a_refused_half_leaves_its_id_free(bench: Bench) -> None:
@@ -419,8 +393,9 @@ def test_a_rollback_that_returned_survives_a_kill(bench: Bench, save: bool, by_c
 )
 @pytest.mark.parametrize("outcome", ["commit", "rollback"])
 def test_an_end_is_as_durable_as_a_put(tmp_path: Path, of_store: Any, of_call: Any, synced: bool, outcome: Any) -> None:
-    with new_parts(tmp_path / "store", durability=of_store).store as store:
-        transactions = Transactions(open_parts(store), lambda: None)
+    parts = new_parts(tmp_path / "store", durability=of_store)
+    with parts.store as store:
+        transactions = Transactions(parts, lambda: None)
         handle = transactions.begin("orders", b"b", producer_group=GROUP, durability="flush")
         transactions.end(handle, outcome, durability=of_call)
         assert (store.stats().flush_lag_bytes == 0) is synced
@@ -615,10 +590,3 @@ def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Be
     assert bench.wakes == 1, "it comes for the first anyway"
     bench.transactions.end(second, "commit")
     assert bench.wakes == 2, "for the op, in three seconds"
-
-
-def test_everything_ends_with_nothing_due(bench: Bench) -> None:
-    for outcome in ("commit", "rollback"):
-        bench.transactions.end(bench.begin(), outcome)
-    bench.pass_ms(OP_EVERY_MS)
-    assert bench.transactions.run_once(bench.clock.now_ms() + CHECK_AFTER_MS) is None

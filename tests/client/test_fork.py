@@ -106,7 +106,7 @@ RETURNING = frozenset(
             "Transactions.get",
             "Transactions.open_count",
         ),
-        *("TopicTable.entered", "TopicTable.get", "TopicTable.require", "TopicTable.problems"),
+        *("TopicTable.entered", "TopicTable.get", "TopicTable.require"),
         *("GroupTable.get", "GroupTable.may_read", "GroupTable.names"),
         *("Queue.full", "Queue._get_at_once", "Producer.closed", "SimpleConsumer.closed"),
         *("SimpleConsumer.subscriptions", "PullConsumer.closed"),

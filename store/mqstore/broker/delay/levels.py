@@ -2,13 +2,9 @@
 
     put, DELAY = n  ->  SCHEDULE_TOPIC_XXXX, queue n - 1  ->  (due)  ->  REAL_TOPIC, queue REAL_QID
 
-The put has rewritten the message, and the dispatcher has written its due time into its unit. So this service only reads
-the head of each level's queue. All messages of a level wait equally long, so a queue is in order of due time. Nothing
-is sorted or kept in memory, and a level costs the same with a million waiting messages.
-
-A head that is due later than its level's delay from now breaks that order: the clock was ahead when it was put, or the
-level now has a shorter delay, or was removed. It is relocated to the timer topic, so that it never blocks later
-messages. There it keeps its due time. If the clock was ahead, it waits from now for its original delay.
+The dispatcher has written the due time into the unit, so this service only reads the head of each level's queue.
+Nothing is sorted or kept in memory, and a level costs the same with a million waiting messages. A head that would block
+later messages is relocated to the timer topic (delivery#level-delivery).
 
     a level is   because                             until
     idle         its queue has no more messages      the queue grows
@@ -19,16 +15,13 @@ messages. There it keeps its due time. If the clock was ahead, it waits from now
     can be restored                      the same body and properties without DELAY, to the end of its real queue
     invalid REAL_TOPIC or REAL_QID       a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
     belongs to the half topic            skipped
-    damaged, or the record of its        skipped, reported and counted
-    body is
+    damaged, or its body's record is     skipped, reported and counted
 
-Messages that wait long are relocated, too, if only such messages still keep old segments. The queue of a level is in
-log order, so they are at its front, and progress passes them. The timer delivers them at the same time as the level
-would have. If delivery is late, a relocated message may come after messages of the level that were put later.
+Messages that wait long are relocated, too, if only such messages still keep old segments. They are at the front of the
+queue, and progress passes them. If delivery is late, one may come after messages of the level that were put later.
 
-Progress is the next unit of each level (delivery#level-progress, delivery#level-crash). After opening, until nothing
-more is due, and after messages were relocated, it is written to `delayOffset.json` at the end of each step. So a
-machine that crashes again and again within ten seconds repeats a message once, not each time.
+After opening, until nothing more is due, and after messages were relocated, progress is written at the end of each
+step. So a machine that crashes again and again within ten seconds repeats a message once, not each time.
 """
 
 from __future__ import annotations
@@ -50,7 +43,7 @@ from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_propert
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, QueueKey
 from mqstore.broker.retention import physical_of
 from mqstore.broker.service import Pin, Roller, Wake
-from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
+from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, data_version, object_member
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.log.message import Message
@@ -148,9 +141,7 @@ class DelayService(Roller):
         self._table_ms = self._store.delay_table_ms
         self._reach = parts.router.references.reach
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
-        value = self._file.load() or {}
-        self._version = DataVersion.from_json(value.get("dataVersion"))
-        self._table = object_member(value, "offsetTable")
+        self._table = object_member(self._file.load() or {}, "offsetTable")
         self._uncounted = 0
         self._save_due_ms: int | None = None
         self._quick_due_ms: int | None = None
@@ -202,7 +193,6 @@ class DelayService(Roller):
         return found
 
     def waiting(self) -> int:
-        """Return the number of messages that wait in all levels."""
         return sum(high - offset for offset, high in self.progress().values())
 
     def overdue_ms(self) -> dict[int, int]:
@@ -483,7 +473,6 @@ class DelayService(Roller):
         copies.clear()
 
     def _count_latency(self, copies: Sequence[Copy], times: Mapping[int, int]) -> None:
-        """Add the delivery latency of the copies to the statistics."""
         now_ms = self._clock.now_ms()
         sums: dict[str, list[int]] = {}
         for topic, run in groupby(copies, itemgetter(1)):
@@ -542,7 +531,7 @@ class DelayService(Roller):
         offsets = self._moved()
         if offsets:
             self._file.flush_log()
-            self._write(offsets, now_ms)
+            self._write(offsets)
             for level, offset in offsets.items():
                 level.saved = offset
         self._saved_ms = now_ms
@@ -553,20 +542,17 @@ class DelayService(Roller):
         if not self._file.has_saved:
             self.save(now_ms)
             return
-        self._write(self._moved(), now_ms, self._store.max_offset)
+        self._write(self._moved(), self._store.max_offset)
         self._quick_due_ms = None
 
     def _moved(self) -> dict[_Level, int]:
         return {level: level.offset for level in self._levels.values() if level.offset != level.saved}
 
-    def _write(self, offsets: Mapping[_Level, int], now_ms: int, quick_log_end: int | None = None) -> None:
-        steps, self._uncounted = divmod(self._uncounted, _VERSION_STEP)
-        if steps:
-            self._version = self._version.next(now_ms, steps)
+    def _write(self, offsets: Mapping[_Level, int], quick_log_end: int | None = None) -> None:
+        steps, uncounted = divmod(self._uncounted, _VERSION_STEP)
         table = self._table | {str(level.number): offset for level, offset in offsets.items()}
-        value = {"dataVersion": self._version.as_json(), "offsetTable": table}
-        self._file.save(value, quick_log_end=quick_log_end)
-        self._table = table
+        self._file.save({"offsetTable": table}, steps=steps, quick_log_end=quick_log_end)
+        self._table, self._uncounted = table, uncounted
 
     def persist(self) -> None:
         self.save(self._clock.now_ms())
@@ -577,7 +563,7 @@ class DelayService(Roller):
 
 def check_delay_offsets(value: Mapping[str, Any]) -> None:
     """Raise ValueError if `value` does not have the shape of the progress file."""
-    DataVersion.from_json(object_member(value, "dataVersion"))
+    data_version(value)
     for level, offset in object_member(value, "offsetTable").items():
         if type(offset) is not int or offset < 0 or not _LEVEL.fullmatch(level):
             raise ValueError(f"offsetTable: {level!r} has {offset!r:.80}, which is not progress of a level")

@@ -52,6 +52,8 @@ from mqstore.layout.properties import (
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ENQUEUE_MS,
     TIMER_OUT_MS,
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
@@ -67,6 +69,8 @@ __all__ = [
     "LEVEL_MARKS",
     "PRECISION_MS",
     "RECALLED_BORN_MS",
+    "TIMER_MARKS",
+    "TIMER_NAMES",
     "TOUCHED_NAMES",
     "WINDOW_MS",
     "Cancellations",
@@ -100,7 +104,11 @@ TIMER_DEL_UNIQKEY would make it a cancellation."""
 _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 
 _RELATIVE_NAMES = frozenset({TIMER_DELAY_MS, TIMER_DELAY_SEC})
-_TIMER_NAMES = _RELATIVE_NAMES | {TIMER_DELIVER_MS}
+TIMER_NAMES = _RELATIVE_NAMES | {TIMER_DELIVER_MS}
+"""Properties that ask for a delay by the timer."""
+TIMER_MARKS = TIMER_NAMES | LEVEL_MARKS | {TIMER_ENQUEUE_MS, TIMER_DEQUEUE_MS}
+"""Properties of a delay that is over.
+A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 _REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
@@ -196,10 +204,10 @@ def delay_route(
     """
     level = min(number(properties.get(DELAY)) or 0, levels)
     if level > 0:
-        stored = {name: value for name, value in properties.items() if name not in _TIMER_NAMES}
+        stored = {name: value for name, value in properties.items() if name not in TIMER_NAMES}
         stored |= {DELAY: str(level), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
         return SCHEDULE_TOPIC, level - 1, stored
-    if _TIMER_NAMES.isdisjoint(properties):
+    if TIMER_NAMES.isdisjoint(properties):
         return None
     return timer_route(topic, queue_id, properties, now_ms(), max_delay_ms=max_delay_ms)
 

@@ -8,40 +8,33 @@ One step (`run_once`) does, in this order, a bounded amount of
 
     place    each new message of the timer topic gets a unit in the timer log, chained to the others of the slot in
              which it is due or rolled (`timerunits.py`)
-    read     each started slot, oldest first, after all new messages are placed. Its chain is read, and then its
-             units are handled at their due times (`SlotReading`). Cancelled messages are skipped, due ones are put to
-             their real queues, and others are rolled, which means put to the timer topic again (`timermessages.py`)
+    read     each started slot, oldest first, after all new messages are placed. Its units are handled at their due
+             times (`SlotReading`): skipped if cancelled, put to their real queues, or rolled, which means put to the
+             timer topic again (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint. Also at the end of each step until the timer has caught up
-             after opening, and after messages were relocated
+             after opening, and after messages were relocated. So a process that crashes within each second repeats a
+             message once, not each time
 
-However many messages wait, each costs one unit and one slot when it is placed, and one record and two reads of its unit
-when its slot is read. Waiting messages need no memory, except eight bytes for each message of the slot being read.
-Slots without messages are skipped half an hour at a time. A recall finds its records by the index. It finds their units
-without reading the slot, by counting from the end, because the log is in the order of the topic's queue
+Each message costs one unit and one slot when it is placed, and one record and two reads of its unit when its slot is
+read. Waiting messages need no memory, except eight bytes for each message of the slot being read. A recall finds its
+records by the index, and their units by counting from the end, because the log is in the order of the topic's queue
 (`TimerLog.find`).
 
-Never early: A unit is handled when the wall clock has reached its due time, and the record's due time is checked before
+Never early: a unit is handled when the wall clock has reached its due time, and the record's due time is checked before
 delivery. If the clock is set back by more than a few seconds, waiting messages are placed again, and are not late
 (`_turn_back`).
 
-Never lost (delivery#timer-crash): After a crash everything since the checkpoint is done again, in the same order, so at
-most one second of deliveries is repeated. While the timer catches up, progress is saved after each step, so that a
-process that crashes within each second repeats a message once, not each time. Missing or damaged files are rebuilt from
-the timer topic's queue. `placement` shows for each message, and each rolled copy, whether it was done by then.
-Retention keeps the oldest waiting record (`pins`).
+Never lost (delivery#timer-crash): after a crash everything since the checkpoint is done again, in the same order.
+Missing or damaged files are rebuilt from the timer topic's queue: `placement` shows for each message, and each rolled
+copy, whether it was done by then. Retention keeps the oldest waiting record (`pins`).
 
-Relocated (`roll`): Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
-So units before `TimerUnits.low` are done. A crash falls back to `low` in the checkpoint, which is written when the
-copies are on disk. Messages relocated after the checkpoint are delivered twice. If the files must be rebuilt, so are
-relocated messages whose first record is not deleted yet.
+Relocated (`roll`): waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
+Those relocated after the checkpoint are delivered twice after a crash. If the files must be rebuilt, so are those whose
+first record is not deleted yet.
 
 A cancellation is a message for the same slot, and covers its messages that are not delivered yet. A recall that
 returned True is final: it is refused once its message is due, and all new messages are placed before any slot is read.
-
-    slots in use     [read, read + 7 days). The wheel covers 14 days, so no slot replaces another. Messages for later
-                     slots, as after a long stop, are rolled from the last one
-    late             overdue before they could be placed. Such messages are put in the slot being read, or in the next
-                     one, and are delivered at once, after those already delivered from it
+Messages overdue before they could be placed are put in the slot being read, or in the next one.
 
 The class is long because placing, delivering, rolling and saving move one progress under one lock.
 """
@@ -163,7 +156,6 @@ class TimerService(Roller):
             if not self._begun:
                 if not self._has_first_messages():
                     return None
-                self._log.restart()
                 self._begin(now_ms)
             try:
                 more = self._step(now_ms)
@@ -181,7 +173,6 @@ class TimerService(Roller):
             try:
                 if self._has_first_messages():
                     # Without files, the next opening would assume that the checkpoint was lost.
-                    self._log.restart()
                     self._begin(now_ms)
                 if self._begun and self._dirty_ms is not None:
                     self._flush(now_ms)
@@ -534,11 +525,8 @@ class TimerService(Roller):
         java = JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
         now_ms = self._parts.clock.now_ms()
         try:
-            self._log.restart(keep=True)
-            self._begin(now_ms)
-            bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
-            self._queue_offset = bounds[0] if bounds else 0
-            self._java, self._skip_ms, self._skip_until = java, found.read_ms - _JAVA_MARGIN_MS, found.queue_offset
+            self._begin_again(found.read_ms - _JAVA_MARGIN_MS, found.queue_offset, keep=True)
+            self._java = java
             while self._place_some(_STEP, now_ms)[1]:
                 if self._log.pending_bytes >= _PENDING_BYTES:
                     self._log.write()
@@ -548,12 +536,20 @@ class TimerService(Roller):
             self._begun = False  # so that the next run repeats all of it
             raise
 
-    def _begin(self, now_ms: int) -> None:
-        """Create the files. The log must have been restarted."""
+    def _begin(self, now_ms: int, *, keep: bool = False) -> None:
+        """Create the files. `keep` is that of `TimerLog.restart`."""
+        self._log.restart(keep=keep)
         self._units.clear()
         self._start(slot_of(now_ms), 0)
         self._begun = True
         self._touch(now_ms)
+
+    def _begin_again(self, skip_ms: int, skip_until: int, *, keep: bool = False) -> None:
+        """Create new files, and place the messages of the topic in them, except those that the arguments skip."""
+        self._begin(self._parts.clock.now_ms(), keep=keep)
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        self._queue_offset = bounds[0] if bounds else 0
+        self._skip_ms, self._skip_until = skip_ms, skip_until
 
     def _rebuild(self, why: object) -> None:
         """Rebuild log and wheel: place each message of the timer topic again, except those that were done.
@@ -567,11 +563,7 @@ class TimerService(Roller):
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)
         _log.warning("%s: rebuilding the timer files from the timer topic (%s)", self._store.path, why)
-        self._log.restart()
-        self._begin(self._parts.clock.now_ms())
-        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
-        self._queue_offset = bounds[0] if bounds else 0
-        self._skip_ms, self._skip_until = read_ms, queue_offset
+        self._begin_again(read_ms, queue_offset)
         self._durable = None
         self._pinned = (None, self._queue_offset)
 

@@ -176,18 +176,13 @@ class TimerLog:
         return self._run
 
     def load(self, low: int, end: int) -> None:
-        """Use [low, end) of the files as the log. Other bytes are ignored.
-        Raises TimerFilesDamaged if a part of it is missing."""
+        """Use [low, end) of the files as the log. Other bytes are ignored. `scan` finds a missing part."""
         run = self._run
         run.load()
         size = run.segment_bytes
         self.end = self._written = end
         if not 0 <= low <= end:
             raise TimerFilesDamaged(f"timer log: invalid bounds, {low} to {end}")
-        for start in range(low - low % size, end, size) if low < end else ():
-            segment = run.find(start)
-            if segment is None or segment.length < size:
-                raise TimerFilesDamaged(f"timer log: the segment at {start} is missing, or shorter than {size}")
         if isinstance(run, SegmentWriter):
             run.drop_from(-(-end // size) * size)
             run.drop_before(low)
@@ -285,8 +280,8 @@ class TimerLog:
         size = self._run.segment_bytes
         for start in range(low - low % size, end, size):
             segment = self._run.find(start)
-            if segment is None:
-                raise TimerFilesDamaged(f"timer log: the segment at {start} is missing")
+            if segment is None or segment.length < size:
+                raise TimerFilesDamaged(f"timer log: the segment at {start} is missing, or shorter than {size}")
             first = max(0, low - start) // UNIT_BYTES
             last = min(self._per_segment, (end - start) // UNIT_BYTES)
             if first >= last:
@@ -329,7 +324,6 @@ class TimerLog:
         self._buffer.clear()
 
     def drop_before(self, low: int) -> None:
-        """Remove segments whose units are all below `low`."""
         self._writer.drop_before(low)
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ lost          its record is damaged, or was deleted by retention: counted and lo
 from __future__ import annotations
 
 import logging
+import sys
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Final
 
@@ -18,6 +20,7 @@ from mqstore.broker.delay.route import (
     LEVEL_MARKS,
     PRECISION_MS,
     RECALLED_BORN_MS,
+    TIMER_NAMES,
     Cancellations,
     due_of,
     number,
@@ -35,8 +38,6 @@ from mqstore.layout.properties import (
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
     TIMER_DELAY_LEVEL,
-    TIMER_DELAY_MS,
-    TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
     TIMER_DEQUEUE_MS,
     TIMER_ENQUEUE_MS,
@@ -50,11 +51,9 @@ __all__ = ["TimerMessages"]
 
 _log = logging.getLogger("mqstore")
 
-_DELIVERED_WITHOUT: Final = frozenset(
-    {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
-)
-_DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | {DELAY, CRC32}
 _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
+_DELIVERED_WITHOUT: Final = TIMER_NAMES | {REAL_TOPIC, REAL_QID} | _ROLLED_WITHOUT
+_DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | _ROLLED_WITHOUT
 
 
 class TimerMessages:
@@ -64,7 +63,6 @@ class TimerMessages:
         self._retries = Retries(parts)
 
     def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> None:
-        """Deliver, roll or skip the message of a unit."""
         message = self.record(unit)
         if message is None:
             return
@@ -91,12 +89,8 @@ class TimerMessages:
         self._parts.statistics.add("DELAY_LATENCY", topic, max(0, self._parts.clock.now_ms() - due_ms))
 
     def _pass_over(self, message: Message, topic: str) -> None:
-        _log.warning(
-            "%s: the timer skips the message at %d of the log, since its topic %s was deleted",
-            self._store.path,
-            message.physical_offset,
-            topic,
-        )
+        _log.warning("%s: the timer skips the message at %d of the log, since its topic %s was deleted",
+                     self._store.path, message.physical_offset, topic)  # fmt: skip
         self._parts.statistics.add("TIMER_PASSED_OVER", topic)
 
     def _put(
@@ -160,18 +154,15 @@ class TimerMessages:
 
     def _in_queue(self, unit: TimerUnit) -> bool:
         """Return True if the timer topic's queue has that record, so that it must be damaged."""
-        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
-        low, high = bounds or (0, 0)
-        while low < high:
-            middle = (low + high) // 2
-            units = self._store.units(TIMER_TOPIC, 0, middle, 1)
-            if len(units) == 0:
-                return False
-            physical, size, _ = units[0].tolist()
-            if physical == unit.physical_offset:
-                return bool(size == unit.record_size)
-            low, high = (middle + 1, high) if physical < unit.physical_offset else (low, middle)
-        return False
+        low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
+
+        def record(offset: int) -> tuple[int, int]:
+            units = self._store.units(TIMER_TOPIC, 0, offset, 1)
+            return tuple(units[0].tolist()[:2]) if len(units) else (sys.maxsize, 0)
+
+        wanted = unit.physical_offset, unit.record_size
+        at = bisect_left(range(high), wanted, low, key=record)
+        return at < high and record(at) == wanted
 
     def count(self, name: str, number_of: int, text: str) -> None:
         _log.error("%s: timer: %d lost: %s", self._store.path, number_of, text)

@@ -24,12 +24,14 @@ A replay sends each dead letter to its own group, in a retry topic which that gr
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from mqstore.broker.context import Parts, Tables, messages_of
+from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.names import (
     DLQ_PREFIX,
     QueueKey,
@@ -41,7 +43,6 @@ from mqstore.broker.names import (
     pop_retry_topic,
     retry_topic,
 )
-from mqstore.broker.redelivery.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.service import BackgroundService, Wake
 from mqstore.broker.tables.offsets import after_sent
@@ -174,33 +175,18 @@ class DeadLetters:
         """Yield the chosen dead letters, oldest first. They are read during the iteration.
         They are at one of `offsets`, were stored in [start_ms, stop_ms), and `where` returns True for them. Raises
         ConfigError for an invalid offset."""
-        start, end = self.bounds
-        chosen = None if offsets is None else sorted(set(map(_checked_offset, offsets)))
-        return self._select(start, end, chosen, start_ms, stop_ms, where)
-
-    def _select(
-        self,
-        start: int,
-        end: int,
-        chosen: list[int] | None,
-        start_ms: int | None,
-        stop_ms: int | None,
-        where: Callable[[Message], bool] | None,
-    ) -> Iterator[Message]:
-        store = self._tables.store
-        letters = messages_of(store, self.topic, start, end) if chosen is None else self._chosen(start, end, chosen)
-        sent = self._sent
-        for message in letters:
-            if after_sent(message.offset, sent) != message.offset:
-                continue
-            filed_ms = message.store_timestamp_ms
-            if start_ms is not None and filed_ms < start_ms:
-                continue
-            if stop_ms is not None and filed_ms >= stop_ms:
-                continue
-            letter = _Letter(message._batch, message._start, message.offset, message._body_end)
-            if where is None or where(letter):
-                yield letter
+        store, sent, (start, end) = self._tables.store, self._sent, self.bounds
+        if offsets is None:
+            letters = messages_of(store, self.topic, start, end)
+        else:
+            letters = self._chosen(start, end, sorted(set(map(_checked_offset, offsets))))
+        times = range(start_ms or 0, sys.maxsize if stop_ms is None else stop_ms)
+        chosen = (
+            _Letter(message._batch, message._start, message.offset, message._body_end)
+            for message in letters
+            if after_sent(message.offset, sent) == message.offset and message.store_timestamp_ms in times
+        )
+        return chosen if where is None else filter(where, chosen)
 
     def _chosen(self, start: int, end: int, chosen: list[int]) -> Iterator[Message]:
         for offset in chosen:
@@ -233,17 +219,15 @@ class DeadLetters:
         if to_topic is not None:
             self._target(to_topic, create=not dry_run)
         start, end = self.bounds
-        chosen = None
-        if offsets is not None:
-            numbers = (each.offset if isinstance(each, Message) else each for each in offsets)
-            chosen = sorted(set(map(_checked_offset, numbers)))
-        whole = chosen is None and start_ms is None and stop_ms is None and where is None
+        numbers = None if offsets is None else [each.offset if isinstance(each, Message) else each for each in offsets]
+        letters = self.select(offsets=numbers, start_ms=start_ms, stop_ms=stop_ms, where=where)
+        whole = numbers is None and start_ms is None and stop_ms is None and where is None
         to_group = not (all_groups or to_topic is not None or is_system_group(self.group))
         counts: Counter[str] = Counter()
         front, moved = start, 0  # all before `front` are sent, and `moved` of these are removed
         apart: list[tuple[int, int]] = []  # sent, too, but after dead letters that were not chosen
         try:
-            for message in self._select(start, end, chosen, start_ms, stop_ms, where):
+            for message in letters:
                 origin = to_topic or origin_of(message)
                 if to_group:
                     config = self._of_group(message, origin, create=not dry_run)
@@ -397,14 +381,8 @@ class DeadLetterExpiry(BackgroundService):
         count = letters.purge(before_ms=now_ms - self._age_ms + 1)
         if count:
             self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{group}", count)
-            _log.warning(
-                "%s: %d dead letters of group %r have expired after %d days (dlq_retention); the oldest remaining one "
-                "is at offset %d",
-                self._parts.store.path,
-                count,
-                group,
-                self._age_ms // 86_400_000,
-                letters.bounds[0],
-            )
+            _log.warning("%s: %d dead letters of group %r have expired after %d days (dlq_retention); the oldest "
+                         "remaining one is at offset %d", self._parts.store.path, count, group,
+                         self._age_ms // 86_400_000, letters.bounds[0])  # fmt: skip
         oldest = next(iter(letters), None)
         return now_ms + self._age_ms if oldest is None else oldest.store_timestamp_ms + self._age_ms

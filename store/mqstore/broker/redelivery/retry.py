@@ -23,10 +23,12 @@ idempotent. A waiting copy may refer to its body instead of having it (`referenc
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
+from functools import partial
 from typing import Final
 
 from mqstore.broker.context import Parts
+from mqstore.broker.delay.route import TIMER_MARKS
 from mqstore.broker.names import QueueKey, dlq_topic, is_retry_topic, is_system_topic, popped_topic, retry_topic
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
@@ -41,39 +43,18 @@ from mqstore.layout.properties import (
     POP_CK,
     REAL_TOPIC,
     RETRY_TOPIC,
-    TIMER_DEL_UNIQKEY,
-    TIMER_DELAY_LEVEL,
     TIMER_DELAY_MS,
-    TIMER_DELAY_SEC,
-    TIMER_DELIVER_MS,
-    TIMER_DEQUEUE_MS,
-    TIMER_ENQUEUE_MS,
-    TIMER_OUT_MS,
-    TIMER_ROLL_TIMES,
     WAIT,
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
+from mqstore.log.writing.writer import RecordOptions, fields_of
 from mqstore.options import Durability, milliseconds
 
-__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "origin_topic"]
+__all__ = ["DLQ_REASON_BYTES", "Retries", "origin_topic"]
 
 DLQ_REASON_BYTES: Final = 1024
 """Maximum length of `dlq_reason` in UTF-8 bytes (delivery#backoff)."""
-
-TIMER_MARKS: Final = (
-    TIMER_DELAY_SEC,
-    TIMER_DELAY_MS,
-    TIMER_DELIVER_MS,
-    TIMER_OUT_MS,
-    TIMER_ENQUEUE_MS,
-    TIMER_DEQUEUE_MS,
-    TIMER_ROLL_TIMES,
-    TIMER_DEL_UNIQKEY,
-    TIMER_DELAY_LEVEL,
-)
-"""Properties of a delay that is over.
-A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
 
 _ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
 _DISPENSABLE: Final = (
@@ -125,11 +106,14 @@ class Retries:
         message = parts.store.at(physical_offset)
         limit = config.retry_max_times if max_reconsume is None else max_reconsume
         times = _next(message.reconsume_times) if attempts is None else attempts
-        if delay_level < 0 or times > limit or config.retry_queues <= 0:
-            reason = reason or _why(delay_level, times, limit)
+
+        def give_up(reason: str) -> SendReceipt:
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
             return receipt
+
+        if delay_level < 0 or times > limit or config.retry_queues <= 0:
+            return give_up(reason or _why(delay_level, times, limit))
         topic = retry_topic(group)
         queue_id = self._queue_of(topic, config.retry_queues)
         properties = self._marked(message, group, None)
@@ -144,10 +128,7 @@ class Retries:
             )
         except InvalidMessageError as error:
             # A later try would fail, too, because the properties leave no room for those of a retry.
-            reason = f"cannot be retried: {error}"
-            receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
-            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
-            return receipt
+            return give_up(f"cannot be retried: {error}")
         parts.statistics.add("SNDBCK_PUT_NUMS", _key(message, group))
         return receipt
 
@@ -179,43 +160,22 @@ class Retries:
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
         properties[DELAY] = "0"
         _shed(properties)
-        if any(
-            "\x01" in value for value in properties.values()
-        ):  # readers accept it (format#properties), a put does not
-            properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
+        # Readers accept the separator (format#properties), a put does not.
+        properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
         if reconsume_times is None:
             times = message.reconsume_times
             reconsume_times = times if is_system_topic(message.topic) else _next(times)
+        whole = message._whole()
+        options: RecordOptions = {**fields_of(whole), "reconsume_times": reconsume_times, "durability": durability}
+        # Not `copy`, which would add an origin although there may be no room.
+        put = partial(self._parts.router.append, topic, queue_id, bytes(whole.body_view), **options)
         try:
-            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
+            receipt = put(properties)
         except InvalidMessageError:  # the whole record is too long
             _shed(properties, 0)
-            receipt = self._put_letter(topic, queue_id, message, properties, reconsume_times, durability)
+            receipt = put(properties)
         self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
         return receipt
-
-    def _put_letter(
-        self,
-        topic: str,
-        queue_id: int,
-        message: Message,
-        properties: Mapping[str, str],
-        reconsume_times: int,
-        durability: Durability | None,
-    ) -> SendReceipt:
-        message = message._whole()
-        return self._parts.router.append(  # not `copy`, which would add an origin although there may be no room
-            topic,
-            queue_id,
-            bytes(message.body_view),
-            properties,
-            flag=message.flag,
-            sys_flag=message.sys_flag,
-            born_timestamp_ms=message.born_timestamp_ms,
-            born_host=message.born_host,
-            reconsume_times=reconsume_times,
-            durability=durability,
-        )
 
     def _check_arguments(
         self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None

@@ -1,41 +1,38 @@
-"""Files of `config/`: reading and writing of the broker's tables (delivery#tables).
+"""Files of `config/`: reading and writing of the broker's tables (delivery#tables, delivery#saved-offsets).
 
 `files.jsonfile` writes the bytes to disk and handles damaged files.
 
     load    read the members, and remember unknown ones
     save    write `value` over the remembered members, so that those of a newer mqstore or a Java broker are kept
 
-Offsets are saved in two ways. A synced save flushes the log first, so it never depends on messages that a power cut can
-lose. A quick save costs no sync. It is for `kill -9`, and has the log end on which it depends::
-
-    {"logEnd": 8192, "offsetTable": ...}
-
-After a power cut the log may end earlier, so a message that the file counts as done may be lost, such as the copy of
-one that was sent back. Such a file is not loaded. Its backup, the last synced save, is loaded instead.
+A quick save costs no sync. It is for `kill -9`, and has the log end on which it depends: {"logEnd": 8192, ...}. After a
+power cut the log may end earlier. Then its backup, the last synced save, is loaded instead.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.jsonfile import EncodedEntry, FileState, encode_entry, load_json, save_json, sync_json
 from mqstore.files.lock import refusal_to_reader
 from mqstore.log.recovery.queueends import LOG_END
+from mqstore.signalsafe import Lock
 
 if TYPE_CHECKING:
     from mqstore.log.reading.reader import StoreReader
     from mqstore.log.store import MessageStore
 
-__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "EncodedEntries", "entries", "member", "object_member"]
+__all__ = ["NOTHING", "QUICK_MS", "ConfigFile", "ConfigTable", "data_version", "entries", "member", "object_member"]
 
 _log = logging.getLogger("mqstore")
 
 QUICK_MS: Final = 100
 """Number of ms from a change of offsets to the quick save that includes it."""
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -66,49 +63,11 @@ def entries(value: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str
             yield key, entry
 
 
-@dataclass(frozen=True, slots=True)
-class DataVersion:
-    """Version of a table in RocketMQ, whose tools compare it to find the newer copy.
-
-    >>> DataVersion().next(1_700_000_000_000).as_json()
-    {'counter': 1, 'stateVersion': 0, 'timestamp': 1700000000000}
-    """
-
-    counter: int = 0
-    state_version: int = 0
-    timestamp_ms: int = 0
-
-    def next(self, now_ms: int, steps: int = 1) -> DataVersion:
-        """Return the version `steps` changes later."""
-        return DataVersion(self.counter + steps, 0, now_ms)
-
-    def as_json(self) -> dict[str, int]:
-        return {"counter": self.counter, "stateVersion": self.state_version, "timestamp": self.timestamp_ms}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any] | None) -> DataVersion:
-        """Return the version of a file's `dataVersion`.
-        None, and members that RocketMQ 4.x did not have yet, count as 0."""
-        value = value or {}
-        return cls(*(member(value, name, int, 0) for name in ("counter", "stateVersion", "timestamp")))
-
-
-class EncodedEntries:
-    """Encoded lines of a table's entries. An entry is encoded when it changed, not with every save."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, tuple[object, EncodedEntry]] = {}
-
-    def of(self, table: Mapping[str, Any]) -> dict[str, EncodedEntry]:
-        """Return the line of each entry of `table`: immutable objects with a method `as_json`."""
-        lines = {}
-        for name, entry in table.items():
-            line = self._lines.get(name)
-            if line is None or line[0] is not entry:
-                line = entry, encode_entry(name, entry.as_json())
-            lines[name] = line
-        self._lines = lines
-        return {name: line for name, (_, line) in lines.items()}
+def data_version(value: Mapping[str, Any]) -> dict[str, int]:
+    """Return the version of a table, which RocketMQ's tools compare to find the newer copy.
+    Members that RocketMQ 4.x did not have yet count as 0. Raises ValueError for another type."""
+    version = object_member(value, "dataVersion")
+    return {name: member(version, name, int, 0) for name in ("counter", "stateVersion", "timestamp")}
 
 
 class ConfigFile:
@@ -178,11 +137,12 @@ class ConfigFile:
         Raises the errors of `MessageStore.flush`, and ReadOnlyStoreError."""
         self.writable().flush()
 
-    def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
+    def save(self, value: dict[str, Any], *, steps: int | None = None, quick_log_end: int | None = None) -> None:
         """Save `value`, and the members of the loaded file that it does not have.
-        A save is durable, except with `quick_log_end`. That makes a quick save, which depends on the log up to there
-        and is allowed only after `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError,
-        StoreClosedError. The file is then unchanged."""
+        With `steps` the file has a version, which then counts so many more changes. A save is durable, except with
+        `quick_log_end`. That makes a quick save, which depends on the log up to there and is allowed only after
+        `has_saved`. Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError. The file is then
+        unchanged."""
         store = self.writable()
         fs = store.fs
         store.check_open()  # after a close, another process may have saved a newer value
@@ -193,6 +153,11 @@ class ConfigFile:
                 fs.sync_directory(folder.parent)
             sync_json(self.path, fs)
         merged = {**self._members, **value}
+        if steps is not None:
+            version = data_version(self._members)
+            if steps:
+                version |= {"counter": version["counter"] + steps, "stateVersion": 0, "timestamp": store.clock.now_ms()}
+            merged["dataVersion"] = version
         quick = quick_log_end is not None
         self._last = save_json(
             self.path,
@@ -206,3 +171,32 @@ class ConfigFile:
         )
         self._members, self._is_quick = merged, quick
         self.has_saved = True
+
+
+class ConfigTable:
+    """Table of topics or groups in a file. A look-up takes no lock.
+    A change is saved before it takes effect: if a method raises, nothing changed."""
+
+    def __init__(self, store: StoreReader, name: str, check: Callable[[dict[str, Any]], object]) -> None:
+        self.on_change: list[Callable[[str], None]] = []
+        """Functions called with the name of a created, changed or deleted entry.
+        They are called in the thread that changed it, without a lock."""
+        self._lock = Lock()
+        self._file = ConfigFile(store, name, check)
+        self._lines: dict[str, tuple[object, EncodedEntry]] = {}
+
+    def _encoded(self, table: Mapping[str, Any]) -> dict[str, EncodedEntry]:
+        """Return the line of each entry of `table`: immutable objects with a method `as_json`.
+        An entry is encoded when it changed, not with every save."""
+        lines = {}
+        for name, entry in table.items():
+            line = self._lines.get(name)
+            if line is None or line[0] is not entry:
+                line = entry, encode_entry(name, entry.as_json())
+            lines[name] = line
+        self._lines = lines
+        return {name: line for name, (_, line) in lines.items()}
+
+    def _notify(self, name: str) -> None:
+        for function in list(self.on_change):
+            function(name)

@@ -18,15 +18,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from mqstore.broker.names import check_group, is_system_group
-from mqstore.broker.tables.configfile import ConfigFile, DataVersion, EncodedEntries, entries, member, object_member
+from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reading.reader import StoreReader
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
-from mqstore.signalsafe import Lock
 
 __all__ = [
     "ORDERED_RETRY",
@@ -50,14 +48,14 @@ _EXPONENT_MAX = 32
 _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
 _FIRST_SEND_BACK = 2
 """Entry of the standard delays for the first retry in the queue model: delay level 3."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _START = "mqstoreStart"
 
 Kind = Literal["levels", "custom", "exponential"]
-
-
-def _nothing() -> Mapping[str, Any]:
-    return _NOTHING
+_DEFAULTS: Final[dict[str, Any]] = {
+    "kind": "levels", "table_ms": _STANDARD_MS, "initial_ms": 5_000, "multiplier": 2, "max_ms": 7_200_000,
+    "unknown": NOTHING,
+}  # fmt: skip
+"""Fields of a policy besides its number of attempts."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -92,7 +90,7 @@ class RetryPolicy:
         table = tuple(milliseconds(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
-        self._set(_checked_attempts(max_attempts), "custom", table)
+        self._set(_checked_attempts(max_attempts), kind="custom", table_ms=table)
 
     @classmethod
     def exponential(
@@ -102,37 +100,22 @@ class RetryPolicy:
         The times are seconds or timedeltas. No wait is longer than `maximum`."""
         if type(multiplier) is not int or multiplier < 1:
             raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
-        low, high = milliseconds(initial, "initial"), milliseconds(maximum, "maximum")
-        return cls._of(
-            _checked_attempts(max_attempts), "exponential", initial_ms=low, multiplier=multiplier, max_ms=high
-        )
+        times = {"initial_ms": milliseconds(initial, "initial"), "max_ms": milliseconds(maximum, "maximum")}
+        return cls._of(_checked_attempts(max_attempts), kind="exponential", multiplier=multiplier, **times)
 
     @classmethod
-    def _of(
-        cls, max_attempts: int | None, kind: Kind, table_ms: tuple[int, ...] = _STANDARD_MS, **rest: Any
-    ) -> RetryPolicy:
+    def _of(cls, max_attempts: int | None, **values: Any) -> RetryPolicy:
         policy = cls.__new__(cls)
-        cls._set(policy, max_attempts, kind, table_ms, **rest)
+        cls._set(policy, max_attempts, **values)
         return policy
 
-    def _set(
-        self,
-        max_attempts: int | None,
-        kind: Kind = "levels",
-        table_ms: tuple[int, ...] = _STANDARD_MS,
-        initial_ms: int = 5_000,
-        multiplier: int = 2,
-        max_ms: int = 7_200_000,
-        unknown: Mapping[str, Any] = _NOTHING,
-    ) -> None:
-        values = (max_attempts, kind, table_ms, initial_ms, multiplier, max_ms, unknown)
-        for name, value in zip(self.__slots__, values, strict=True):
+    def _set(self, max_attempts: int | None, **values: Any) -> None:
+        for name, value in (_DEFAULTS | values | {"max_attempts": max_attempts}).items():
             object.__setattr__(self, name, value)
 
     def with_attempts(self, max_attempts: int | None) -> RetryPolicy:
         """Return a policy with the same delays and another number of attempts."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return self._of(**values | {"max_attempts": _checked_attempts(max_attempts)})
+        return self._of(_checked_attempts(max_attempts), **{name: getattr(self, name) for name in _DEFAULTS})
 
     def delay(self, attempt: int) -> float:
         """Return the seconds to wait after delivery `attempt` (from 1) failed, in pop and orderly groups."""
@@ -176,18 +159,19 @@ class RetryPolicy:
         if member(value, "type", str, "CUSTOMIZED") == "EXPONENTIAL":
             numbers = object_member(value, "exponentialRetryPolicy")
             unknown.pop("exponentialRetryPolicy", None)
-            low, high, factor = (
-                max(0, member(numbers, name, int, default))
-                for name, default in (("initial", 5_000), ("max", 7_200_000), ("multiplier", 2))
-            )
-            return cls._of(max_attempts, "exponential", initial_ms=low, multiplier=factor, max_ms=high, unknown=unknown)
+            known = {
+                name: max(0, member(numbers, key, int, _DEFAULTS[name]))
+                for key, name in (("initial", "initial_ms"), ("max", "max_ms"), ("multiplier", "multiplier"))
+            }
+            return cls._of(max_attempts, kind="exponential", unknown=unknown, **known)
         table = member(object_member(value, "customizedRetryPolicy"), "next", list, [])
         if not all(type(delay) is int for delay in table):
             raise ValueError(f"customizedRetryPolicy.next must be milliseconds, not {table!r:.80}")
         if not table:
-            return cls._of(max_attempts, "levels", unknown=unknown)
+            return cls._of(max_attempts, unknown=unknown)
         unknown.pop("customizedRetryPolicy", None)
-        return cls._of(max_attempts, "custom", tuple(max(0, delay) for delay in table), unknown=unknown)
+        delays = tuple(max(0, delay) for delay in table)
+        return cls._of(max_attempts, kind="custom", table_ms=delays, unknown=unknown)
 
 
 def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
@@ -254,7 +238,7 @@ class GroupConfig:
     retry_policy: RetryPolicy = RetryPolicy()
     start: Literal["earliest", "latest"] | int = "earliest"
     """First position in a queue without a committed offset. A number is in ms since the epoch."""
-    unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
+    unknown: Mapping[str, Any] = field(default_factory=lambda: NOTHING, hash=False, repr=False)
     """Members of the file's entry that have no effect here. They are written back."""
 
     @property
@@ -321,19 +305,14 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown"}
 
 
-class GroupTable:
-    """Table of all consumer groups of a store. Changes, calls of `on_change` and look-ups are as in `TopicTable`."""
+class GroupTable(ConfigTable):
+    """Table of all consumer groups of a store. Thread-safe."""
 
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
-        self.on_change: list[Callable[[str], None]] = []
-        self._clock = store.clock
+        super().__init__(store, "subscriptionGroup.json", check_groups)
         self._auto_create = store.config.auto_create_groups
-        self._lock = Lock()
-        self._file = ConfigFile(store, "subscriptionGroup.json", check_groups)
-        self._encoded = EncodedEntries()
         value = self._file.load() or {}
-        self._version = DataVersion.from_json(value.get("dataVersion"))
         self._groups = {
             name: GroupConfig.from_json(name, entry) for name, entry in entries(value, "subscriptionGroupTable")
         }
@@ -441,19 +420,8 @@ class GroupTable:
 
     def _write(self, groups: dict[str, GroupConfig], forbidden: dict[str, dict[str, int]]) -> None:
         """Replace the tables, first on disk, then in memory by new dicts, so that look-ups need no lock."""
-        version = self._version.next(self._clock.now_ms())
-        self._file.save(
-            {
-                "dataVersion": version.as_json(),
-                "forbiddenTable": forbidden,
-                "subscriptionGroupTable": self._encoded.of(groups),
-            }
-        )
-        self._version, self._groups, self._forbidden = version, groups, forbidden
-
-    def _notify(self, name: str) -> None:
-        for function in list(self.on_change):
-            function(name)
+        self._file.save({"forbiddenTable": forbidden, "subscriptionGroupTable": self._encoded(groups)}, steps=1)
+        self._groups, self._forbidden = groups, forbidden
 
 
 def _check_user_group(name: str) -> None:
@@ -504,7 +472,7 @@ def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 def check_groups(value: dict[str, Any]) -> None:
     """Raise ValueError if an entry is not an object with members of the right types."""
-    DataVersion.from_json(object_member(value, "dataVersion"))
+    data_version(value)
     _forbidden_of(value)
     for name, entry in entries(value, "subscriptionGroupTable"):
         GroupConfig.from_json(name, entry)

@@ -1,8 +1,7 @@
 """Queue locks for orderly consumption: which client of a group may consume a queue (delivery#locks).
 
-A lock is a lease in memory. It ends when its owner releases it, or when it was not renewed for `LEASE_MS`. It does not
-end while its owner is at work on the queue (`begin_work`). Leases use the monotonic clock. They do not survive a
-restart, which is safe because the clients of this process do not either.
+A lock is a lease in memory, by the monotonic clock. It does not survive a restart, which is safe because the clients of
+this process do not either.
 
 ::
 
@@ -18,25 +17,22 @@ no other client may get its queue. Before a handler starts, it calls `begin_work
 
 Listeners are called with the group whose locks were released, outside the mutex, in the releasing thread. So a member
 whose request was refused need not poll. No listener is called when a lease expires.
-
 All calls, renewals included, run under one mutex (delivery#x7).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from mqstore.broker.tables.members import notify
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.writing.log_tail import as_queue
 from mqstore.signalsafe import Lock
 
 __all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
-
-_log = logging.getLogger(__name__)
 
 LEASE_MS: Final = 60_000
 """Age in ms up to which a lock holds after its last renewal. An older lock may be taken over."""
@@ -106,11 +102,10 @@ class QueueLocks:
         wanted = [as_queue(queue) for queue in queues]
         with self._mutex:
             now_ms = self._clock.monotonic_ms()
-            leases = self._leases.get(group, {})
-            kept = {queue for queue in wanted if (lease := leases.get(queue)) and lease.client_id == client_id}
-            for queue in kept:
-                leases[queue].renewed_ms = now_ms
-            return kept
+            kept = self._own(group, wanted, client_id)
+            for lease in kept.values():
+                lease.renewed_ms = now_ms
+            return {*kept}
 
     def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
         """Keep the lock of `client_id` on `queue` until `end_work`. Return False if it was lost.
@@ -132,17 +127,13 @@ class QueueLocks:
         wanted = list(queues)
         with self._mutex:
             leases = self._leases.get(group, {})
-            released = {
-                queue
-                for queue in wanted
-                if (lease := leases.get(queue)) and lease.client_id == client_id and not lease.at_work
-            }
+            released = {queue for queue, lease in self._own(group, wanted, client_id).items() if not lease.at_work}
             for queue in released:
                 del leases[queue]
             if not leases:
                 self._leases.pop(group, None)
         if released:
-            self._notify(group)
+            notify(self.on_release, group, "have released locks")
         return released
 
     def forget(self, group: str) -> None:
@@ -167,12 +158,9 @@ class QueueLocks:
                 for queue, lease in leases.items()
             )
 
-    def _notify(self, group: str) -> None:
-        for listener in list(self.on_release):
-            try:
-                listener(group)
-            except Exception:  # the locks are free, and the other listeners must be called
-                _log.exception("a listener failed after group %s has released locks", group)
+    def _own(self, group: str, queues: Iterable[QueueRef], client_id: str) -> dict[QueueRef, _Lease]:
+        leases = self._leases.get(group, {})
+        return {queue: lease for queue in queues if (lease := leases.get(queue)) and lease.client_id == client_id}
 
     def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
         leases = self._leases.setdefault(group, {})

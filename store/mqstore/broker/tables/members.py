@@ -20,7 +20,7 @@ they read then are at least as new as the change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -31,7 +31,7 @@ from mqstore.broker.tables.localoffsets import refuse_clients
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from mqstore.signalsafe import Lock
 
-__all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions"]
+__all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions", "notify"]
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Members:
             except BaseException:
                 self.unregister(client_id, group, owner=owner)
                 raise
-        self._notify(group)
+        notify(self.on_change, group, "have joined, left or changed")
         return True
 
     def check(
@@ -211,7 +211,7 @@ class Members:
             del members[client_id]
             if not members:
                 del self._groups[group]
-        self._notify(group)
+        notify(self.on_change, group, "have joined, left or changed")
         return True
 
     def members(self, group: str) -> list[str]:
@@ -238,12 +238,14 @@ class Members:
         with self._lock:
             return sorted(self._groups)
 
-    def _notify(self, group: str) -> None:
-        for listener in list(self.on_change):
-            try:
-                listener(group)
-            except Exception:  # the change stays, and the other listeners must be called
-                _log.exception("a listener failed when notified that the members of group %s changed", group)
+
+def notify(listeners: Iterable[Callable[[str], None]], group: str, what: str) -> None:
+    """Call `listeners` with a group, whose clients have done `what`. The change stays, and all are called."""
+    for listener in list(listeners):
+        try:
+            listener(group)
+        except Exception:
+            _log.exception("a listener failed when notified that clients of group %s %s", group, what)
 
 
 def _check_subscriptions(group: str, client_id: str, wanted: Subscriptions, others: list[Member]) -> None:

@@ -10,21 +10,20 @@ pulled     group, topic, queue id -> offset    no     end of the last read; mess
 resets     group, topic, queue id -> offset    no     start of the next read, once
 =========  ==================================  =====  ==========================================================
 
-A forced restart, queue by queue::
+A forced restart, queue by queue (delivery#reset)::
 
     reset(o)      committed := o, a reset is pending
-    commit(x)     dropped while a reset is pending: its consumer does not know about the reset, and would undo it
+    commit(x)     dropped while a reset is pending
     take_reset()  the next read or pop gets o, once; commits count again
-    published(x)  ends a pending reset, and committed := x. A publisher never takes a reset, so its offsets would be
-                  dropped for ever.
+    published(x)  ends a pending reset, and committed := x, because a publisher never takes a reset
 
 The file is `config/consumerOffset.json` (delivery#saved-offsets). Between two synced saves there are quick ones::
 
     commit ---> wakes the housekeeper, if it is the first one after a save ---> 100 ms ---> quick save
                                                  later, if quick saves would take more than 2 % of a processor
 
-Offsets that other processes publish (`published.py`; Spark's `commitGroup`) are added as commits at opening, every
-`commit_interval` and at closing. A process that opens the store for reading sees them earlier.
+Offsets that other processes publish (`external_offsets.py`) are added as commits at opening, every `commit_interval`
+and at closing. A process that opens the store for reading sees them earlier.
 
 The group `START_GROUP` has each queue's *logical start* in the same table: earlier messages were purged. A start only
 moves forward, and survives the removal of groups. It is removed with its topic, since the log then hides the messages.
@@ -43,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from mqstore.broker.names import START_GROUP, QueueKey, is_system_group
 from mqstore.broker.service import BackgroundService
-from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
+from mqstore.broker.tables.configfile import QUICK_MS, ConfigFile, data_version, entries, object_member
 from mqstore.broker.tables.external_offsets import ExternalOffsetFiles
 from mqstore.errors import ConfigError
 from mqstore.files.jsonfile import EncodedEntry
@@ -91,7 +90,6 @@ class OffsetTable(OffsetFields, BackgroundService):
     def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
         self._store = store
-        self._clock = store.clock
         self._interval_ms = max(1, milliseconds(store.config.commit_interval, "commit_interval"))
         self._due_ms: int | None = None
         self._noted = load_ends(store.path, store.fs)
@@ -122,8 +120,8 @@ class OffsetTable(OffsetFields, BackgroundService):
         self._written = 0
         self._saving = Lock()
         self._foreign: dict[str, Any] = {}
-        self._version = DataVersion()
         self._versioned = 0
+        """Number of changes that the version counts, in steps."""
         self._load()
         self._published = ExternalOffsetFiles(store.path, store.fs, self._file.report)
         self._fold()
@@ -305,7 +303,7 @@ class OffsetTable(OffsetFields, BackgroundService):
 
     def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
         for group, queues in self._committed.get(topic, {}).items():
-            if not _is_user(group):
+            if is_system_group(group):
                 continue
             for queue_id, start in starts.items():
                 if queue_id in queues and queues[queue_id] < start:  # no call in here: compiled code may note an offset
@@ -334,17 +332,21 @@ class OffsetTable(OffsetFields, BackgroundService):
                 (group, topic, dict(queues))
                 for topic, groups in self._committed.items()
                 for group, queues in groups.items()
-                if _is_user(group)
+                if not is_system_group(group)
             ]
 
     def groups(self) -> set[str]:
         """Return the consumer groups that have committed offsets."""
         with self._lock:
-            return {group for groups in self._committed.values() for group in groups if _is_user(group)}
+            return {group for groups in self._committed.values() for group in groups if not is_system_group(group)}
 
     def groups_of(self, topic: str) -> set[str]:
         with self._lock:
-            return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
+            return {
+                group
+                for group, queues in self._committed.get(topic, {}).items()
+                if queues and not is_system_group(group)
+            }
 
     def of_queue(self, topic: str, queue_id: int) -> dict[str, int | None]:
         """Return the committed offset of each group of the topic in one queue, by group in order.
@@ -404,10 +406,6 @@ class OffsetTable(OffsetFields, BackgroundService):
     # -- the file ---------------------------------------------------------------------------------------------------
 
     @property
-    def problems(self) -> list[str]:
-        return list(self._file.problems)
-
-    @property
     def dirty(self) -> bool:
         return self._count() != self._saved
 
@@ -450,13 +448,11 @@ class OffsetTable(OffsetFields, BackgroundService):
             self._file.flush_log()
         begin_s = thread_time()  # without waits for the disk or the interpreter's lock
         steps = changes // _VERSION_STEP - self._versioned
-        version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
         keyed = ((f"{topic}@{group}", queues) for (group, topic), queues in table.items() if queues)
         written = {key: _line(key, queues) for key, queues in keyed}
         more = {"sentLetters": sent} if sent else {}
-        value = {"dataVersion": version.as_json(), "offsetTable": self._foreign | written, **more}
-        self._file.save(value, quick_log_end=log_end)
-        self._written, self._version, self._versioned = changes, version, self._versioned + steps
+        self._file.save({"offsetTable": self._foreign | written, **more}, steps=steps, quick_log_end=log_end)
+        self._written, self._versioned = changes, self._versioned + steps
         if not quick:
             self._saved = changes
         self._quick_pause_ms = max(QUICK_MS, round((thread_time() - begin_s) * 1000 * _QUICK_REST))
@@ -490,7 +486,6 @@ class OffsetTable(OffsetFields, BackgroundService):
 
     def _load(self) -> None:
         value = self._file.load() or {}
-        self._version = DataVersion.from_json(value.get("dataVersion"))
         for key, queues in object_member(value, "offsetTable").items():
             topic, at, group = key.partition("@")
             if at and "@" not in group and is_path_safe(topic) and is_path_safe(group):
@@ -564,10 +559,6 @@ def _line(key: str, queues: Mapping[int, int]) -> EncodedEntry:
     return EncodedEntry(f"{encode_basestring(key)}: {{{numbers}}}")
 
 
-def _is_user(group: str) -> bool:
-    return not is_system_group(group)
-
-
 def after_sent(offset: int, sent: Iterable[tuple[int, int]]) -> int:
     """Return the first offset from `offset` on outside the ascending ranges `sent`.
 
@@ -588,7 +579,7 @@ def check_offsets(value: dict[str, Any]) -> None:
             if type(each) is not list or [*map(type, each)] != [int, int] or not end < each[0] < each[1]:
                 raise ValueError(f"sentLetters: {topic[:150]!r} must be a list of [start, stop], ascending and apart")
             end = each[1]
-    DataVersion.from_json(object_member(value, "dataVersion"))
+    data_version(value)
     for key, queues in entries(value, "offsetTable"):
         for queue_id, offset in queues.items():
             if offset is not None and type(offset) is not int:

@@ -1,14 +1,6 @@
 """Topics: names, queue counts, permissions and attributes (delivery#topics, delivery#system-names).
 
-A topic exists in one of two ways:
-
-=========  =================================  ==========================================================================
-kind       stored in                          configuration
-=========  =================================  ==========================================================================
-entered    `config/topics.json`               its entry
-found      nowhere; it has consume queues     read = write = highest queue id + 1, readable and writable; in memory
-                                              only, until `alter` or `ensure` enters it or it is deleted
-=========  =================================  ==========================================================================
+A topic is entered (in `config/topics.json`), or found: it has consume queues, but no entry.
 
     unknown --create, ensure, for_send--> entered --delete--> unknown, its messages are hidden
     found --alter, ensure--> entered;  found --delete--> unknown
@@ -28,12 +20,11 @@ from types import MappingProxyType
 from typing import Any
 
 from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic, is_system_topic, retry_topic
-from mqstore.broker.tables.configfile import ConfigFile, DataVersion, EncodedEntries, entries, member, object_member
+from mqstore.broker.tables.configfile import NOTHING, ConfigTable, data_version, entries, member, object_member
 from mqstore.broker.tables.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.reader import StoreReader
-from mqstore.signalsafe import Lock
 
 __all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
 
@@ -45,7 +36,6 @@ QUEUES_MAX = 16_384
 MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED")
 
 _TYPE = "message.type"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # Member of the file -> field, type, and RocketMQ's default.
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
@@ -53,12 +43,8 @@ _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "writeQueueNums": ("write_queues", int, 16),
     "perm": ("perm", int, 6),
     "order": ("order", bool, False),
-    "attributes": ("attributes", dict, _NOTHING),
+    "attributes": ("attributes", dict, NOTHING),
 }
-
-
-def _nothing() -> Mapping[str, Any]:
-    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +67,8 @@ class TopicConfig:
     """Sum of 4 (readable), 2 (writable) and 1 (RocketMQ's template for others)."""
     order: bool = False
     """Hint for clients that the order of queues matters. No effect here."""
-    attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
-    unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
+    attributes: Mapping[str, str] = field(default_factory=lambda: NOTHING, hash=False)
+    unknown: Mapping[str, Any] = field(default_factory=lambda: NOTHING, hash=False, repr=False)
     """Members of the file's entry that have no effect here. They are written back."""
 
     @property
@@ -119,28 +105,21 @@ class TopicConfig:
         return cls(name, **known, unknown=unknown)
 
 
-class TopicTable:
-    """Table of all topics of a store. Thread-safe. A look-up of a known topic takes no lock.
-    A change is saved before it takes effect: if a method raises, nothing changed. The functions in `on_change` are
-    called with the name of a created, changed or deleted topic, in the thread that changed it, without a lock."""
+class TopicTable(ConfigTable):
+    """Table of all topics of a store. Thread-safe."""
 
     def __init__(self, store: StoreReader, offsets: OffsetTable) -> None:
         """Load the file. Raises CorruptStoreError if no good copy of it is left, StoreIOError."""
-        self.on_change: list[Callable[[str], None]] = []
+        super().__init__(store, "topics.json", check_topics)
         self.group_names: Callable[[], Collection[str]] = tuple
         """Function that returns every known group. Set by the owner of the groups."""
         self.in_order: list[Callable[[str, str], bool]] = []
         """Functions called by `alter` that return True if a group relies on the order of a topic.
         They get (group, topic) of a group with committed offsets. Every group of a FIFO topic relies on it anyway."""
         self._store = store
-        self._clock = store.clock
         self._offsets = offsets
         self._auto_create = store.config.auto_create_topics
         self._default_queues = store.config.default_queues
-        self._lock = Lock()
-        self._file = ConfigFile(store, "topics.json", check_topics)
-        self._encoded = EncodedEntries()
-        self._version = DataVersion()
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
         # Look-ups add to the last two: _known gets topics that were found, _sendable those that were sent to.
@@ -182,10 +161,6 @@ class TopicTable:
         entered = self._entered
         found = (self._found(name) for name in self._store.topics() if name not in entered)
         return sorted([*entered.values(), *filter(None, found)], key=lambda config: config.name)
-
-    @property
-    def problems(self) -> list[str]:
-        return list(self._file.problems)
 
     def _find(self, name: str) -> TopicConfig | None:
         known = self._known  # first, so that the result of an outdated look-up is added to the old dict
@@ -264,7 +239,7 @@ class TopicTable:
             count if read_queues is None else read_queues,
             count if write_queues is None else write_queues,
             perm,
-            attributes=_attributes(_NOTHING, message_type),
+            attributes=_attributes(NOTHING, message_type),
         )
         _check_wish(config)
         return self._enter_if_absent(config, exist_ok=exist_ok)
@@ -430,22 +405,15 @@ class TopicTable:
 
     def _write(self, entered: dict[str, TopicConfig]) -> None:
         """Replace the table by `entered`, first on disk, then in memory."""
-        version = self._version.next(self._clock.now_ms())
-        table = self._foreign | self._encoded.of(entered)
-        self._file.save({"dataVersion": version.as_json(), "topicConfigTable": table})
+        self._file.save({"topicConfigTable": self._foreign | self._encoded(entered)}, steps=1)
         # New dicts replace the old ones, so that a look-up sees the table either before or after the change. In this
         # order, because a look-up first takes the dict that it fills, and then reads the ones set before it.
-        self._version, self._entered = version, entered
+        self._entered = entered
         self._known = dict(entered)
         self._sendable = {}
 
-    def _notify(self, name: str) -> None:
-        for function in list(self.on_change):
-            function(name)
-
     def _load(self) -> None:
         value = self._file.load() or {}
-        self._version = DataVersion.from_json(value.get("dataVersion"))
         for name, entry in object_member(value, "topicConfigTable").items():
             if entry is not None and is_path_safe(name) and "@" not in name:
                 self._entered[name] = TopicConfig.from_json(name, entry)
@@ -479,6 +447,6 @@ def _attributes(old: Mapping[str, str], message_type: str | None) -> Mapping[str
 
 def check_topics(value: dict[str, Any]) -> None:
     """Raise ValueError if an entry is not an object with members of the right types."""
-    DataVersion.from_json(object_member(value, "dataVersion"))
+    data_version(value)
     for name, entry in entries(value, "topicConfigTable"):
         TopicConfig.from_json(name, entry)

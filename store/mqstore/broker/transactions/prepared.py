@@ -7,6 +7,7 @@ from heapq import nsmallest
 from typing import Final, Literal, NamedTuple
 
 from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.delay.route import number
 from mqstore.broker.names import OP_TOPIC
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import TAGS
@@ -24,7 +25,6 @@ __all__ = [
     "PreparedMessage",
     "PreparedMessages",
     "TransactionHandle",
-    "number_of",
 ]
 
 CHECK_AFTER_MS: Final = 6_000
@@ -68,7 +68,6 @@ class PreparedMessage:
 
     @property
     def first_ms(self) -> int:
-        """Time at which its producer is first asked."""
         return self.stored_ms + (self.immunity_ms or CHECK_AFTER_MS)
 
 
@@ -178,17 +177,9 @@ class PreparedMessages:
                     half.next_ms = now_ms + CHECK_EVERY_MS
 
 
-def number_of(text: str | None) -> int | None:
-    """Return the number in a property, or None if there is none."""
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
-
-
 def _immunity_ms(text: str | None) -> int | None:
     """Return a message's immunity in ms, at least 6 s, or None without a valid one."""
-    wanted = number_of(text)
+    wanted = number(text)
     return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)
 
 

@@ -35,6 +35,7 @@ from enum import Enum
 from typing import Final, Literal, cast
 
 from mqstore.broker.context import Parts, messages_of
+from mqstore.broker.delay.route import number
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP, QueueKey
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.service import BackgroundService, Pin, Wake
@@ -46,7 +47,6 @@ from mqstore.broker.transactions.prepared import (
     PreparedMessage,
     PreparedMessages,
     TransactionHandle,
-    number_of,
 )
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, FlushTimeoutError, InvalidMessageError, MQStoreError, TransactionStateError
@@ -71,6 +71,7 @@ from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.writing.outgoing import Body, flat_body, user_properties
+from mqstore.log.writing.writer import RecordOptions, fields_of
 from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
 from mqstore.signalsafe import Lock
 
@@ -147,12 +148,8 @@ class Transactions(BackgroundService):
             if message.offset not in done and not self._recover(message, done)
         ]
         if nowhere:
-            _log.error(
-                "%s: %d half messages have no valid target and are skipped, the first at %d",
-                self._store.path,
-                len(nowhere),
-                nowhere[0],
-            )
+            _log.error("%s: %d half messages have no valid target and are skipped, the first at %d",
+                       self._store.path, len(nowhere), nowhere[0])  # fmt: skip
 
     def _span(self, topic: str) -> tuple[int, int]:
         """Return (committed offset, end) of one of the two queues. The offset is between the queue's bounds."""
@@ -162,11 +159,11 @@ class Transactions(BackgroundService):
     def _recover(self, message: Message, done: set[int]) -> bool:
         """Add a half from the log. Return False if its target is unknown."""
         properties = message.stored_properties()
-        before = number_of(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
+        before = number(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
         if before is not None and before in done:
             return True  # RocketMQ's copy of a half that has ended
         topic = properties.get(REAL_TOPIC)
-        if topic is None or number_of(properties.get(REAL_QID)) is None:
+        if topic is None or number(properties.get(REAL_QID)) is None:
             return False
         handle = TransactionHandle(
             message.unique_key, topic, properties.get(PGROUP, ""), message.offset, message.physical_offset
@@ -174,7 +171,7 @@ class Transactions(BackgroundService):
         half = PreparedMessage(
             handle, message.store_timestamp_ms, properties.get(CHECK_IMMUNITY_TIME_IN_SECONDS), recovered=True
         )
-        half.checks = max(0, number_of(properties.get(TRANSACTION_CHECK_TIMES)) or 0)
+        half.checks = max(0, number(properties.get(TRANSACTION_CHECK_TIMES)) or 0)
         if half.stored_ms > self._last_ms:  # the clock was set back meanwhile
             half.next_ms = self._last_ms
         self._halves.recover(half)
@@ -227,7 +224,7 @@ class Transactions(BackgroundService):
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an open id, a queue that
         the topic does not have, and an empty producer group. If it raises FlushTimeoutError, the half is stored and
         rolled back, or its producer group will be asked. The caller must not run the transaction's work."""
-        if (number_of(properties.get(DELAY)) or 0) > 0:
+        if (number(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:
             raise InvalidMessageError("a transaction needs a producer group for checks", "producer_group")
@@ -467,29 +464,14 @@ class Transactions(BackgroundService):
                 return
             if message is not None:
                 self._parts.topics.ensure(TRANS_CHECK_TOPIC, 1)
-                self._store.append(
-                    TRANS_CHECK_TOPIC,
-                    _QUEUE,
-                    bytes(message.body_view),
-                    properties=message.stored_properties() | {TRANSACTION_CHECK_TIMES: str(half.checks)},
-                    flag=message.flag,
-                    sys_flag=message.sys_flag,
-                    born_timestamp_ms=message.born_timestamp_ms,
-                    born_host=message.born_host,
-                    reconsume_times=message.reconsume_times,
-                    durability="append",
-                    copied=True,
-                )
+                properties = message.stored_properties() | {TRANSACTION_CHECK_TIMES: str(half.checks)}
+                options: RecordOptions = {**fields_of(message), "durability": "append", "copied": True}
+                body = bytes(message.body_view)
+                self._store.append(TRANS_CHECK_TOPIC, _QUEUE, body, properties=properties, **options)
             self._end(half, "discard")
-        _log.error(
-            "%s: transaction %r of group %r for topic %r is discarded, %s%s",
-            self._store.path,
-            half.handle.transaction_id,
-            half.handle.producer_group,
-            half.handle.topic,
-            why,
-            "" if message is None else f"; its message is kept in {TRANS_CHECK_TOPIC}",
-        )
+        kept = "" if message is None else f"; its message is kept in {TRANS_CHECK_TOPIC}"
+        _log.error("%s: transaction %r of group %r for topic %r is discarded, %s%s", self._store.path,
+                   half.handle.transaction_id, half.handle.producer_group, half.handle.topic, why, kept)  # fmt: skip
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
