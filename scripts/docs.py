@@ -101,13 +101,12 @@ def _table(names: str, rows: Iterable[list[str]]) -> str:
 
 def native_table() -> str:
     """Return table.h: each integer of these modules, without the underscore of a private name."""
-    from mqstore.broker.pop import request as ask
-    from mqstore.broker.pop import state
+    from mqstore.broker.pop import batch, state
     from mqstore.layout import consumequeue, hosts, indexfile, properties, record
     from mqstore.log.writing import outgoing
 
     lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
-    for module in (hosts, properties, record, consumequeue, indexfile, outgoing, ask, state):
+    for module in (hosts, properties, record, consumequeue, indexfile, outgoing, batch, state):
         lines.append(f"\n/* {module.__name__} */")
         found = [f"#define {name.strip('_')} {value}" for name, value in vars(module).items() if type(value) is int]
         lines += [line for line in found if line not in lines]  # a name may have been imported from a module before

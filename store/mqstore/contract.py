@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Unpack
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.pop.orderinfo import BlockedQueue
 from mqstore.broker.pop.request import Delivery, Pending
-from mqstore.broker.pop.service import MAX_BATCH
+from mqstore.broker.pop.state import MAX_BATCH
 from mqstore.broker.reading import Loss, ReadResult, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptNotes, Suspects
 from mqstore.broker.redelivery.dead_letters import DeadLetters

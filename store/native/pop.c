@@ -1,6 +1,6 @@
 /* The hot path of pop: delivers a batch, or settles messages of one, in one call (delivery#pop-log).
 
-   `PopFields` is the base class of the state that all queues share. The rules are those of standard.py, fifo.py and state.py,
+   `PopFields` is the base of the state that all queues share. The rules are those of unordered.py, ordered.py and state.py,
    which do whatever this declines. Declining means to return None without a change. As there, the record is in the log before
    memory changes. Between the two no Python code runs, except for the alarm that a put may call; if that raises, memory is
    unchanged. */

@@ -77,7 +77,7 @@
 /* mqstore.log.writing.outgoing */
 #define MAX_MESSAGE_GROUP 63
 
-/* mqstore.broker.pop.request */
+/* mqstore.broker.pop.batch */
 #define SAME_MOMENT_MS 1000
 
 /* mqstore.broker.pop.state */

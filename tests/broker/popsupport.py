@@ -10,18 +10,36 @@ from typing import Any
 import pytest
 
 from mqstore.broker.context import Parts
-from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.service import Delivery, PopService
-from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.filters.filter import parse_filter
+from mqstore.broker.names import POP_LOG_KEY, QueueKey
+from mqstore.broker.pop import compaction
+from mqstore.broker.pop.batch import Batch
+from mqstore.broker.pop.log import PopLog
+from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.service import PopService
+from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
 from mqstore.broker.redelivery.retry import Retries
 from mqstore.broker.waiting import Waiters
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from tests.broker.support import ServiceBench
+from tests.broker.support import ServiceBench, full
 
-__all__ = ["PopBench", "bodies", "fail_once", "interrupted_puts", "memory", "offsets", "orders"]
+__all__ = [
+    *("DLQ", "POP_LOG_TOPIC", "RETRY", "RETRY_V1"),
+    *("PopBench", "bodies", "interrupted_puts", "memory", "offsets", "orders", "queue", "tags"),
+]
+
+RETRY, RETRY_V1 = "%RETRY%g+t", "%RETRY%g_t"
+DLQ = "%DLQ%g"
+POP_LOG_TOPIC = "rmq_sys_pop_log"
+tags = parse_filter
+
+
+def queue(group: str = "g", topic: str = "t", queue_id: int = 0) -> QueueKey:
+    """Queue of a topic, for a group."""
+    return QueueKey(group, topic, queue_id)
 
 
 class PopBench(ServiceBench[PopService]):
@@ -58,7 +76,7 @@ class PopBench(ServiceBench[PopService]):
 
     @property
     def tables(self) -> PopTables:
-        return self.service._tables
+        return self.service.tables
 
     @property
     def state(self) -> QueueState:
@@ -81,7 +99,7 @@ class PopBench(ServiceBench[PopService]):
     def rewrite(self) -> None:
         """Append the last batch in order again, as the keeper does if it lies too far behind the log end."""
         if self.state.fifo is not None:
-            self.service._fifo.rewrite(self.state)
+            self.service._ordered.rewrite(self.state)
 
     @property
     def now_ms(self) -> int:
@@ -102,7 +120,20 @@ class PopBench(ServiceBench[PopService]):
     # -- group g, topic t unless said -------------------------------------------------------------------------------
 
     def pop(self, *, group: str = "g", topic: str = "t", **options: Any) -> list[Delivery]:
-        return self.service.pop(group, topic, **options)
+        poll_s, durability = options.pop("poll_s", 0), options.pop("durability", None)
+        return self.service.pop(PopRequest(group, topic, **options), poll_s, durability)
+
+    def park(self, callback: Callable[[bool], Any], *, topic: str = "t", **options: Any) -> None:
+        """Have `callback` called when a pop may find a message."""
+        self.service.add_waiter(PopRequest("g", topic, **options), callback)
+
+    def may_find(self, **options: Any) -> bool:
+        """Return True if a pop may find a message now."""
+        return self.service.wait_for(PopRequest("g", "t", **options), 0)
+
+    def change(self, verb: str, receipt: str, *arguments: Any, **options: Any) -> Any:
+        """Call `nack`, `change_invisible` or `dead_letter`."""
+        return getattr(self.service, verb)("g", "t", receipt, *arguments, **options)
 
     def ack(self, *deliveries: Delivery) -> None:
         self.service.ack("g", "t", [delivery.receipt for delivery in deliveries])
@@ -113,23 +144,41 @@ class PopBench(ServiceBench[PopService]):
     def committed(self, queue_id: int = 0, *, topic: str = "t") -> int | None:
         return self.parts.offsets.committed(QueueKey("g", topic, queue_id))
 
+    @property
+    def replay_position(self) -> int | None:
+        """Record of the pop log from which the next opening reads."""
+        return self.parts.offsets.committed(POP_LOG_KEY)
+
+    def replay_from(self, position: int) -> None:
+        self.parts.offsets.commit(POP_LOG_KEY, position)
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def replay_at_most(self, monkeypatch: pytest.MonkeyPatch, records: int) -> None:
+        """Have batches put again that are more records behind the log end."""
+        monkeypatch.setattr(compaction, "_REPLAY_RECORDS", records)
+
+    def refuse(self, monkeypatch: pytest.MonkeyPatch, name: str, fail: Callable[..., Any] = full) -> None:
+        """Let each write of that kind to the pop log fail."""
+        monkeypatch.setattr(PopLog, name, fail)
+
+    def fail_once(self, monkeypatch: pytest.MonkeyPatch, name: str, *, call: int = 1) -> None:
+        """Let the `call`-th coming write of that kind meet a full disk."""
+        target = PopTables if name == "file_dead_letter" else PopLog
+        real, calls = getattr(target, name), [0]
+
+        def put(*args: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == call:
+                raise OSError("no space left")
+            return real(*args, **options)
+
+        monkeypatch.setattr(target, name, put)
+
     def reset(self, offset: int, queue_id: int = 0, *, topic: str = "t") -> None:
         """As `Broker.reset`."""
         self.reads.reset("g", topic, queue_id, offset, self.service.reset)
         self.parts.offsets.save()
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *, call: int = 1) -> None:
-    """Let the `call`-th coming call of `target.name` meet a full disk."""
-    real, calls = getattr(target, name), [0]
-
-    def put(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == call:
-            raise OSError("no space left")
-        return real(*args, **options)
-
-    monkeypatch.setattr(target, name, put)
 
 
 def bodies(deliveries: list[Delivery]) -> list[bytes]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
-from mqstore.broker.redelivery.attempt_journal import Suspects
 
 HEAD = {"group": "g", "workers": 2, "cells": 3}
 
@@ -156,30 +154,3 @@ def test_a_handler_that_hangs_when_its_consumer_stops_has_used_an_attempt(tmp_pa
             assert seen == [2]
     finally:
         gate.set()
-
-
-def test_one_suspected_message_begins_at_a_time_whoever_asks() -> None:
-    suspects, told = Suspects(), []
-
-    def come(key: str, owner: str) -> None:
-        suspects.come(key, owner, partial(told.append, key))
-
-    come("a", "first owner")
-    come("a", "first owner")  # it is in turn already
-    assert told == ["a", "a"]
-    told.clear()
-    for key, owner in (("b", "first owner"), ("c", "second owner"), ("d", "first owner"), ("e", "third owner")):
-        come(key, owner)
-    suspects.release("c")  # it is not its turn
-    assert (told, suspects.is_in("a")) == ([], True)
-    suspects.release("a")
-    assert (told, suspects.is_in("b")) == (["b"], True)
-    suspects.desert("first owner")  # d with it
-    assert (told, suspects.is_in("c")) == (["b", "c"], True)
-    suspects.give_up("first owner")  # has no turn
-    assert suspects.is_in("c")
-    suspects.give_up("second owner")
-    assert (told, suspects.is_in("e")) == (["b", "c", "e"], True)
-    suspects.release("e")
-    come("f", "first owner")
-    assert (told, suspects.is_in("f")) == (["b", "c", "e", "f"], True)

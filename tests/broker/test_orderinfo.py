@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, OrderInfoTable, check_order_info
+from mqstore.broker.redelivery.attempt_journal import Suspects
 from mqstore.files.jsonfile import decode_json, encode_json
 
 T0 = 1_000_000
 INV = 60_000
-DAY = 86_400_000
 KEY = QueueKey("g", "t", 0)
 
 Step = Callable[[OrderInfoTable], None]
@@ -35,11 +35,9 @@ def record_of(table: OrderInfoTable) -> OrderInfo:
 
 def popped(table: OrderInfoTable, at: int, offsets: Any, attempt: str | None = None, inv: int = INV) -> OrderInfo:
     """Pop at T0+at."""
-    old = table.get(KEY)
-    if old is None:
-        record = OrderInfo(tuple(offsets), T0 + at, inv, T0 + at, attempt)
-    else:
-        record = old.followed_by(list(offsets), T0 + at, inv, T0 + at, attempt)
+    old, record = table.get(KEY), OrderInfo(tuple(offsets), T0 + at, inv, T0 + at, attempt)
+    if old is not None:
+        record = old.followed_by(record)
     table.put(KEY, record)
     return record
 
@@ -191,24 +189,9 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     }
     reload(table)
     assert table.attempts(QueueKey("g", "t", 0)) == {10: 3, 12: 1}
-    assert table.suspended("g", past) == {}
+    assert table.suspended("g", lambda queue: 99) == {}
     assert table.suspended("g", lambda queue: 11) == {("t", 0): BlockedQueue(12, 1, T0, "KeyError: 'id'")}
     assert not record_of(table).blocks(None, T0)
-
-
-def test_a_failed_message_is_known_until_it_is_acknowledged() -> None:
-    table = OrderInfoTable()
-    popped(table, 0, [4, 5, 6])
-    table.put(KEY, record_of(table).failed(5, 1, T0 + 1, "no").failed(4, 1, T0 + 2, ""))
-    popped(table, 3, [4, 5])
-    table.put(KEY, record_of(table).failed(5, 2, T0 + 4, "not yet"))
-    reload(table)
-    assert table.suspended("g", lambda queue: 4) == {("t", 0): BlockedQueue(4, 1, T0 + 2, "")}
-    assert table.suspended("h", lambda queue: 4) == {}
-    ack(5, 4)(table)
-    assert table.suspended("g", lambda queue: 0) == {("t", 0): BlockedQueue(5, 2, T0 + 1, "not yet")}
-    ack(6, 5)(table)
-    assert table.suspended("g", lambda queue: 0) == {}
 
 
 def test_failures_of_offsets_that_are_gone_are_forgotten() -> None:
@@ -235,98 +218,12 @@ def test_attempts_are_dropped_when_the_queue_moves_on() -> None:
     assert table.get(KEY) is None
 
 
-def test_a_pop_after_orderly_attempts_goes_on_counting_from_them() -> None:
-    """Three failed attempts, then the group pops: this delivery is the fourth, three redeliveries."""
+def test_a_record_that_was_replaced_meanwhile_is_not_forgotten() -> None:
+    """Its topic was gone when cleaning looked, and was made and popped before cleaning dropped it."""
     table = OrderInfoTable()
-    table.note_attempt(QueueKey("g", "t", 0), 10, 3, T0)
-    assert popped(table, 0, [10, 11]).counts == {10: 3}
-    table.drop_attempts(QueueKey("g", "t", 0), 99)
-    assert table.attempts(QueueKey("g", "t", 0)) == {}
-    blocked(True, 1)(table)
-
-
-@pytest.mark.parametrize(("offset", "count"), [(-1, 1), (1, -1)])
-def test_negative_attempts_are_refused(offset: int, count: int) -> None:
-    with pytest.raises(ValueError, match="negative"):
-        OrderInfoTable().note_attempt(QueueKey("g", "t", 0), offset, count, T0)
-
-
-# --- cleaning (delivery#order-clean) ----------------------------------------------------------------------------------
-
-
-def popped_table(*keys: QueueKey) -> OrderInfoTable:
-    table = OrderInfoTable()
-    for key in keys:
-        table.put(key, OrderInfo((0,), T0, INV, T0))
-    return table
-
-
-def past(_queue: QueueKey) -> int:
-    """The group has moved on, everywhere."""
-    return 1_000_000
-
-
-def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[QueueKey], int | None] = past) -> list[Any]:
-    """Clean where there is a topic "t" with 4 queues, and a group "g"; what is left."""
-    table.clean(now_ms, {"t": 4}.get, {"g"}.__contains__, committed, lambda queue: nullcontext())
-    return list(table.records())
-
-
-def test_entry_with_attempts_is_not_idle() -> None:
-    """After a weekend a poison message had all its attempts again."""
-    table, noted = popped_table(KEY), OrderInfoTable()
-    noted.note_attempt(QueueKey("g", "t", 0), 5, 16, T0)
-    for each in (table, noted):
-        assert clean(each, T0 + 30 * DAY, lambda _: None) == [KEY]
-    assert popped(table, 30 * DAY, [0]).counts == {0: 1}
-    assert noted.attempts(QueueKey("g", "t", 0)) == {5: 16}
-    assert clean(noted, T0, lambda _: 5) == [KEY]
-    assert clean(noted, T0, lambda _: 6) == []
-
-
-def test_empty_entry_is_idle() -> None:
-    for become in (lambda record: record.acknowledged([0]), lambda record: record.given_back([0], T0)):
-        table = OrderInfoTable()
-        table.put(KEY, become(OrderInfo((0,), T0, INV, T0)))
-        assert clean(table, T0 + 30 * DAY, lambda _: None) == []
-
-
-def test_cleaning_drops_what_has_no_topic_no_group_or_no_queue() -> None:
-    table = popped_table(KEY, QueueKey("g", "t", 4), QueueKey("g", "gone", 0), QueueKey("nobody", "t", 0))
-    assert clean(table, T0) == [KEY]
-    assert list(table.as_json()["table"]) == ["t@g"]
-
-
-@pytest.mark.parametrize(("age", "left"), [(DAY, [KEY]), (DAY + 1, [])])
-def test_a_record_idle_for_more_than_a_day_is_dropped(age: int, left: list[Any]) -> None:
-    assert clean(popped_table(KEY), T0 + age) == left
-
-
-def test_a_record_whose_message_is_still_invisible_is_not_idle() -> None:
-    """Renewed for two days by a receiver that works on: dropping it would let the queue be popped again."""
-    table = popped_table(KEY)
-    change(0, 2 * DAY + 1)(table)
-    assert clean(table, T0 + 2 * DAY) == [KEY]
-    assert clean(table, T0 + 2 * DAY + 1) == []
-
-
-def test_keys_of_another_form_are_kept_and_empty_entries_are_not() -> None:
-    table = OrderInfoTable()
-    table.load({"table": {"a@b@c": {}, "alone": {"0": {"o": [1], "l": 5}}, "t@g": {}}})
-    clean(table, T0 + 3 * DAY)
-    assert set(table.as_json()["table"]) == {"a@b@c", "alone"}
-
-
-def test_a_batch_popped_while_cleaning_asks_about_its_topic_stays() -> None:
-    """The topic was gone when cleaning looked, and was made and popped before cleaning dropped."""
-    table = popped_table(KEY)
-
-    def read_queues(topic: str) -> int | None:
-        popped(table, 1, [0, 1])
-        return None
-
-    table.clean(T0 + 1, read_queues, lambda group: True, past, lambda queue: nullcontext())
-    assert record_of(table).offsets == (0, 1)
+    old, new = popped(table, 0, [0]), popped(table, 1, [0, 1])
+    table.forget(KEY, old)
+    assert table.get(KEY) == new
 
 
 # --- the file (delivery#order-info, delivery#order-file) --------------------------------------------------------------
@@ -341,16 +238,6 @@ SAMPLE = {
         }
     }
 }  # fmt: skip
-
-
-def test_the_sample_of_the_file_comes_back_the_same() -> None:
-    table = OrderInfoTable()
-    table.load(SAMPLE)
-    assert table.as_json() == SAMPLE
-    record = table.get(QueueKey("G_fifo", "fifo", 0))
-    assert record is not None
-    assert record.offsets == (460, 461, 462, 463)
-    assert record.unacked() == [461, 462]
 
 
 @pytest.mark.parametrize(
@@ -371,16 +258,18 @@ def test_the_shapes_of_all_versions_are_read(
     assert "c" not in table.as_json()["table"]["t@g"]["0"]
 
 
-def test_members_unknown_here_are_kept_on_rewriting() -> None:
-    value = {
-        "table": {"t@g": {"0": {"o": [1], "cm": 0, "l": 1, "popTime": 5, "new": {"x": 1}}}},
+def test_the_file_comes_back_with_members_unknown_here() -> None:
+    value: dict[str, Any] = {
+        "table": {**SAMPLE["table"], "a@b@c": {}, "alone": {"0": {"o": [1], "l": 5}}},
         "dataVersion": {"n": 1},
     }
+    value["table"]["fifo@G_fifo"]["0"]["new"] = {"x": 1}
     table = OrderInfoTable()
     table.load(value)
-    ack(2, 1)(table)
-    assert table.as_json()["dataVersion"] == {"n": 1}
-    entry(new={"x": 1})(table)
+    assert table.as_json() == value
+    record = table.get(QueueKey("G_fifo", "fifo", 0))
+    assert record is not None
+    assert (record.offsets, record.unacked()) == ((460, 461, 462, 463), [461, 462])
 
 
 BAD_ENTRIES: list[Any] = [
@@ -397,7 +286,8 @@ BAD_ENTRIES: list[Any] = [
 
 @pytest.mark.parametrize("bad", BAD_ENTRIES, ids=lambda value: json.dumps(value)[:30])
 def test_unknown_version_is_refused(bad: Any) -> None:
-    table = popped_table(KEY)
+    table = OrderInfoTable()
+    popped(table, 0, [0])
     before = table.as_json()
     value = {"table": {"ok@g": {"0": {"o": [1]}}, "t@g": {"0": bad}}}
     with pytest.raises(ValueError, match=r"order info: t@g\[0\]"):
@@ -433,27 +323,35 @@ def test_any_json_is_read_or_refused_and_what_is_read_works(value: Any) -> None:
         return
     table.drop_attempts(QueueKey("g", "t", 0), 5)
     table.blocks(KEY, T0)
-    clean(table, T0)
     reload(table)
     popped(table, 0, [1, 2]).acknowledged([1])
 
 
-def test_the_version_grows_with_every_change_and_only_then() -> None:
-    table = OrderInfoTable()
-    record = OrderInfo((0, 1), T0, INV, T0)
-    changes: list[tuple[bool, Callable[[], object]]] = [
-        (True, lambda: table.put(KEY, record)),
-        (True, lambda: table.put(KEY, record.acknowledged([0]))),
-        (True, lambda: table.put(KEY, None)),
-        (True, lambda: table.note_attempt(QueueKey("g", "t", 0), 1, 1, T0)),
-        (False, lambda: table.drop_attempts(QueueKey("g", "t", 0), 1)),
-        (True, lambda: table.drop_attempts(QueueKey("g", "t", 0), 2)),
-        (False, lambda: table.put(KEY, None)),
-        (True, lambda: table.put(QueueKey("g", "gone", 0), record)),
-        (True, lambda: clean(table, T0)),
-        (False, lambda: clean(table, T0)),
-    ]
-    for grows, change_it in changes:
-        before = table.version
-        change_it()
-        assert (table.version > before) is grows
+# --- messages whose handler may have ended a process (broker/redelivery/attempt_journal.py) --------------------------
+
+
+def test_one_suspected_message_begins_at_a_time_whoever_asks() -> None:
+    suspects, told = Suspects(), []
+
+    def come(key: str, owner: str) -> None:
+        suspects.come(key, owner, partial(told.append, key))
+
+    come("a", "first owner")
+    come("a", "first owner")  # it is in turn already
+    assert told == ["a", "a"]
+    told.clear()
+    for key, owner in (("b", "first owner"), ("c", "second owner"), ("d", "first owner"), ("e", "third owner")):
+        come(key, owner)
+    suspects.release("c")  # it is not its turn
+    assert (told, suspects.is_in("a")) == ([], True)
+    suspects.release("a")
+    assert (told, suspects.is_in("b")) == (["b"], True)
+    suspects.desert("first owner")  # d with it
+    assert (told, suspects.is_in("c")) == (["b", "c"], True)
+    suspects.give_up("first owner")  # has no turn
+    assert suspects.is_in("c")
+    suspects.give_up("second owner")
+    assert (told, suspects.is_in("e")) == (["b", "c", "e"], True)
+    suspects.release("e")
+    come("f", "first owner")
+    assert (told, suspects.is_in("f")) == (["b", "c", "e", "f"], True)

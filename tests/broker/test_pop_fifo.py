@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.names import POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
-from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import PopBench, bodies, offsets
+from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, bodies, offsets, queue, tags
 
-DLQ = dlq_topic("g")
 INVISIBLE_MS = 60_000
 
 
-def pop(pops: PopBench, n: int = 32, **options: Any) -> list[Delivery]:
+def pop(pops: PopBench, n: int = 32, **options: Any) -> list[Any]:
     return pops.pop(n=n, order=True, **options)
 
 
@@ -32,7 +28,7 @@ def test_queues_block_each_for_itself(tmp_path: Path) -> None:
 
 def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(pops: PopBench) -> None:
     pops.put("t", 200)
-    pops.service.pop("g", "t", n=1, order=True, start="earliest")
+    pops.pop(order=True, start="earliest")
     handed: list[int] = []
     for _ in range(6):
         pops.advance(INVISIBLE_MS)
@@ -55,20 +51,6 @@ def test_offset_outside_the_batch_settles_nothing(pops: PopBench) -> None:
         with pytest.raises(InvalidReceiptError):
             call("g", "t", *arguments)  # type: ignore[arg-type]
     assert pops.committed() == 0
-
-
-def test_a_changed_time_holds_only_its_message(pops: PopBench) -> None:
-    pops.put("t", 2)
-    now_ms = pops.now_ms
-    first = pop(pops)
-    pops.advance(1_000)
-    receipt = pops.service.change_invisible("g", "t", first[1].receipt, 120_000)
-    assert receipt == f"0 {now_ms} 121000 999 0 mqstore 0 1"
-    pops.advance(59_000)
-    pops.ack(first[0])
-    assert pop(pops) == []
-    pops.service.ack("g", "t", receipt)
-    assert pops.committed() == 2
 
 
 def test_a_pop_finds_the_dead_letter_due_even_before_the_housekeeper(pops: PopBench) -> None:
@@ -105,18 +87,18 @@ def test_a_release_in_the_last_attempt_is_no_dead_letter(pops: PopBench) -> None
 def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(pops: PopBench) -> None:
     for i, tag in enumerate("abaabbab"):
         pops.put("t", 1, first=i, tag=tag)
-    found = pop(pops, 2, filter=parse_filter("b"))
+    found = pop(pops, 2, filter=tags("b"))
     assert offsets(found) == [1, 4]
     assert pops.committed() == 1
     pops.ack(found[0])
     assert pops.committed() == 4
     pops.ack(found[1])
-    found = pop(pops, filter=parse_filter("b"))
+    found = pop(pops, filter=tags("b"))
     assert offsets(found) == [5, 7]
     pops.ack(*found)
     assert pops.committed() == 8
     pops.put("t", 2, tag="a")
-    assert pop(pops, filter=parse_filter("b")) == []
+    assert pop(pops, filter=tags("b")) == []
     assert pops.committed() == 10
 
 
@@ -126,7 +108,7 @@ def test_parked_receivers_are_woken_when_the_queue_is_free(pops: PopBench) -> No
 
     def park() -> None:
         fired.clear()
-        pops.service.add_waiter("g", "t", -1, None, fired.append, order=True)
+        pops.park(fired.append, order=True)
         pops.settle()
         assert fired == []
 
@@ -164,7 +146,7 @@ def test_a_group_that_changes_its_mode_loses_nothing(pops: PopBench) -> None:
     assert offsets(fifo) == [2, 3]
     pops.ack(fifo[0])
     retried = pops.pop(n=5)
-    assert [(d.message.topic, d.message.offset) for d in retried] == [(pop_retry_topic("g", "t"), 0)]
+    assert [(d.message.topic, d.message.offset) for d in retried] == [(RETRY, 0)]
     pops.advance(INVISIBLE_MS)
     rest = [d.message.body for d in pops.pop(n=5)]
     assert sorted(rest) == [b"1", b"3", b"4", b"5"]
@@ -205,15 +187,15 @@ def test_the_order_info_file_is_written_every_ten_seconds(pops: PopBench) -> Non
 def test_queue_model_attempts_are_saved_within_a_second(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 3)
-    pops.service.note_attempt(QueueKey("g", "t", 0), 1, 2)
+    pops.service.note_attempt(queue(), 1, 2)
     pops.settle()
     pops.advance(1_000)
     pops.crash()
-    assert pops.service.attempts(QueueKey("g", "t", 0)) == {1: 2}
-    pops.parts.offsets.commit(QueueKey("g", "t", 0), 2)
-    pops.service.note_attempt(QueueKey("g", "t", 0), 2, 1)
+    assert pops.service.orders.attempts(queue()) == {1: 2}
+    pops.parts.offsets.commit(queue(), 2)
+    pops.service.note_attempt(queue(), 2, 1)
     pops.advance(1_000)
-    assert pops.service.attempts(QueueKey("g", "t", 0)) == {2: 1}
+    assert pops.service.orders.attempts(queue()) == {2: 1}
 
 
 def test_receipt_from_before_a_reset_acknowledges_nothing(pops: PopBench) -> None:
@@ -251,7 +233,7 @@ def test_old_order_info_before_the_log_start_is_ignored(pops: PopBench) -> None:
     pops.advance(10_000)  # it is saved
     pops.clock.set_wall(pops.now_ms - 3_600_000)
     pops.ack(*first)
-    pops.parts.offsets.commit(POP_LOG_KEY, pops.parts.store.offsets(POP_LOG_TOPIC)[1])
+    pops.replay_from(pops.parts.store.offsets(POP_LOG_TOPIC)[1])
     pops.parts.offsets.save()
     second = pops.pop(order=True, n=3)
     pops.ack(second[0])

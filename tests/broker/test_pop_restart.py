@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqstore.broker.filters.filter import parse_filter
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
-from mqstore.broker.pop import compaction as popkeep
-from mqstore.broker.pop import log as poplog
-from mqstore.broker.pop.log import ACK, PopLog
-from mqstore.broker.pop.state import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import PopBench, offsets
-from tests.log.support import flip, open_store
+from tests.broker.popsupport import DLQ, POP_LOG_TOPIC, RETRY, PopBench, offsets, queue, tags
+from tests.log.support import flip
 
-RETRY = pop_retry_topic("g", "t")
 INVISIBLE_MS = 60_000
 DAY_MS = 86_400_000
 
@@ -57,7 +49,7 @@ def test_delayed_release_survives_a_restart(
         kept = pops.service.change_invisible("g", "t", second.receipt, 3_600_000)  # held for as long
     else:
         kept = second.receipt
-    monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 1)
+    pops.replay_at_most(monkeypatch, 1)
     pops.advance(10_000)
     restart()
     restart()
@@ -92,7 +84,7 @@ def test_a_crash_between_copy_and_its_record_copies_once_more(pops: PopBench, mo
     def killed(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PopLog, "put_settled", killed)
+    pops.refuse(monkeypatch, "put_settled", killed)
     pops.clock.advance(INVISIBLE_MS)
     with pytest.raises(KeyboardInterrupt):
         pops.service.run_once(pops.now_ms)
@@ -131,6 +123,45 @@ def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(pops: PopBenc
 # -- FIFO -------------------------------------------------------------------------------------------------------------
 
 
+OLD_ENTRIES: dict[str, tuple[str, str, int, dict[str, Any], bool]] = {
+    "acknowledged, a day old": ("t@g", "0", DAY_MS + 1, {"cm": 1}, False),
+    "acknowledged, not so old": ("t@g", "0", DAY_MS - 20_000, {"cm": 1}, True),
+    "its next delivery counts an attempt": ("t@g", "0", 30 * DAY_MS, {}, True),
+    "its next delivery counts none": ("t@g", "0", 30 * DAY_MS, {"rel": 1}, False),
+    "released, and invisible": ("t@g", "0", 30 * DAY_MS, {"rel": 1, "ot": {"1": 60_000}}, True),
+    "attempts of the queue model": ("t@g", "0", 30 * DAY_MS, {"popTime": 0, "i": None, "oc": {"1": 16}}, True),
+    "settled attempts": ("t@g", "0", 0, {"popTime": 0, "i": None, "o": [0], "oc": {"0": 16}}, False),
+    "no such queue": ("t@g", "4", 0, {}, False),
+    "no such topic": ("gone@g", "0", 0, {}, False),
+    "no such group": ("t@nobody", "0", 0, {}, False),
+    "key of another form": ("a@b@c", "0", 30 * DAY_MS, {}, True),
+}
+
+
+@pytest.mark.parametrize(("key", "queue_id", "age_ms", "members", "stays"), OLD_ENTRIES.values(), ids=OLD_ENTRIES)
+def test_only_obsolete_order_info_is_dropped(
+    pops: PopBench, key: str, queue_id: str, age_ms: int, members: dict[str, Any], stays: bool
+) -> None:
+    """Order info that nobody had touched for a day was dropped: after each weekend a message on which every consumer
+    fails had all its attempts again, and its queue stood still for as long."""
+    pops.parts.groups.create("g")
+    pops.put("t", 3)
+    pops.put("u", 1)
+    pops.parts.offsets.commit(queue(), 1)
+    pops.close()
+    then_ms = pops.now_ms - age_ms
+    entry = {"o": [1], "cm": 0, "i": 1_000, "l": then_ms, "popTime": then_ms, **members}
+    if "ot" in members:
+        entry["ot"] = {"1": pops.now_ms + 60_000}
+    (pops.path / "config" / "consumerOrderInfo.json").write_text(json.dumps({"table": {key: {queue_id: entry}}}))
+    pops.open()
+    pops.pop(topic="u", order=True)  # something that has the file written
+    pops.advance(10_000)
+    table = json.loads((pops.path / "config" / "consumerOrderInfo.json").read_text())["table"]
+    assert (queue_id in table.get(key, {})) is stays
+    assert "u@g" in table
+
+
 def test_ordered_batch_survives_a_restart(pops: PopBench, restart: Any) -> None:
     pops.put("t", 5)
     first = pops.pop(n=4, order=True)
@@ -142,39 +173,6 @@ def test_ordered_batch_survives_a_restart(pops: PopBench, restart: Any) -> None:
     assert [(d.message.offset, d.attempt) for d in again] == [(0, 3), (2, 2), (3, 2), (4, 1)]
     pops.ack(*again)
     assert pops.committed() == 5
-
-
-def test_attempts_are_counted_on_after_a_weekend(pops: PopBench, restart: Any) -> None:
-    """Order info that nobody had touched for a day was dropped at the next save: after each weekend a message on which
-    every consumer fails had all its attempts again, and its queue stood still for as long."""
-    pops.parts.groups.create("g", retry_max_times=2)
-    pops.parts.groups.create("orderly")
-    pops.put("t", 2)
-    pops.service.note_attempt(QueueKey("orderly", "t", 0), 0, 16)
-    for _ in range(2):
-        pops.pop(order=True, invisible_ms=1_000)
-        pops.advance(1_000)
-    pops.advance(10_000)
-    restart()
-    pops.clock.advance(2 * DAY_MS)
-
-    pops.put("u", 1)
-    pops.pop(topic="u", order=True)  # something that has the file written
-    pops.advance(30_000)
-
-    assert pops.service.attempts(QueueKey("orderly", "t", 0)) == {0: 16}
-    assert [delivery.attempt for delivery in pops.pop(order=True)] == [3]
-    pops.advance(60_000)
-    assert [dead.body for dead in pops.read(dlq_topic("g"))] == [b"0"]
-
-    pops.parts.offsets.commit(QueueKey("orderly", "t", 0), 1)
-    pops.parts.groups.delete("g")
-    pops.parts.groups.create("g")
-    pops.pop(topic="u", order=True)
-    pops.clock.advance(2 * DAY_MS)
-    pops.advance(30_000)
-    table = json.loads((pops.path / "config" / "consumerOrderInfo.json").read_text())["table"]
-    assert {key.partition("@")[0] for key in table} == {"u"}
 
 
 def test_message_popped_twice_and_released_is_free(pops: PopBench, restart: Any) -> None:
@@ -193,7 +191,7 @@ def test_a_batch_settled_after_the_file_was_written_blocks_nothing(pops: PopBenc
     pops.advance(10_000)  # the file says: two in flight
     pops.ack(*first)
     # The offset table says: settled, and no replay of their records. We write the file first; others may not.
-    pops.parts.offsets.commit(POP_LOG_KEY, 2)
+    pops.replay_from(2)
     pops.parts.offsets.save()
     pops.crash()
     assert offsets(pops.pop(order=True)) == [2]
@@ -262,7 +260,7 @@ def test_a_file_of_a_java_broker_is_taken_over(pops: PopBench) -> None:
     pops.parts.groups.create("g")
     pops.put("t", 6)
     now_ms = pops.now_ms
-    pops.parts.offsets.commit(QueueKey("g", "t", 0), 1)
+    pops.parts.offsets.commit(queue(), 1)
     pops.close()
     # cm: offset 3 was acknowledged; integer keys as fastjson writes them
     text = f'{{"table":{{"t@g":{{0:{{"cm":4,"i":60000,"l":{now_ms},"o":[1,1,2],"popTime":{now_ms}}}}}}}}}'
@@ -284,7 +282,7 @@ def test_without_a_record_nothing_can_be_acknowledged(pops: PopBench) -> None:
     """With the record the order of what was popped is lost; what lies before the message would go with it."""
     pops.put("t", 6)
     pops.parts.groups.create("g")
-    pops.parts.offsets.commit(QueueKey("g", "t", 0), 2)
+    pops.parts.offsets.commit(queue(), 2)
     now_ms = pops.now_ms
     for offset in (2, 3, 5):
         with pytest.raises(ReceiptExpiredError):
@@ -300,7 +298,7 @@ def test_without_a_record_nothing_can_be_acknowledged(pops: PopBench) -> None:
 def test_the_replay_position_is_the_oldest_unsettled_batch(pops: PopBench) -> None:
     def position() -> int:
         pops.advance(20_000)  # the order info file is written after 10 s, and the position follows it
-        return pops.parts.offsets.committed(POP_LOG_KEY) or 0
+        return pops.replay_position or 0
 
     pops.put("t", 6)
     one, two, three = (pops.pop(invisible_ms=3_600_000) for _ in range(3))
@@ -349,12 +347,12 @@ def test_the_replay_position_moves_though_nothing_is_due_for_long(pops: PopBench
 
 def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(pops: PopBench) -> None:
     pops.put("t", 2, tag="b")
-    pops.pop(order=True, n=2, filter=parse_filter("b"), invisible_ms=1_000)
+    pops.pop(order=True, n=2, filter=tags("b"), invisible_ms=1_000)
     pops.advance(1_000)
-    assert pops.pop(order=True, n=2, filter=parse_filter("a")) == []
+    assert pops.pop(order=True, n=2, filter=tags("a")) == []
     assert pops.committed() == 2
     pops.advance(20_000)
-    assert pops.parts.offsets.committed(POP_LOG_KEY) == 1
+    assert pops.replay_position == 1
     pops.advance(INVISIBLE_MS)
     pops.crash()
     assert pops.pop(order=True, n=2) == []
@@ -367,32 +365,13 @@ def test_the_pop_log_is_pinned_from_the_replay_position_on(pops: PopBench) -> No
     pops.advance(5_000)
     [pin] = pops.service.pins()
     assert pin.physical_offset == pops.read(POP_LOG_TOPIC)[2].physical_offset
-    assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, POP_LOG_GROUP)
-
-
-def test_batches_that_are_put_again_are_looked_for_once(pops: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that was released was looked at for each batch of it, under the lock of the queue."""
-    monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 1)
-    pops.put("t", 60)
-    given = [delivery for _ in range(20) for delivery in pops.pop(n=2, local=False)]
-    held = pops.pop(n=20, local=False)
-    pops.release(*given)
-    looks = []
-    oldest = QueueState.oldest
-    monkeypatch.setattr(QueueState, "oldest", lambda state: [oldest(state), looks.append(state)][0])
-    pops.settle()
-    assert len(looks) <= 3
-    monkeypatch.undo()
-    pops.advance(10_000)
-    pops.crash()
-    assert [pending.offset for pending in pops.service.pending("g")] == offsets(held)
-    assert offsets(pops.pop(n=32)) == offsets(given)[:32]
+    assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, "CID_RMQ_SYS_POP_LOG")
 
 
 def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops: PopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 20)
+    pops.replay_at_most(monkeypatch, 20)
     pops.put("t", 60)
     old = pops.pop(n=5, local=False, invisible_ms=3_600_000)
     moved = pops.service.change_invisible("g", "t", old[1].receipt, 7_200_000)
@@ -406,7 +385,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops.release(rest[0])
     pops.ack(*rest[1:])
     pops.advance(10_000)  # the first look has the order info file written, which the position follows
-    low = pops.parts.offsets.committed(POP_LOG_KEY)
+    low = pops.replay_position
     assert low is not None
     assert low >= pops.parts.store.offsets(POP_LOG_TOPIC)[1] - 20
     assert (pops.service.pending("g"), pops.service.pending("fifo")) == before
@@ -417,7 +396,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     pops.ack(old[0], old[4])
     pops.service.ack("g", "t", moved)
     pops.service.ack("fifo", "t", [ordered[1].receipt])
-    assert pops.parts.offsets.committed(QueueKey("fifo", "t", 0)) == 2
+    assert pops.parts.offsets.committed(queue("fifo")) == 2
     assert pops.committed() == 3
 
 
@@ -487,29 +466,16 @@ def test_flushed_calls_are_on_disk_when_they_return(pops: PopBench) -> None:
     assert store.stats().flush_lag_bytes == 0
 
 
-def test_a_store_with_durability_flush_pops_what_is_on_disk(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "flushed", durability="flush", queues=1) as pops:
-        pops.put("t", 3)
-        found = pops.pop(n=2)
-        pops.ack(found[0])
-        store = pops.parts.store
-        assert store.stats().flush_lag_bytes == 0
-        pops.crash()
-        pops.settle()
-        pops.parts.store.flush()  # as the flusher does: nobody sees what a crash could take back
-        assert sorted(d.message.body for d in pops.pop(n=5)) == [b"1", b"2"]
-
-
 # -- a wall clock that was wrong --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["running", "close", "kill"])
+@pytest.fixture(params=["running", "kill"])
 def set_back(request: pytest.FixtureRequest, pops: PopBench) -> Any:
     """Sets the wall clock back, with the store open or between two openings."""
 
     def set_back(duration_ms: int) -> None:
         if request.param != "running":
-            (pops.close if request.param == "close" else pops.kill)()
+            pops.kill()
         pops.clock.set_wall(pops.now_ms - duration_ms)
         if request.param != "running":
             pops.open()
@@ -560,7 +526,7 @@ def test_the_last_attempt_by_a_clock_a_day_ahead_ends_as_a_dead_letter(pops: Pop
     pops.pop(order=True, local=False)
     set_back(DAY_MS)
     pops.settle()
-    assert [dead.body for dead in pops.read(dlq_topic("g"))] == [b"0"]
+    assert [dead.body for dead in pops.read(DLQ)] == [b"0"]
     assert offsets(pops.pop(order=True)) == [1]
 
 
@@ -588,7 +554,8 @@ def test_change_after_a_clock_step_uses_the_new_time(pops: PopBench, set_back: A
     pops.put("t", 1)
     [delivery] = pops.pop(order=order, invisible_ms=DAY_MS // 2, local=False)
     set_back(DAY_MS // 4)
-    receipt = getattr(pops.service, verb)("g", "t", delivery.receipt, 5_000)
+    renew = {"renew": True} if verb == "renew" else {}
+    receipt = pops.change("nack" if verb == "nack" else "change_invisible", delivery.receipt, 5_000, **renew)
     pops.advance(4_999)
     assert pops.pop(order=order) == []
     if verb == "change_invisible":
@@ -607,7 +574,7 @@ def test_waiter_hears_of_a_clock_step(pops: PopBench) -> None:
     pops.clock.set_wall(pops.now_ms + DAY_MS)
     pops.pop(order=True)
     told: list[bool] = []
-    pops.service.add_waiter("g", "t", -1, None, told.append, order=True)
+    pops.park(told.append, order=True)
     pops.settle()
     assert told == []
     pops.clock.set_wall(pops.now_ms - DAY_MS)
@@ -622,27 +589,3 @@ def test_small_steps_back_add_up(pops: PopBench) -> None:
         pops.clock.set_wall(pops.now_ms - 900)
         pops.settle()
     assert len(pops.read(RETRY)) == 1
-
-
-def test_pop_log_is_read_from_its_retained_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mqstore offsets` beside a broker said that an offset of the pop log was out of range."""
-    monkeypatch.setattr(poplog, "_CHUNK", 4)
-    with open_store(tmp_path / "s") as writer:
-        log = PopLog(writer)
-        for batch in range(300):
-            log.put_settled(ACK, batch, [batch])
-        writer.flush()
-        writer.dispatch()
-        with open_store(tmp_path / "s", "r") as reader:
-            records = PopLog(reader).records(0)
-            seen = [next(records).position]
-            writer.drop_before(writer.max_offset)
-            log.put_settled(ACK, 300, [300])
-            writer.dispatch()
-            seen += [record.position for record in records]
-            low = writer.offsets(POP_LOG_TOPIC)[0]
-
-    assert low > 50
-    assert seen[-1] == 299  # the last one of when the look began
-    assert seen == sorted(seen)
-    assert set(range(low, 300)) <= set(seen)

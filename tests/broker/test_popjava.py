@@ -2,113 +2,54 @@
 
 Two grounds to stand on. `popjava.tar.xz` was written by the broker of RocketMQ 5.3.3, asked over its socket to pop, ack
 and change visible times, and halted in the midst of it; `popjava.jsonl.xz` is what its client saw. And for what no run
-of an hour contains, `Java` below writes records as that broker does, which a test holds against the real ones.
+of an hour contains, `Java` writes records as that broker does, which a test holds against the real ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import lzma
 import re
 import shutil
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore import Message, SimulatedClock
-from mqstore.broker.admin.inspect import inspect_broker
-from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, QueueKey, pop_retry_topic
-from mqstore.broker.pop import java as popjava
-from mqstore.broker.pop.log import PopLog
-from mqstore.broker.pop.service import PopService
-from mqstore.broker.reading import Reads
-from mqstore.broker.redelivery.retry import Retries
-from mqstore.broker.router import Router
-from mqstore.broker.tables.offsets import OffsetTable
-from mqstore.broker.waiting import Waiters
 from mqstore.errors import ReceiptExpiredError
-from tests.broker.popsupport import PopBench
-from tests.broker.support import new_parts
+from tests.broker.javasupport import (
+    INVISIBLE_MS,
+    REVIVE,
+    REVIVE_GROUP,
+    TIMER_TOPIC,
+    Java,
+    Seen,
+    ck_records,
+    in_flight,
+    killed_in_take_over,
+    look_at,
+    numbers,
+    revived,
+    with_timer,
+    without_saves,
+    without_take_over,
+)
+from tests.broker.popsupport import PopBench, queue
 from tests.conftest import unpack_archive
 from tests.faults import STEP
-from tests.log.support import files, flip, kill, open_store
+from tests.log.support import files, flip, open_store
 
 HERE = Path(__file__).parent
-REVIVE = "rmq_sys_REVIVE_LOG_TestCluster"
-REVIVE_GROUP = "CID_RMQ_SYS_REVIVE_GROUP"
-INVISIBLE_MS = 60_000
-
-Flight = tuple[str, str, int, int, int, int]
-"""Group, topic, queue, offset, pop time, visible time."""
 
 
-def in_flight(bench: PopBench, *, fifo: bool = False) -> set[Flight]:
-    return {
-        (group, each.topic, each.queue_id, each.offset, each.pop_time_ms, each.visible_at_ms)
-        for group in bench.parts.groups.names()
-        for each in bench.service.pending(group)
-        if each.fifo == fifo
-    }
-
-
-def numbers(bench: PopBench, group: str = "g", topic: str = "t", queue_id: int = 0) -> list[int]:
-    """Offsets that the group has in flight in a queue."""
-    return [p.offset for p in bench.service.pending(group) if (p.topic, p.queue_id) == (topic, queue_id)]
-
-
-def ck_records(bench: PopBench) -> int:
-    return sum(1 for message in bench.read(POP_LOG_TOPIC) if message.tag == "ck")
-
-
-def with_timer(bench: PopBench) -> None:
-    """Let the timer run, too."""
-    bench.mechanisms.insert(0, TimerService(bench.parts, lambda: None))
+def retry(group: str, topic: str = "t") -> str:
+    """Topic of the copies of popped messages."""
+    return f"%RETRY%{group}+{topic}"
 
 
 # -- what the real broker left ----------------------------------------------------------------------------------------
-
-
-class Seen:
-    """What the client of the real broker saw."""
-
-    def __init__(self) -> None:
-        with lzma.open(HERE / "popjava.jsonl.xz", "rt", encoding="utf-8") as file:
-            *self.lines, last = [json.loads(line) for line in file]
-        assert last["what"] == "stopped"
-        self.stopped_ms: int = last["now_ms"]
-        self.read = {0: last["read0"], 1: last["read1"]}
-        self.ends = {0: last["revive0"], 1: last["revive1"]}
-
-    def open(self) -> list[dict[str, Any]]:
-        """The deliveries that nobody acknowledged, that no change of their time replaced, and that the broker did not
-        redeliver itself; without those of the group that was deleted."""
-        left: dict[str, dict[str, Any]] = {}
-        for line in self.lines:
-            name = f"{line['group']} {line['real_topic']} {line['receipt']}"
-            if line["what"] in ("ack", "gone"):
-                del left[name]
-            elif line["what"] == "pop":
-                left[name] = line
-        # The first pop of "retried" had a second; what was not acknowledged of it came again in the retry topic.
-        return [line for line in left.values() if line["group"] != "gone" and line["receipt"].split(" ")[2] != "1000"]
-
-    def flights(self) -> set[Flight]:
-        return {
-            (
-                line["group"],
-                line["real_topic"],
-                line["queue_id"],
-                line["offset"],
-                int(line["receipt"].split(" ")[1]),
-                line["visible_ms"],
-            )
-            for line in self.open()
-        }
 
 
 @pytest.fixture
@@ -145,27 +86,17 @@ def test_receipts_of_the_real_broker_are_good(left: PopBench, seen: Seen) -> Non
     assert in_flight(left) == set()
     cursors = {("retried", "t", 0): 20, ("part", "t", 0): 5, ("part", "t", 1): 6, ("tagged", "t", 0): 16}
     for (group, topic, queue_id), cursor in cursors.items():
-        assert left.parts.offsets.committed(QueueKey(group, topic, queue_id)) == cursor
+        assert left.parts.offsets.committed(queue(group, topic, queue_id)) == cursor
     left.advance(400_000)
-    assert left.read(pop_retry_topic("part", "t")) == []
-
-
-def test_a_receipt_whose_time_was_changed_in_java_has_expired(left: PopBench, seen: Seen) -> None:
-    [old] = [line for line in seen.lines if line["what"] == "gone"]
-    with pytest.raises(ReceiptExpiredError):
-        left.service.ack("part", "t", old["receipt"])
-    receipt = next(line["receipt"] for line in seen.open() if line["receipt"].startswith("5 ") and line["offset"] == 5)
-    left.service.change_invisible("part", "t", receipt, 1_000)
-    left.advance(1_000)
-    assert [copy.body for copy in left.read(pop_retry_topic("part", "t"))] == [b"t1-5"]
+    assert left.read(retry("part", "t")) == []
 
 
 def test_unacknowledged_java_delivery_is_redelivered_once(left: PopBench, seen: Seen) -> None:
     expected: dict[str, list[tuple[int, str, int]]] = {}
     for line in seen.open():
-        topic = line["real_topic"] if line["topic"] != line["real_topic"] else pop_retry_topic(line["group"], "t")
+        topic = line["real_topic"] if line["topic"] != line["real_topic"] else retry(line["group"])
         if line["topic"] == "dropped":
-            topic = pop_retry_topic(line["group"], "dropped")
+            topic = retry(line["group"], "dropped")
         due_ms = max(line["visible_ms"], seen.stopped_ms)
         expected.setdefault(topic, []).append((due_ms, line["body"], line["reconsume_times"] + 1))
     before = {topic: len(left.read(topic)) for topic in expected}
@@ -199,32 +130,11 @@ def test_opening_twice_takes_nothing_twice(left: PopBench, seen: Seen, end: str)
         assert in_flight(left) == seen.flights()
         assert ck_records(left) == count
     left.advance(400_000)
-    assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
+    assert len(left.read(retry("tagged", "t"))) == 6
     left.crash()
     assert in_flight(left) == set()
     left.advance(400_000)
-    assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
-
-
-def test_timer_copies_are_not_taken_twice(left: PopBench, seen: Seen) -> None:
-    with_timer(left)
-    for line in seen.open():
-        if line["group"] != "late":
-            left.service.ack(line["group"], line["topic"], line["receipt"])
-    left.parts.offsets.save()
-    before = {q: len(left.read(REVIVE, q)) for q in (0, 1)}
-    left.advance(30_000)
-    left.crash()  # midway: of some batches the ck has come to the revive queue, of others it has not
-    assert in_flight(left) == set()
-    with_timer(left)
-    left.advance(400_000)
-    assert all(len(left.read(REVIVE, q)) > before[q] + 5 for q in before)
-    for _ in range(2):
-        left.crash()
-        assert in_flight(left) == set()
-    done = left.parts.offsets.of_group(REVIVE_GROUP)
-    assert done[REVIVE, 0] == len(left.read(REVIVE, 0)) - 1
-    assert done[TIMER_TOPIC, 0] == len(left.read(TIMER_TOPIC))
+    assert len(left.read(retry("tagged", "t"))) == 6
 
 
 def test_kill_after_a_revive_takes_nothing_twice(left: PopBench, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +145,7 @@ def test_kill_after_a_revive_takes_nothing_twice(left: PopBench, seen: Seen, mon
     left.open()  # the pop log's replay begins behind all of it now
     assert in_flight(left) == set()
     with_timer(left)
-    monkeypatch.setattr(OffsetTable, "save", lambda _: None)
+    without_saves(monkeypatch)
     left.advance(400_000)
     left.kill()
     monkeypatch.undo()
@@ -268,147 +178,26 @@ def test_looking_at_a_java_directory_changes_no_byte(folder: Path) -> None:
     with open_store(folder):
         pass  # recovered once, as by whoever opens it first
     before = files(folder)
-    found = inspect_broker(folder)
-    assert not found.get("not_shown")
-    new_parts(folder, "r").store.close()
+    look_at(folder)
     assert files(folder) == before
 
 
 # -- a Java broker that comes back ------------------------------------------------------------------------------------
 
 
-def revived(bench: PopBench) -> dict[tuple[str, str, int], list[int]]:
-    """What the Java broker's revive service would redeliver from what is in its revive queues, by its own rules: in the
-    order of a queue, from behind its offset on, acks count for a ck that came before them (PopReviveService)."""
-    found: dict[tuple[str, str, int], list[int]] = {}
-    for queue_id in (0, 1):
-        last = bench.parts.offsets.committed(QueueKey(REVIVE_GROUP, REVIVE, queue_id))
-        checkpoints: dict[tuple[Any, ...], dict[int, bool]] = {}
-        for message in bench.read(REVIVE, queue_id)[0 if last is None else last + 1 :]:
-            value = message.json()
-            key = tuple(value[name] for name in ("t", "c", "q", "so", "pt", "bn"))
-            if message.tag == "ck":
-                checkpoints[key] = {value["so"] + distance: False for distance in value["d"]}
-            elif key in checkpoints:
-                acked = [value["ao"]] if message.tag == "ack" else value["aol"]
-                checkpoints[key].update({offset: True for offset in acked if offset in checkpoints[key]})
-        for (topic, group, q, *_), offsets in checkpoints.items():
-            found.setdefault((group, topic, q), []).extend(o for o, done in offsets.items() if not done)
-    return {key: sorted(offsets) for key, offsets in found.items() if offsets}
-
-
-def carried_on(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go on as a Java broker would: what waits in the timer comes to the revive queues, and nobody takes it over."""
-    bench.close()
-    monkeypatch.setattr(popjava.JavaTakeover, "take", lambda _: iter(()))
-    monkeypatch.setattr(popjava.JavaTakeover, "mark", lambda _: None)
-    bench.open()
-    with_timer(bench)
-    bench.advance(400_000)
-
-
 def test_a_java_broker_that_comes_back_revives_nothing_that_was_taken(
     left: PopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carried_on(left, monkeypatch)
+    left.close()
+    without_take_over(monkeypatch)
+    left.open()
+    with_timer(left)
+    left.advance(400_000)
     # Only of the group that was deleted, which was not taken over.
     assert revived(left) == {("gone", "t", 0): [0, 1, 2]}
 
 
-def test_without_a_take_over_the_java_broker_revives_it_all(
-    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model of Java's revive service against what the client saw: it would notice."""
-    with monkeypatch.context() as patch:
-        patch.setattr(popjava.JavaTakeover, "take", lambda _: iter(()))
-        patch.setattr(popjava.JavaTakeover, "mark", lambda _: None)
-        bench = PopBench(folder, clock=SimulatedClock(seen.stopped_ms))
-        with bench:
-            with_timer(bench)
-            bench.advance(400_000)
-            found = revived(bench)
-    gone = found.pop(("gone", "t", 0))
-    assert gone == [0, 1, 2]
-    flat = {(group, topic, q, offset) for (group, topic, q), offsets in found.items() for offset in offsets}
-    assert flat == {flight[:4] for flight in seen.flights()}
-
-
 # -- records like Java's ----------------------------------------------------------------------------------------------
-
-
-class Java:
-    """Writes what a Java broker writes when it pops and acknowledges, into a store that a bench has open."""
-
-    def __init__(self, bench: PopBench) -> None:
-        self.bench = bench
-        self.pop_time_ms = bench.now_ms
-
-    def ck(
-        self,
-        start: int,
-        distances: list[int],
-        *,
-        topic: str = "t",
-        group: str = "g",
-        queue_id: int = 0,
-        invisible_ms: int = INVISIBLE_MS,
-        pop_time_ms: int | None = None,
-        revive: int = 0,
-        waits: bool = True,
-        **members: Any,
-    ) -> dict[str, Any]:
-        """A checkpoint. `members` replace those of its body; None: left out."""
-        value: dict[str, Any] = {
-            "bm": 0,
-            "bn": "broker-a",
-            "c": group,
-            "d": distances,
-            "it": invisible_ms,
-            "n": len(distances),
-            "pt": self.pop_time_ms if pop_time_ms is None else pop_time_ms,
-            "q": queue_id,
-            "ro": 0,
-            "so": start,
-            "t": topic,
-        } | members
-        value = {name: member for name, member in value.items() if member is not None}
-        due_ms = value["pt"] + value["it"] - 1000 if type(value["it"]) is int else self.pop_time_ms
-        unique = f"{topic}@{queue_id}@{start}@{group}@{value['pt']}@broker-a@ck"
-        self.record("ck", json.dumps(value).encode(), due_ms, unique, revive=revive, waits=waits)
-        return value
-
-    def ack(self, ck: dict[str, Any], *offsets: int, batch: bool = False, waits: bool = True, **members: Any) -> None:
-        """Acknowledge messages of a checkpoint, one record each, or one for all."""
-        same = {name: ck[name] for name in ("bn", "c", "pt", "q", "so", "t")}
-        acks = [{"ao": -1, "aol": list(offsets)}] if batch else [{"ao": offset} for offset in offsets]
-        for ack in acks:
-            value = {name: member for name, member in {**ack, **same, **members}.items() if member is not None}
-            unique = f"{ck['t']}@{ck['q']}@{ack['ao']}@{ck['c']}@{ck['pt']}@broker-a@ack"
-            due_ms = ck["pt"] + ck["it"]
-            self.record("bAck" if batch else "ack", json.dumps(value).encode(), due_ms, unique, waits=waits)
-
-    def record(self, tag: str, body: bytes, due_ms: int, unique: str, *, revive: int = 0, waits: bool = True) -> None:
-        properties = {"TAGS": tag, "UNIQ_KEY": unique, "TIMER_DELIVER_MS": str(due_ms)}
-        where, queue_id = REVIVE, revive
-        if waits:
-            properties |= {
-                "REAL_TOPIC": REVIVE,
-                "REAL_QID": str(revive),
-                "TIMER_OUT_MS": str((due_ms - 1) // 1000 * 1000),
-            }
-            where, queue_id = TIMER_TOPIC, 0
-        self.bench.parts.store.append(where, queue_id, body, properties=properties)
-
-    def read_to(self, queue_id: int, last: int) -> None:
-        """The revive service is done with the records up to `last`."""
-        self.bench.parts.offsets.commit(QueueKey(REVIVE_GROUP, REVIVE, queue_id), last)
-
-    def committed(self, offset: int, *, topic: str = "t", group: str = "g", queue_id: int = 0) -> None:
-        self.bench.parts.offsets.commit(QueueKey(group, topic, queue_id), offset)
-
-    def timercheck(self, read_ms: int, queue_offset: int) -> None:
-        page = struct.pack(">3q", read_ms, 0, queue_offset).ljust(4096, b"\0")
-        (self.bench.path / "config" / "timercheck").write_bytes(page)
 
 
 @pytest.fixture
@@ -582,26 +371,6 @@ def test_a_ck_that_was_put_twice_is_taken_once(bench: PopBench, java: Java) -> N
     assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [0, 4]
 
 
-def test_expired_message_is_reported_lost(tmp_path: Path) -> None:
-    with PopBench(tmp_path / "store", profile="rocketmq", segment_bytes=1 << 16, queues=1) as bench:
-        bench.parts.groups.create("g")
-        bench.put("t", 6, body_bytes=30_000)
-        java = Java(bench)
-        java.committed(6)
-        java.ck(0, [0, 1, 2, 3, 4, 5])
-        bench.parts.store.flush()
-        bench.parts.store.dispatch()
-        bench.parts.store.drop_before(bench.parts.store.max_offset)
-        low, _ = bench.parts.store.offsets("t")
-        assert low > 0
-        bench.reopen()
-        bench.advance(INVISIBLE_MS)
-        kept = [copy.body[:1] for copy in bench.read(pop_retry_topic("g", "t"))]
-        assert kept == [str(i).encode() for i in range(low, 6)]
-        assert sum(bench.parts.statistics.snapshot().lost.values()) == low
-        assert numbers(bench) == []
-
-
 def test_offsets_beyond_the_queue_are_skipped(bench: PopBench, java: Java) -> None:
     java.committed(20)
     java.ck(18, [0, 1, 2, 3])
@@ -629,25 +398,14 @@ def test_a_cursor_that_lags_is_moved_over_what_follows_without_a_gap(bench: PopB
     assert [d.message.offset for d in bench.pop(queue_id=0, n=32)] == [19]
 
 
-def test_behind_a_gap_everything_comes_as_new(bench: PopBench, java: Java) -> None:
-    """A checkpoint that was in the dead broker's memory only is missing. What it named must come, and nothing can come
-    from behind it before; the time of those that are known is lost, they are not."""
-    java.ck(8, [0, 1])
-    java.ck(13, [0, 1])
-    bench.reopen()
-    assert numbers(bench) == [8, 9]
-    got = bench.pop(queue_id=0, n=32)
-    assert [(d.message.offset, d.attempt) for d in got] == [(i, 1) for i in range(10, 20)]
-    # The Java broker must not redeliver them, either.
-    assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [8, 13]
-
-
 def test_message_behind_a_gap_is_taken_once(bench: PopBench, java: Java) -> None:
     """Our answer acknowledges what was not taken: the next opening must not take that for consumed."""
     java.ck(13, [0, 1])
     bench.reopen()
-    for delivery in bench.pop(queue_id=0, n=3):
-        bench.ack(delivery)
+    found = bench.pop(queue_id=0, n=3)
+    assert [(d.message.offset, d.attempt) for d in found] == [(10, 1), (11, 1), (12, 1)]
+    assert [m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck"] == [13]
+    bench.ack(*found)
     assert bench.committed() == 13
     bench.reopen()
     assert bench.committed() == 13
@@ -716,19 +474,14 @@ def test_of_a_deleted_topic_nothing_is_taken(bench: PopBench, java: Java, caplog
     bench.put("u", 4)
     java.committed(4, topic="u")
     java.ck(0, [0, 1], topic="u")
-    java.ck(0, [0, 1], topic=pop_retry_topic("g", "u", 1))
+    java.ck(0, [0, 1], topic="%RETRY%g_u")
     java.ck(0, [0, 1], topic="never")
     java.ck(5, [0])
     bench.parts.topics.delete("u", force=True)
     bench.reopen()
     assert {f[1] for f in in_flight(bench)} == {"t"}
     assert caplog.text.count("topic or group was deleted") == 3
-    assert bench.parts.offsets.committed(QueueKey("g", "u", 0)) is None
-    # Made anew under that name, it has none of it.
-    bench.parts.topics.create("u", queues=1)
-    bench.put("u", 1)
-    bench.reopen()
-    assert numbers(bench, topic="u") == []
+    assert bench.parts.offsets.committed(queue("g", "u")) is None
 
 
 def test_of_a_topic_that_was_deleted_and_made_anew_nothing_is_taken(bench: PopBench, java: Java) -> None:
@@ -789,37 +542,26 @@ BAD_CHECKPOINTS = [
 ]
 
 
+BAD_ACKNOWLEDGEMENTS = [
+    ("ack", b'{"t":"t","c":"g","q":0,"so":0,"pt":1}'),
+    ("ack", b"nonsense"),
+    ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":3}'),
+    ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":["0"]}'),
+]
+
+
 @pytest.mark.parametrize("waits", [True, False])
-def test_bad_checkpoint_is_reported_and_skipped(
+def test_bad_record_is_reported_and_skipped(
     bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
-    java.ck(0, [0], waits=waits)
-    for body in BAD_CHECKPOINTS:
-        java.record("ck", body, bench.now_ms + 50_000, "k", waits=waits)
+    java.ck(0, [0], pop_time_ms=1, invisible_ms=bench.now_ms, waits=waits)
+    for tag, body in (*(("ck", body) for body in BAD_CHECKPOINTS), *BAD_ACKNOWLEDGEMENTS):
+        java.record(tag, body, bench.now_ms + 50_000, "k", waits=waits)
     java.ck(1, [0], waits=waits)
     bench.reopen()
     assert numbers(bench) == [0, 1]
     told = [int(record) for record in re.findall(r"record (\d+) of .* is invalid", caplog.text)]
-    assert told == [*range(1, len(BAD_CHECKPOINTS) + 1)]
-
-
-@pytest.mark.parametrize(
-    ("tag", "body"),
-    [
-        ("ack", b'{"t":"t","c":"g","q":0,"so":0,"pt":1}'),
-        ("ack", b"nonsense"),
-        ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":3}'),
-        ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":["0"]}'),
-    ],
-)
-def test_a_bad_acknowledgement_acknowledges_nothing(
-    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture, tag: str, body: bytes
-) -> None:
-    java.ck(0, [0], pop_time_ms=1, invisible_ms=bench.now_ms)
-    java.record(tag, body, bench.now_ms + 50_000, "k", waits=False)
-    bench.reopen()
-    assert numbers(bench) == [0]
-    assert "is invalid" in caplog.text
+    assert told == [*range(1, len(BAD_CHECKPOINTS) + len(BAD_ACKNOWLEDGEMENTS) + 1)]
 
 
 def test_damaged_record_is_reported_and_skipped(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
@@ -856,50 +598,20 @@ def test_a_tag_with_the_same_hash_is_none_of_these(
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
-class _Killed(BaseException):
-    """The process ends here."""
-
-
-def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """End the process before the `at`-th write of a take-over, counted from 0."""
-    count = itertools.count()
-
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if next(count) == at:
-                raise _Killed
-            return original(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(PopLog, "put_pop", watched(PopLog.put_pop))
-    monkeypatch.setattr(Router, "append", watched(Router.append))
-    monkeypatch.setattr(OffsetTable, "save", watched(OffsetTable.save))
-
-
 def test_kill_in_a_take_over_loses_and_doubles_nothing(folder: Path, tmp_path: Path, seen: Seen) -> None:
     crashed = 0
     for at in itertools.count(step=STEP):
         copy = tmp_path / f"at-{at}"
         shutil.copytree(folder, copy)
         clock = SimulatedClock(seen.stopped_ms)
-        parts = new_parts(copy, clock=clock)
-        waiters = Waiters(parts, lambda: None)
-        with pytest.MonkeyPatch.context() as patch:
-            _kill_before(patch, at)
-            try:
-                PopService(parts, lambda: None, waiters, Reads(parts), Retries(parts).dead_letter)
-            except _Killed:
-                crashed += 1
-            else:
-                break
-            finally:
-                kill(parts.store)
+        if not killed_in_take_over(copy, clock, at):
+            break
+        crashed += 1
         with PopBench(copy, clock=clock) as bench:
             assert in_flight(bench) == seen.flights(), at
             assert ck_records(bench) == 11, at  # one of them names the batch in order
             bench.advance(400_000)
-            assert len(bench.read(pop_retry_topic("tagged", "t"))) == 6, at
+            assert len(bench.read(retry("tagged", "t"))) == 6, at
             bench.crash()
             assert in_flight(bench) == set(), at
         shutil.rmtree(copy)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.pop.service import Delivery
+from mqstore.broker.pop.request import Delivery
 from mqstore.client.renewal import Held, Renewer
 from tests.broker.support import full
 from tests.client.popsupport import Bench

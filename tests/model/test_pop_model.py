@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore.broker.names import dlq_topic, pop_retry_topic
-from mqstore.broker.pop.service import Delivery
+from mqstore.broker.pop.request import Delivery
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 
@@ -158,8 +158,7 @@ class StandardMachine(Machine):
     def change(self, n: int, invisible_ms: int, renew: bool) -> None:
         queue, offset = self.pick(n)
         flight = queue.flights[offset]
-        change = self.bench.service.renew if renew else self.bench.service.change_invisible
-        receipt = change("g", "t", flight.receipt, invisible_ms)
+        receipt = self.bench.change("change_invisible", flight.receipt, invisible_ms, renew=renew)
         if renew:
             assert receipt == flight.receipt
         else:

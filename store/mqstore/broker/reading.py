@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
 from mqstore.broker.tables.localoffsets import clients_of, refuse_clients
+from mqstore.broker.tables.topics import TopicConfig
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
@@ -126,7 +127,7 @@ class Reads:
         if max_messages < 1:
             raise ConfigError(f"max_messages must be at least 1, got {max_messages}")
         if group is not None:
-            self._check_group(group, topic)
+            self.check_group(group, topic)
         self._check_queue(topic, queue_id)
         if group is None:
             return self._read(topic, queue_id, offset, max_messages, max_bytes, filter)
@@ -172,16 +173,22 @@ class Reads:
             fetched, self._fetched = self._fetched, {}
         return fetched
 
-    def _check_group(self, group: str, topic: str) -> None:
+    def check_group(self, group: str, topic: str) -> None:
+        """Raise NotPermittedError unless the group may consume the topic. A missing group may be created."""
         if not self._groups.require(group).consume_enable:
             raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
 
-    def _check_queue(self, topic: str, queue_id: int) -> None:
+    def check_topic(self, topic: str) -> TopicConfig:
+        """Return the topic. Raises TopicNotFoundError without it, NotPermittedError if it may not be read."""
         config = self._topics.require(topic)
         if not config.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        return config
+
+    def _check_queue(self, topic: str, queue_id: int) -> None:
+        config = self.check_topic(topic)
         if not 0 <= queue_id < config.read_queues:
             raise ConfigError(f"topic {topic!r} has queues 0..{config.read_queues - 1} for readers, not {queue_id}")
 
@@ -284,7 +291,7 @@ class Reads:
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError, and the errors of
         `OffsetTable.save`."""
-        self._check_group(key.group, key.topic)
+        self.check_group(key.group, key.topic)
         self._check_queue(key.topic, key.queue_id)
         committed = self._offsets.committed(key)
         if committed is None:

@@ -63,7 +63,6 @@ from mqstore.broker.names import (
     QueueKey,
     is_dlq_topic,
 )
-from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import BlockedQueue, OrderInfo, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.pop.replay import Replay
@@ -318,8 +317,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     parts = _as_parts(tables)
     pop_tables = PopTables(parts, _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
     pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
-    fifo = OrderedQueues(pop_tables)
-    Replay(pop_tables, fifo).look()
+    Replay(pop_tables).look()
     timer = cache(lambda: timer_view(tables).topics)
     levels = cache(lambda: {view.level: (view.offset, view.end) for view in delay_levels(tables)})
     retries = WaitingRetries(tables.store, levels, lambda topic: timer()[java_hash(topic)])
@@ -335,8 +333,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
                 view.suspended[key] = suspended
     for key, state in sorted(pop_tables.states.items()):
         if state.cursor >= 0:
-            order = pop_tables.order(state)
-            view.standings[key] = state.standing() if order is None else fifo.standing(state, order, now_ms)
+            view.standings[key] = state.standing(pop_tables.order(state), now_ms)
         low, high = tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
         low = tables.offsets.start_of(key.topic, key.queue_id)
         held = {offset: batch for offset, batch in state.in_flight.items() if low <= offset < high}

@@ -270,7 +270,7 @@ class Metrics(BackgroundService):
         return count, size
 
     def _pops(self) -> Iterator[_Item]:
-        for key, counts in self._pop.figures.counts():
+        for key, counts in self._pop.tables.counts():
             if counts.messages:
                 yield from _got(key, counts.pops, counts.messages, counts.size)
             # One checkpoint record for each batch that was popped.
@@ -297,7 +297,7 @@ class Metrics(BackgroundService):
     def lag(self, group: str) -> dict[tuple[str, int], int]:
         """Return (topic, queue id) -> number of messages, as `Broker.lag` does."""
         self._store.news.check_complete()
-        with self._pop.figures.moving:
+        with self._pop.tables.moving:
             return {
                 queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
                 for queue, offset in self._offsets.of_group(group).items()
@@ -335,7 +335,7 @@ class Metrics(BackgroundService):
         """Return the samples of each series, as of now.
         Reads each queue with a committed offset one to three times."""
         now_ms = self._clock.now_ms()
-        overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
+        overdue, overdue_ms, batches = self._pop.tables.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
         gauges: dict[str, int | Samples] = {
             "rocketmq_storage_size": stats.commitlog_bytes,
@@ -349,7 +349,7 @@ class Metrics(BackgroundService):
             "rocketmq_timing_messages": waiting,
         }
         of_groups: dict[str, Samples] = defaultdict(list)
-        with self._pop.figures.moving:
+        with self._pop.tables.moving:
             for group, topic, queues in self._offsets.of_all():
                 labels = labels_of(group, topic)
                 for series, value in self._of_group(group, topic, queues, now_ms).items():
@@ -385,7 +385,7 @@ class Metrics(BackgroundService):
         }
 
     def _lag(self, key: QueueKey, committed: int) -> Lag | None:
-        popped = self._pop.figures.standing(key)
+        popped = self._pop.tables.standing(key)
         return measure(self._store, self._offsets, key, committed, popped, self._waiting.count(key))
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:

@@ -1,8 +1,7 @@
 """Housekeeping of pop: a short log, and the order info file (delivery#pop-log).
 See also delivery#order-clean and delivery#order-file.
 
-replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes.
-                   It is the offset of group CID_RMQ_SYS_POP_LOG, so it is saved together with the offsets of groups
+replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes
 relocation         batches too far from the log end are appended again, so that a replay takes seconds and few segments
                    must be kept
 order info file    saved every 10 s, within 1 s of a failed orderly attempt, and at close, after a flush of the log
@@ -10,12 +9,12 @@ order info file    saved every 10 s, within 1 s of a failed orderly attempt, and
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_KEY, POP_LOG_TOPIC
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
 from mqstore.broker.service import Pin, Wake
@@ -26,6 +25,8 @@ from mqstore.signalsafe import Lock
 __all__ = ["PopKeeper"]
 
 _ORDER_INFO_MS = 10_000
+_IDLE_MS = 86_400_000
+"""Time in ms after which an unused record is dropped, unless it holds attempts that still count."""
 _REPLAY_RECORDS = 1_000_000
 _REPLAY_SEGMENTS = 4
 """Maximum distance of the oldest open batch from the log end before it is appended again."""
@@ -38,8 +39,8 @@ class PopKeeper:
         self,
         tables: PopTables,
         wake: Wake,
-        standard: UnorderedQueues,
-        fifo: OrderedQueues,
+        unordered: UnorderedQueues,
+        ordered: OrderedQueues,
         file: ConfigFile,
         saved_version: int,
     ) -> None:
@@ -49,8 +50,8 @@ class PopKeeper:
         self._parts = tables.parts
         self._store = tables.store
         self._orders = tables.orders
-        self._standard = standard
-        self._fifo = fifo
+        self._unordered = unordered
+        self._ordered = ordered
         self._file = file
         interval = seconds(tables.parts.config.commit_interval, "commit_interval")
         self._keep_ms = max(1, round(interval * 1000))
@@ -99,11 +100,9 @@ class PopKeeper:
         return min(times, default=None)
 
     def close(self) -> None:
-        if self._on_growth in self._store.on_growth:
-            self._store.on_growth.remove(self._on_growth)
+        self._store.on_growth.remove(self._on_growth)
 
     def persist(self) -> None:
-        """Save the order info and the replay position."""
         self._advance()
         if self._tables.order_version != self._saved_version:
             self.save(self._tables.clock.now_ms())
@@ -126,14 +125,17 @@ class PopKeeper:
         log, offsets = self._tables.log, self._parts.offsets
         # Read the end first: the record of a batch that is added to its state later is after this end.
         end = log.bounds()[1]
-        bound = self._put_anew_before(end)
+        bound = self._rewrite_bound(end)
         position = end
         budget = _ANEW
         for state in list(self._tables.states.values()):
             with state.lock:
                 self._tables.order(state)
                 for batch in state.named_before(bound, budget):
-                    self._rewrite(state, batch)
+                    if batch is state.fifo:
+                        self._ordered.rewrite(state)
+                    else:
+                        self._unordered.rewrite(state, batch)
                     budget -= 1
                 oldest = state.oldest()
                 if oldest is not None:
@@ -147,51 +149,46 @@ class PopKeeper:
         if position != self._position():
             offsets.commit(POP_LOG_KEY, position)
 
-    def _rewrite(self, state: QueueState, batch: Batch) -> None:
-        if batch is state.fifo:
-            self._fifo.rewrite(state)
-        else:
-            self._standard.rewrite(state, batch)
-
-    def _put_anew_before(self, end: int) -> int:
+    def _rewrite_bound(self, end: int) -> int:
         """Return the log position before which batches are appended again.
         It limits the records and segments that a replay reads."""
         low = self._tables.log.bounds()[0]
-        bound = max(low, end - _REPLAY_RECORDS)
         far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
-        low = max(low, self._position())
-        if far > 0 and low < end:
-            high = end
-            while low < high:  # binary search for the first record at or after `far`
-                middle = (low + high) // 2
-                units = self._store.units(POP_LOG_TOPIC, 0, middle, 1)
-                if len(units) and int(units["physical_offset"][0]) < far:
-                    low = middle + 1
-                else:
-                    high = middle
-            bound = max(bound, low)
-        return bound
 
-    def _lock_of(self, queue: QueueKey) -> AbstractContextManager[object]:
-        state = self._tables.states.get(queue)
-        return nullcontext() if state is None else state.lock
+        def is_near(position: int) -> bool:
+            units = self._store.units(POP_LOG_TOPIC, 0, position, 1)
+            return not len(units) or int(units["physical_offset"][0]) >= far
+
+        first = max(low, self._position())
+        if far > 0 and first < end:
+            first += bisect_left(range(first, end), True, key=is_near)
+            low = max(low, first)
+        return max(low, end - _REPLAY_RECORDS)
 
     def save(self, now_ms: int) -> None:
         """Write `consumerOrderInfo.json`. The log is flushed first, because the file must not be ahead of the log."""
-        parts, orders = self._parts, self._orders
         with self._save_lock:
-            orders.clean(
-                now_ms,
-                self._read_queues,
-                lambda group: parts.groups.get(group) is not None,
-                parts.offsets.committed,
-                self._lock_of,
-            )
-            version, looked_to, value = self._tables.order_version, self._looked_to, orders.as_json()
+            self._clean(now_ms)
+            version, looked_to, value = self._tables.order_version, self._looked_to, self._orders.as_json()
             self._file.flush_log()
             self._file.save(value)
             self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0
 
-    def _read_queues(self, topic: str) -> int | None:
-        config = self._parts.topics.get(topic)
-        return None if config is None else config.read_queues
+    def _clean(self, now_ms: int) -> None:
+        """Drop obsolete records before the file is written (delivery#order-clean).
+        Unlike in RocketMQ, an old record is kept while one of its messages is invisible: its receiver still works on
+        it, and the order would break without the record. A record is also kept while it counts attempts of an unsettled
+        message. Otherwise a poison message would get all its attempts again if the group pauses over a weekend."""
+        topics, groups = self._parts.topics, self._parts.groups
+        for queue, record in self._orders.records().items():
+            topic = topics.get(queue.topic) if groups.get(queue.group) is not None else None
+            gone = topic is None or queue.queue_id >= topic.read_queues
+            settled = 0 if gone else self._parts.offsets.committed(queue) or 0
+            self._orders.drop_attempts(queue, settled)
+            if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
+                # Drop the record if no next delivery counts an attempt by it.
+                gone = not record.redelivered(None, record.unacked(settled))
+            if gone:
+                state = self._tables.states.get(queue)
+                with nullcontext() if state is None else state.lock:  # compiled pops do not take the table's lock
+                    self._orders.forget(queue, record)

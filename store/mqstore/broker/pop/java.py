@@ -18,14 +18,11 @@ A delivery is identified by (t, c, q, so, pt, bn). Opening takes over, in these 
     take    append one `ck` to our own pop log for each such checkpoint, with its pop time and visible time. From then
             on it is a delivery like ours, with the receipt of the Java broker
     answer  append one `bAck` for each to the timer topic. A Java broker understands only such an acknowledgement. It
-            also holds for copies of the checkpoint that a timer has yet to deliver, or delivers twice. One more member,
-            `taken`, distinguishes it from a consumer's. The next opening must not read such a checkpoint again: its
-            messages that were not taken were not consumed, though all are acknowledged
+            also holds for copies of the checkpoint that a timer delivers later, or twice. One more member, `taken`,
+            distinguishes it from a consumer's: messages that were not taken were not consumed
     mark    save the revive group's offsets, together with those of all groups, before anything is delivered
 
-If an opening fails on the way, the marks stay unchanged, and the next one finds the taken deliveries in the pop log. In
-a file of offsets the revive group's number is, as in Java, the last record that is done, not the next to read. Its
-number for the timer topic is ours: the first record there that still waits, so that later openings read little.
+If an opening fails on the way, the marks stay unchanged, and the next one finds the taken deliveries in the pop log.
 
 A cursor is moved over offsets that checkpoints name without a gap, because the file of offsets is seconds old after a
 crash. Nothing is taken beyond a gap: no record proves that those messages were popped, so they are delivered as new.
@@ -57,14 +54,15 @@ from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
 from mqstore.log.reading.tagfilter import TagFilter
 
-__all__ = ["REVIVE_GROUP", "REVIVE_PREFIX", "JavaTakeover"]
+__all__ = ["JavaTakeover"]
 
 _log = logging.getLogger("mqstore")
 
-REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
+_REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
 """Prefix of a revive topic's name, before the name of the cluster."""
-REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
-
+_REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
+"""Its committed offset is, as in Java, the last record that is done, not the next to read. The one for the timer topic
+is ours: the first record there that still waits, so that later openings read little."""
 _CHECKPOINT, _ACK, _BATCH_ACK = "ck", "ack", "bAck"
 _TAKEN = "taken"
 """Member of an acknowledgement that mqstore wrote."""
@@ -99,6 +97,8 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _Checkpoint:
+    """Messages of one pop."""
+
     batch: _Batch
     broker: str
     invisible_ms: int
@@ -107,10 +107,6 @@ class _Checkpoint:
     acked: set[int]
     home: tuple[str, int]
     """Revive topic and queue that hold it, or to which the timer will deliver it."""
-
-    @property
-    def visible_ms(self) -> int:
-        return self.batch.pop_time_ms + self.invisible_ms
 
     @property
     def open_offsets(self) -> list[int]:
@@ -125,7 +121,7 @@ class JavaTakeover:
         self._parts = tables.parts
         self._store = tables.store
         self._offsets = tables.offsets
-        self._topics = [name for name in self._parts.topics.names(system=True) if name.startswith(REVIVE_PREFIX)]
+        self._topics = [name for name in self._parts.topics.names(system=True) if name.startswith(_REVIVE_PREFIX)]
         self._checkpoints: dict[tuple[_Batch, str], _Checkpoint] = {}
         self._acks: dict[_Batch, list[tuple[str, list[int]]]] = {}
         self._taken: set[tuple[_Batch, str]] = set()
@@ -137,10 +133,8 @@ class JavaTakeover:
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Append the deliveries in flight to the pop log, and add them to the states.
-
-        Nothing is written for a store from which no Java broker popped. If a put fails its error is raised. Deliveries
-        taken before stay taken, and the next opening continues."""
+        """Append the deliveries in flight to the pop log, and add them to the states. Raises the errors of a put.
+        Nothing is written for a store from which no Java broker popped."""
         if not self._topics and self._store.manifest.profile != "rocketmq":
             return
         self._read()
@@ -149,20 +143,14 @@ class JavaTakeover:
             queues.setdefault(checkpoint.batch.key, []).append(checkpoint)
         taken = 0
         for key, checkpoints in sorted(queues.items()):
-            if not self._lives(key):
-                count = sum(len(checkpoint.open_offsets) for checkpoint in checkpoints)
-                if count:
-                    _log.warning(
-                        "%s: %d messages of %s/%d that a Java broker had delivered to group %s are not taken over, "
-                        "because the topic or group was deleted",
-                        self._store.path,
-                        count,
-                        key.topic,
-                        key.queue_id,
-                        key.group,
-                    )
-                continue
-            taken += self._take_queue(key, checkpoints)
+            if self._lives(key):
+                taken += self._take_queue(key, checkpoints)
+            elif count := sum(len(checkpoint.open_offsets) for checkpoint in checkpoints):
+                _log.warning(
+                    "%s: %d messages of %s/%d that a Java broker had delivered to group %s are not taken over, "
+                    "because the topic or group was deleted",
+                    *(self._store.path, count, key.topic, key.queue_id, key.group),
+                )
         if taken:
             _log.info("%s: %d deliveries of a Java broker are taken over", self._store.path, taken)
 
@@ -190,7 +178,7 @@ class JavaTakeover:
                 bounds = self._store.offsets_or_none(topic, queue_id)
                 if bounds is None or not bounds[1]:
                     continue
-                key = QueueKey(REVIVE_GROUP, topic, queue_id)
+                key = QueueKey(_REVIVE_GROUP, topic, queue_id)
                 last = self._offsets.committed(key)
                 begin = max(bounds[0], 0 if last is None else last + 1)
                 for message in self._records(topic, queue_id, begin):
@@ -209,13 +197,13 @@ class JavaTakeover:
             return
         check = TimerCheck(self._store.path / "config" / "timercheck", self._parts.fs, self._parts.config.file_mode)
         progress = check.load()
-        key = QueueKey(REVIVE_GROUP, TIMER_TOPIC, 0)
+        key = QueueKey(_REVIVE_GROUP, TIMER_TOPIC, 0)
         begin = max(bounds[0], self._offsets.committed(key) or 0)
         for message in self._records(TIMER_TOPIC, 0, begin):
             properties = message.stored_properties()
             topic, queue_id = properties.get(REAL_TOPIC, ""), number(properties.get(REAL_QID))
             out_ms = number(properties.get(TIMER_OUT_MS))
-            if not topic.startswith(REVIVE_PREFIX) or queue_id is None or out_ms is None:
+            if not topic.startswith(_REVIVE_PREFIX) or queue_id is None or out_ms is None:
                 continue
             if progress is not None and out_ms < progress.read_ms and message.offset < progress.queue_offset:
                 continue  # in its revive queue already
@@ -242,12 +230,7 @@ class JavaTakeover:
                 _log.error(
                     "%s: %d records of %s/%d between %d and %d cannot be read, so deliveries or acknowledgements of a "
                     "Java broker may be missing; some messages may be delivered again",
-                    store.path,
-                    lost,
-                    topic,
-                    queue_id,
-                    begin,
-                    result.next_offset,
+                    *(store.path, lost, topic, queue_id, begin, result.next_offset),
                 )
             yield from result.messages
             begin = result.next_offset
@@ -271,12 +254,7 @@ class JavaTakeover:
         except (ValueError, MQStoreError) as error:
             _log.error(
                 "%s: record %d of %s/%d, a %r of a Java broker's pop, is invalid and skipped (%s)",
-                self._store.path,
-                message.offset,
-                message.topic,
-                message.queue_id,
-                tag,
-                error,
+                *(self._store.path, message.offset, message.topic, message.queue_id, tag, error),
             )
 
     def _enter(self, checkpoint: _Checkpoint) -> None:
@@ -284,9 +262,8 @@ class JavaTakeover:
             return  # a filter refused all: the file of offsets has the new offset
         name = checkpoint.batch, checkpoint.broker
         there = self._checkpoints.setdefault(name, checkpoint)
-        # The record may be there twice. The timer relocated it or delivered it again, and then both are complete. Or
-        # Java failed to redeliver its first message and put that one again, and then the record with more messages is
-        # complete.
+        # The record may be there twice: the timer delivered it twice, or Java failed to redeliver one message and put
+        # that again. The record with more messages is complete.
         if len(checkpoint.offsets) > len(there.offsets):
             self._checkpoints[name] = checkpoint
 
@@ -378,7 +355,7 @@ class JavaTakeover:
             "t": key.topic,
             _TAKEN: 1,
         }
-        due_ms = max(checkpoint.visible_ms, now_ms + _LATE_MS)
+        due_ms = max(pop_time_ms + checkpoint.invisible_ms, now_ms + _LATE_MS)
         properties = {
             TAGS: _BATCH_ACK,
             UNIQ_KEY: f"{key.topic}@{key.queue_id}@-1@{key.group}@{pop_time_ms}@{broker}@{_ACK}",

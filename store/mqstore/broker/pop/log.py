@@ -1,18 +1,19 @@
 """Pop log: events of popped messages, as ordinary records of one queue (delivery#pop-log).
 
-delivery#pop-log lists the kinds of records (TAGS) and their members. `k` is the batch's name, the queue offset of its
-`ck` in this log. `cm` and `rel` are the acknowledged and released messages that a batch with `skip_acked` keeps, but
-does not deliver. Without `rst` a replay would take batches from before a reset for later ones.
+delivery#pop-log lists the kinds of records (TAGS) and their members. `cm` and `rel` are the acknowledged and released
+messages that a batch with `skip_acked` keeps, but does not deliver. Without `rst` a replay would take batches from
+before a reset for later ones.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.jsonfile import load_json
@@ -37,11 +38,11 @@ __all__ = [
     "PopLog",
     "Record",
     "order_members",
-    "queue_head",
     "unreadable_records",
 ]
 
 _log = logging.getLogger("mqstore")
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 POP: Final = "ck"
 ACK: Final = "ack"
@@ -68,34 +69,21 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-def queue_head(key: QueueKey) -> str:
-    """Return the members with which each `ck` and `rst` of a queue begins.
-    They are encoded once, because names need escaping."""
-    return f'{{"t":{json.dumps(key.topic)},"c":{json.dumps(key.group)},"q":{key.queue_id},'
-
-
-def _numbers(table: Mapping[int, int]) -> str:
-    return "{" + ",".join(f'"{key}":{value}' for key, value in table.items()) + "}"
-
-
 LOCAL: Final = ',"l":1'
 """Text for `more`: the receiver is in this process and ends with it."""
 
 
 def order_members(record: OrderInfo) -> str:
     """Return the text for `more` that makes a batch a FIFO one."""
-    text = ',"f":1'
-    if record.attempt_id is not None:
-        text += f',"a":{json.dumps(record.attempt_id)}'
-    if record.counts is not None:
-        text += f',"oc":{_numbers(record.counts)}'
-    if record.visible_ms:
-        text += f',"ot":{_numbers(record.visible_ms)}'
-    if record.acked:
-        text += f',"cm":{record.acked}'
-    if record.released:
-        text += f',"rel":{record.released}'
-    return text
+    members = {
+        "f": 1,
+        "a": record.attempt_id,
+        "oc": record.counts,
+        "ot": record.visible_ms or None,
+        "cm": record.acked or None,
+        "rel": record.released or None,
+    }
+    return "," + _ENCODE({name: value for name, value in members.items() if value is not None})[1:-1]
 
 
 class PopLog:
@@ -178,13 +166,9 @@ def unreadable_records(store: StoreReader) -> Iterator[Finding]:
         begin = int(table["offsetTable"][f"{POP_LOG_TOPIC}@{POP_LOG_GROUP}"]["0"])
     except (KeyError, TypeError, ValueError, MQStoreError):  # then an opening reads all of the log
         begin = 0
-    found: list[Finding] = []
-
-    def note(message: Message, why: str) -> None:
+    bad: list[tuple[Message, str]] = []
+    deque(PopLog(store).records(max(0, begin - LOOK_BACK), lambda *found: bad.append(found)), maxlen=0)
+    for message, why in bad:
         file, at = place_in_file(message.physical_offset, store.manifest.commitlog_segment_bytes)
         detail = f"record {message.offset} of {POP_LOG_TOPIC}, which opening skips: {why}"
-        found.append(Finding("bad_json", file, at, message.size, detail))
-
-    for _ in PopLog(store).records(max(0, begin - LOOK_BACK), note):
-        pass
-    yield from found
+        yield Finding("bad_json", file, at, message.size, detail)

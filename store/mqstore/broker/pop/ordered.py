@@ -19,11 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from mqstore.broker.filters.filter import Filter
+from mqstore.broker.pop.batch import pop_time
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
-from mqstore.broker.pop.request import Delivery, PopRequest, pop_time
-from mqstore.broker.pop.state import QueueState, Standing
+from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
@@ -45,22 +47,22 @@ class OrderedQueues:
         self._log = tables.log
         self._orders = tables.orders
 
-    def pop(self, state: QueueState, ask: PopRequest, room: int, mark: int, out: list[Delivery]) -> bool:
-        """Deliver the next batch, up to `room` messages, if the queue is free.
+    def pop(self, state: QueueState, request: PopRequest, mark: int, out: list[Delivery]) -> bool:
+        """Deliver the next batch, until `out` has as many as requested, if the queue is free.
         Always returns False: the queue is then blocked or empty, so no other receiver needs to be woken."""
-        tables, key, now_ms = self._tables, state.key, ask.now_ms
-        if not tables.ready(state, ask.start) or state.in_flight or state.released:
+        tables, key, now_ms = self._tables, state.key, self._tables.clock.now_ms()
+        if not tables.ready(state, request.start) or state.in_flight or state.released:
             return False  # the group popped this queue without order before, and those deliveries must end first
-        self._dead_letter_exhausted(state, now_ms, ask.max_attempts)
+        self._dead_letter_exhausted(state, now_ms)
         last = tables.order(state)
-        if last is not None and last.blocks(ask.attempt_id, now_ms):
+        if last is not None and last.blocks(request.attempt_id, now_ms):
             return False
         cursor = state.cursor
         try:
-            if state.ahead_from != cursor or state.ahead_filter != ask.filter:
+            if state.ahead_from != cursor or state.ahead_filter != request.filter:
                 state.drop_ahead()
-            known = last if ask.skip_acked else None
-            messages = self._take(state, ask, room, known)
+            known = last if request.skip_acked else None
+            messages = self._take(state, request.filter, request.n - len(out), known)
             if not messages:
                 tables.commit(state)  # after the messages that the filter refuses
                 return False
@@ -69,17 +71,16 @@ class OrderedQueues:
                 messages = [message for message in messages if message.offset <= offsets[-1]]
             old = self._orders.get(key)
             pop_time_ms = pop_time(now_ms, max(state.reset_ms, 0 if old is None else old.pop_time_ms))
-            visible_ms = now_ms + ask.invisible_ms
+            visible_ms = now_ms + request.invisible_ms
             invisible_ms = max(0, visible_ms - pop_time_ms)
-            if old is None:
-                record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
-            else:
-                record = old.followed_by(offsets, pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
+            record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, request.attempt_id)
+            if old is not None:
+                record = old.followed_by(record)
             if done:
                 record = record.acknowledged(done)
             if left:
                 record = record.given_back(left, now_ms)
-            self._name(state, record, state.cursor, local=ask.local)
+            self._name(state, record, state.cursor, local=request.local)
         except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
@@ -95,30 +96,24 @@ class OrderedQueues:
         tables.announce(state, visible_ms)
         head = receipt_head(offsets[0], pop_time_ms, invisible_ms, mark, key.queue_id, fifo=True)
         for message in messages:
-            offset = message.offset
-            before = record.attempt(offset) - 1
-            out.append(Delivery(message, f"{head}{offset}", visible_ms, ask.topic, key.queue_id, before))
+            before, receipt = record.attempt(message.offset) - 1, f"{head}{message.offset}"
+            out.append(Delivery(message, receipt, visible_ms, request.topic, key.queue_id, before))
         return False
 
-    def _take(self, state: QueueState, ask: PopRequest, room: int, known: OrderInfo | None) -> list[Message]:
+    def _take(self, state: QueueState, only: Filter | None, room: int, known: OrderInfo | None) -> list[Message]:
         """Take the next messages, up to `room`, without those acknowledged in `known`.
         Moves the cursor past them."""
         done = known.among(known.acked) if known is not None else ()
         found: list[Message] = []
-        while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, ask.filter))):
+        while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, only))):
             found += [message for message in state.take_ahead(room - len(found)) if message.offset not in done]
         return found
 
     def _name(self, state: QueueState, record: OrderInfo, cursor: int, *, local: bool) -> None:
         """Append a batch to the log, in place of the one that `state.fifo` names."""
+        invisible_ms, more = record.invisible_ms or 0, order_members(record)
         state.fifo = self._tables.log_batch(
-            state,
-            record.offsets,
-            record.pop_time_ms,
-            record.invisible_ms or 0,
-            cursor,
-            local=local,
-            more=order_members(record),
+            state, record.offsets, record.pop_time_ms, invisible_ms, cursor, local=local, more=more
         )
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
@@ -182,28 +177,15 @@ class OrderedQueues:
 
     def dead_letter(self, state: QueueState, claim: Claim, reason: str) -> None:
         """Dead-letter the message, then settle it."""
-        if claim.offset < state.cursor:
-            raise expired([claim.text])
-        record = self._need(state, claim)
-        if claim.offset not in record.unacked():
+        if claim.offset < state.cursor or claim.offset not in (record := self._need(state, claim)).unacked():
             raise expired([claim.text])
         self._dead_letter(state, record, claim.offset, reason)
         self._tables.wake_if_free(state)
 
-    def standing(self, state: QueueState, record: OrderInfo, now_ms: int) -> Standing:
-        """Return the standing of the group, with `record` for its last batch."""
-        cursor = state.cursor
-        left = record.unacked(cursor)
-        again = [offset for offset in left if record.is_visible(offset, now_ms)]
-        behind = max(cursor, record.offsets[-1] + 1) if record.offsets else cursor
-        ready = again[0] if again else behind
-        return Standing(left[0] if left else behind, ready, behind, len(left) - len(again), len(again))
-
     def visit(self, state: QueueState, now_ms: int) -> None:
         """Dead-letter exhausted messages, wake a receiver if the queue is free, announce the next time."""
-        group = self._tables.parts.groups.get(state.key.group)
         try:
-            self._dead_letter_exhausted(state, now_ms, None if group is None else group.max_attempts)
+            self._dead_letter_exhausted(state, now_ms)
             self._tables.wake_if_free(state)
         except BaseException:
             self._tables.announce(state, now_ms + _RETRY_MS)  # a due message announces no later time
@@ -213,9 +195,9 @@ class OrderedQueues:
             if record is not None and (held := record.held(0, now_ms)):
                 self._tables.announce(state, min(map(record.visible_at, held)))
 
-    def _dead_letter_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
+    def _dead_letter_exhausted(self, state: QueueState, now_ms: int) -> None:
         """Dead-letter messages that became visible after their last attempt (delivery#pop-change)."""
-        record = self._tables.order(state)
+        record, limit = self._tables.order(state), self._tables.limit(state.key.group)
         if record is None or limit is None:
             return
         given_back = record.among(record.released)
@@ -225,20 +207,17 @@ class OrderedQueues:
                 continue
             try:
                 reason = f"attempt {attempt} of {limit} ended without acknowledgement"
-                ended = self._tables.ended_process(state, offset)
+                ended = self._tables.ended_process(state.key, offset)
                 record = self._dead_letter(state, record, offset, PROCESS_ENDED if ended else reason)
                 if ended:
-                    self._tables.comes_again(state, offset, None)
+                    self._tables.comes_again(state.key, offset, None)
             except InvalidMessageError as error:
                 # A later try would fail, too, because the record has the greatest possible length. So it stays in its
                 # queue and is delivered again and again.
-                group, topic, queue_id = state.key
-                _log.error(
-                    "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
-                )
+                _log.error("message %d of %s cannot be a dead letter: %s", offset, state.key, error)
 
     def _dead_letter(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> OrderInfo:
-        self._tables.move_to_dead_letters(state, offset, reason, reconsume_times=record.attempt(offset))
+        self._tables.move_to_dead_letters(state, offset, reason, record.attempt(offset))
         assert state.fifo is not None
         self._log.put_settled(REVIVE, state.fifo.name, [offset])
         return self._note_settled(state, record, [offset])

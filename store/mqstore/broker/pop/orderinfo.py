@@ -1,10 +1,8 @@
 """Order info: the last batch that a FIFO group popped from each queue (delivery#order-info).
 
-The record decides whether the group may pop the next batch. There is one record a (group, topic, queue). It is pure
-state: it has no clock (`now_ms` is a parameter) and no file. The pop service writes `as_json` to
-``consumerOrderInfo.json`` and replays its log.
-
-A record says for each message of the batch whether it is acknowledged and, if not, until when it stays invisible::
+The record decides whether the group may pop the next batch. It has no clock and no file: the pop service writes
+`as_json` to ``consumerOrderInfo.json`` and replays its log. For each message of the batch it says whether it is
+acknowledged and, if not, until when it stays invisible::
 
                       popped                                 acknowledged (same pop time)
     (no record)  ───────────────────►  unacked, invisible  ──────────────────────────►  acked
@@ -20,40 +18,29 @@ their pop time differs.
 The same file keeps the failed attempts of groups that consume orderly in the queue model (delivery#order-file):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
-Both kinds of record also say which of their messages have failed and are not settled (`BlockedQueue`). This is for
-operators: nothing depends on it.
-
 Records are immutable: each change makes a new record in place of the old one. A caller that changes the record of a
-queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
+queue holds the queue's lock in the pop service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.request import is_visible
+from mqstore.broker.pop.batch import Batch, is_visible
 from mqstore.signalsafe import Lock
-
-if TYPE_CHECKING:
-    from mqstore.broker.pop.state import Batch
 
 __all__ = ["BATCH_MAX", "BlockedQueue", "OrderInfo", "OrderInfoTable", "check_order_info", "record_of"]
 
 BATCH_MAX: Final = 63
 """Maximum number of offsets in one record (delivery#order-info).
 Java's shift of the bitmap wraps at 64, and bit 63 is its sign."""
-_IDLE_MS: Final = 86_400_000
-"""Time in ms after which an unused record is dropped, unless it holds attempts that still count."""
 _ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
-
-Committed = Callable[[QueueKey], int | None]
-"""Committed offset of a group in a queue: the first offset that is not settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +164,10 @@ class OrderInfo:
 
     # --- changed copies --------------------------------------------------------------------------------------------
 
-    def followed_by(
-        self, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, now_ms: int, attempt_id: str | None
-    ) -> OrderInfo:
-        """Return the record of the batch that is popped next, which may contain messages of this one."""
-        counts = self.redelivered(attempt_id, offsets)
-        failed = {offset: self.suspended[offset] for offset in offsets if offset in self.suspended}
-        return OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, now_ms, attempt_id, counts=counts, suspended=failed)
+    def followed_by(self, batch: OrderInfo) -> OrderInfo:
+        """Return the record of the batch that is popped next, with what this one knows of its messages."""
+        failed = {offset: self.suspended[offset] for offset in batch.offsets if offset in self.suspended}
+        return replace(batch, counts=self.redelivered(batch.attempt_id, batch.offsets), suspended=failed)
 
     def acknowledged(self, offsets: Iterable[int]) -> OrderInfo:
         suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
@@ -284,6 +268,7 @@ def record_of(batch: Batch) -> OrderInfo:
     return OrderInfo(offsets, batch.pop_time_ms, batch.invisible_ms, batch.pop_time_ms, acked=acked, counts={})
 
 
+_NUMBER = re.compile("0|[1-9][0-9]{0,18}").fullmatch
 _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel", "susp"})
 
 
@@ -297,12 +282,8 @@ class OrderInfoTable:
         self._others: dict[str, Any] = {}
         """Entries of the file's table whose key does not name a topic and a group. They are kept."""
         self._unknown: dict[str, Any] = {}
-        self._version = 0
-
-    @property
-    def version(self) -> int:
+        self.version = 0
         """Number that grows with every change. State saved at the current version need not be saved again."""
-        return self._version
 
     def get(self, queue: QueueKey) -> OrderInfo | None:
         entry = self.entries.get(queue)
@@ -323,14 +304,16 @@ class OrderInfoTable:
             self.entries[queue] = entry
         elif self.entries.pop(queue, None) is None:
             return
-        self._version += 1
+        self.version += 1
 
     def blocks(self, queue: QueueKey, now_ms: int) -> bool:
         """Return True if a receiver holds a message of the queue's last batch."""
         record = self.get(queue)
         return record is not None and record.blocks(None, now_ms)
 
-    def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], BlockedQueue]:
+    def suspended(self, group: str, committed: Callable[[QueueKey], int | None]) -> dict[tuple[str, int], BlockedQueue]:
+        """Return the failed message that blocks a queue, by (topic, queue id), in either model.
+        `committed` returns the first offset of a queue that is not settled."""
         found = {
             (queue.topic, queue.queue_id): record.suspended_at(committed(queue) or 0)
             for queue, record in self.records().items()
@@ -341,13 +324,13 @@ class OrderInfoTable:
     def cut(self, end_of: Callable[[str, int], int]) -> bool:
         """Forget offsets from the end of their queue on, because other messages will get them.
         `end_of` takes (topic, queue id). Returns True if anything was forgotten."""
-        version = self._version
+        version = self.version
         for queue, record in self.records().items():
             end = end_of(queue.topic, queue.queue_id)
             if max((*record.offsets, *(record.counts or ())), default=-1) >= end:
                 kept = record.before(end)
                 self.put(queue, kept if kept.offsets else None)
-        return self._version != version
+        return self.version != version
 
     # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
@@ -360,13 +343,11 @@ class OrderInfoTable:
         """Note that the message at `offset` has failed `count` times, the last time by `error`.
         0 forgets it. Replaces a batch left from when the group popped. Raises ValueError for values that could not be
         read back from the file."""
-        limits = (("queue id", queue.queue_id, _I32_MAX), ("offset", offset, _I64_MAX), ("count", count, _I32_MAX))
-        for what, number, most in limits:
-            if type(number) is not int or not 0 <= number <= most:
-                raise ValueError(f"{what} {number!r:.40} must be an int, neither negative nor above {most}")
-        if "@" in queue.topic or "@" in queue.group:
+        numbers = (queue.queue_id, _I32_MAX), (offset, _I64_MAX), (count, _I32_MAX)
+        if any(type(n) is not int or not 0 <= n <= most for n, most in numbers) or "@" in queue.topic + queue.group:
             raise ValueError(
-                f"topic {queue.topic[:150]!r} and group {queue.group[:150]!r} must be names without an '@'"
+                f"{count!r:.40} attempts of message {offset!r:.40} of {queue!r:.300}: numbers must be ints from 0 on, "
+                "and names without '@'"
             )
         with self._lock:
             record = self.get(queue)
@@ -384,37 +365,13 @@ class OrderInfoTable:
             counts = {offset: n for offset, n in record.counts.items() if offset >= below}
             self._put(queue, _of_attempts(counts, record.suspended, record.updated_ms))
 
-    # --- the file (delivery#order-clean, delivery#order-file) ---------------------------------------------------------
+    def forget(self, queue: QueueKey, record: OrderInfo) -> None:
+        """Forget a record, unless it was replaced meanwhile."""
+        with self._lock:
+            if self.get(queue) == record:
+                self._put(queue, None)
 
-    def clean(
-        self,
-        now_ms: int,
-        read_queues: Callable[[str], int | None],
-        has_group: Callable[[str], bool],
-        committed: Committed,
-        lock_of: Callable[[QueueKey], AbstractContextManager[object]],
-    ) -> None:
-        """Drop obsolete records before the file is written. `lock_of(queue)` keeps pops out.
-        Compiled pops write here without our lock.
-
-        `read_queues(topic)` is None for a deleted topic. Unlike in RocketMQ, an old record is kept while one of its
-        messages is invisible: its receiver still works on it, and the order would break without the record. A record
-        is also kept while it counts attempts of an unsettled message. Otherwise a poison message would get all its
-        attempts again if the group pauses over a weekend. There is at most one record per queue, and it is dropped when
-        the queue moves on."""
-        # The callbacks take their own locks (topics, groups, offsets), so they are called without ours.
-        for queue, record in self.records().items():
-            group, topic, queue_id = queue
-            gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
-            settled = 0 if gone else committed(queue) or 0
-            self.drop_attempts(queue, settled)
-            if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
-                # Drop the record if no next delivery counts an attempt by it.
-                gone = not record.redelivered(None, record.unacked(settled))
-            if gone:
-                with lock_of(queue), self._lock:
-                    if self.get(queue) == record:  # otherwise it was replaced meanwhile
-                        self._put(queue, None)
+    # --- the file (delivery#order-file) -------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of ``consumerOrderInfo.json``, a consistent copy of all records."""
@@ -432,7 +389,7 @@ class OrderInfoTable:
             self.entries.update(records)
             self._others = others
             self._unknown = {name: member for name, member in value.items() if name != "table"}
-            self._version += 1
+            self.version += 1
 
 
 def check_order_info(value: Mapping[str, Any]) -> None:
@@ -459,62 +416,58 @@ def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str
         if not at or "@" in group:
             others[key] = queues
             continue
-        for queue_id, entry in _object(queues, key).items():
+        for queue_id, entry in _by_number(queues, key).items():
             if entry is not None:
-                where = f"{key}[{queue_id}]"
-                records[QueueKey(group, topic, _key_number(queue_id, key))] = OrderInfo.from_json(entry, where)
+                records[QueueKey(group, topic, queue_id)] = OrderInfo.from_json(entry, f"{key}[{queue_id}]")
     return records, others
 
 
 def _object(value: object, where: str) -> dict[str, Any]:
     """Return a JSON object: an empty one for None."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         _refuse(where, f"an object is expected, not {type(value).__name__}")
-    return value
+    return value or {}
+
+
+def _by_number(value: object, where: str) -> dict[int, Any]:
+    """Return a JSON object whose keys are numbers. Only the spelling that we would write is accepted."""
+    found = {}
+    for name, each in _object(value, where).items():
+        if not _NUMBER(str(name)) or int(name) > _I64_MAX:
+            _refuse(where, f"key {str(name)[:40]!r} is not a number")
+        found[int(name)] = each
+    return found
+
+
+def _numbers(value: object, where: str) -> dict[int, int] | None:
+    if value is None:
+        return None
+    return {key: _integer(number, f"{where}[{key}]") for key, number in _by_number(value, where).items()}
 
 
 def _offsets(value: object, where: str) -> tuple[int, ...]:
     """Return absolute offsets for the file's distances from the first."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
+    if value is not None and not isinstance(value, list):
         _refuse(where, f"a list is expected, not {type(value).__name__}")
-    numbers = [_integer(number, where) for number in value]
+    numbers = [_integer(number, where) for number in value or ()]
     offsets = (*numbers[:1], *(numbers[0] + distance for distance in numbers[1:]))
     if any(a >= b for a, b in pairwise(offsets)) or (offsets and offsets[-1] > _I64_MAX):
         _refuse(where, "the offsets do not ascend")
     return offsets
 
 
-def _numbers(value: object, where: str) -> dict[int, int] | None:
-    if value is None:
-        return None
-    return {_key_number(name, where): _integer(n, f"{where}[{name}]") for name, n in _object(value, where).items()}
-
-
 def _suspended(value: object, where: str) -> dict[int, BlockedQueue]:
     found = {}
-    for name, each in _object(value, where).items():
+    for offset, each in _by_number(value, where).items():
         if not (isinstance(each, list) and len(each) == 3 and isinstance(each[2], str)):
-            _refuse(f"{where}[{name}]", "[attempt, ms, error] is expected")
-        offset = _key_number(name, where)
-        attempt, since_ms = (_integer(number, f"{where}[{name}]") for number in each[:2])
+            _refuse(f"{where}[{offset}]", "[attempt, ms, error] is expected")
+        attempt, since_ms = (_integer(number, f"{where}[{offset}]") for number in each[:2])
         found[offset] = BlockedQueue(offset, attempt, since_ms, each[2])
     return found
 
 
-def _key_number(name: object, where: str) -> int:
-    """Return a number from a JSON key. Only the spelling that we would write is accepted."""
-    text = str(name)
-    if not (text.isascii() and text.isdigit() and len(text) <= 19) or str(int(text)) != text:
-        _refuse(where, f"key {text[:40]!r} is not a number")
-    return _integer(int(text), where)
-
-
 def _integer(value: object, where: str, minimum: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _I64_MAX:
+    if type(value) is not int or not minimum <= value <= _I64_MAX:
         _refuse(where, f"{str(value)[:40]!r} is not a number from {minimum} to {_I64_MAX}")
     return value
 

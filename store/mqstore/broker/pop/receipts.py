@@ -56,8 +56,6 @@ class Claim(NamedTuple):
     mark: int
     """Topic that was read: 0 is the requested topic, 1 and 2 are its retry topics of these versions."""
     queue_id: int
-    start: int
-    """First offset of the batch."""
     text: str
 
 
@@ -75,10 +73,10 @@ def claim_of(text: str) -> Claim:
     match = _RECEIPT(text) if type(text) is str else None
     if match is not None:
         start, pop_time, invisible, revive, mark, queue_id, offset, physical = match.groups()
-        claim = Claim(int(offset), int(pop_time), int(revive) == _FIFO, int(mark), int(queue_id), int(start), text)
+        claim = Claim(int(offset), int(pop_time), int(revive) == _FIFO, int(mark), int(queue_id), text)
         # The sum of pop time and invisible time must also be a time: beyond 64 bits it would never expire.
         fits = claim.pop_time_ms + int(invisible) <= _I64_MAX and int(physical or 0) <= _I64_MAX
-        if fits and claim.start <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
+        if fits and int(start) <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
             return claim
     raise InvalidReceiptError(f"{_shown(text)} is not a receipt; pass the `receipt` of a delivery unchanged")
 

@@ -9,7 +9,7 @@
     committed  = the first offset that is in flight or released, or the cursor
 
 Messages held by receivers of the ended process are visible at once (delivery#pop-replay): the writer lock proves that
-these receivers are gone. Failed messages are redelivered at their time.
+these receivers are gone.
 
 If records of the log are lost, a batch may be lost, too. Then a later batch only shows that the cursor has moved. The
 messages between count as delivered and not acknowledged, in a new batch.
@@ -21,17 +21,17 @@ it stays the queue's last batch, by which receipts of older batches are recognis
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from mqstore.broker.names import POP_LOG_KEY, QueueKey
+from mqstore.broker.pop.batch import SAME_MOMENT_MS, Batch
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE
+from mqstore.broker.pop.log import CHANGE, GIVE, LOOK_BACK, POP, RESET, REVIVE, Record
 from mqstore.broker.pop.ordered import OrderedQueues
 from mqstore.broker.pop.orderinfo import OrderInfo
-from mqstore.broker.pop.request import SAME_MOMENT_MS
-from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueState
+from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 
@@ -43,25 +43,12 @@ _log = logging.getLogger("mqstore")
 class Replay:
     """One replay of the log into `tables`, which must be empty except for the order info."""
 
-    def __init__(self, tables: PopTables, fifo: OrderedQueues) -> None:
+    def __init__(self, tables: PopTables) -> None:
         self._tables = tables
         self._orders = tables.orders
-        self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
         """Queues whose position only the log has, because a reset was read, and the group has not read since."""
-        self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
-            POP: self._pop,
-            ACK: self._settled,
-            REVIVE: self._revived,
-            CHANGE: self._change,
-            GIVE: self._give,
-            RESET: self._reset,
-        }
-        self._before: dict[str, Callable[[int, dict[str, Any]], None]] = {
-            POP: self._pop_before,
-            REVIVE: self._revived_before,
-        }
         self._in_order: set[QueueKey] = set()
         """Queues whose order info now comes from the log, not from the file."""
         self._settled_before: dict[int, QueueKey] = {}
@@ -81,7 +68,12 @@ class Replay:
         now_ms = tables.clock.now_ms()
         self._say(now_ms)
         for state in list(tables.states.values()):
-            self._finish(state, release, now_ms)
+            if self._settle_position(state):
+                if release:
+                    self._release(state, now_ms)
+                state.drop_ahead()
+                tables.commit(state)
+                tables.announce_first(state)
         self._adopt(now_ms)
         java.mark()
 
@@ -94,7 +86,7 @@ class Replay:
         for key, record in self._in_file():
             state = self._state(key)
             if state.fifo is None and (record.unacked() or record.offsets[-1] < state.cursor):
-                state.fifo = _unnamed(record)
+                state.fifo = Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
             if state.fifo is not None:
                 state.cursor = max(state.cursor, record.next_offset())
 
@@ -103,14 +95,22 @@ class Replay:
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_KEY) or 0
         for record in tables.log.records(max(0, begin - LOOK_BACK)):
-            handlers = self._before
-            if record.position >= begin:
+            try:
+                if record.position < begin:
+                    self._before(record)
+                    continue
                 self._is_holed |= record.position > self._next_position
                 self._next_position = record.position + 1
-                handlers = self._handlers
-            try:
-                if (handler := handlers.get(record.kind)) is not None:
-                    handler(record.position, record.value)
+                if record.kind == POP:
+                    self._pop(record.position, record.value)
+                elif record.kind == RESET:
+                    self._reset(record.value)
+                elif (found := self._batches.get(record.value["k"])) is None:
+                    self._before(record)  # a batch from before the replay position, entirely settled
+                elif found[0].fifo is not found[1]:
+                    self._event(*found, record.kind, record.value)
+                else:
+                    self._event_in_order(*found, record.kind, record.value)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 # mqstore never writes such a record, so it is skipped. At worst this redelivers a message.
                 _log.error("record %d of the pop log is invalid (%r): %.200s", record.position, error, record.value)
@@ -149,10 +149,7 @@ class Replay:
                 continue
             _log.error(
                 "the pop log has lost records: %d messages of %s/%d, perhaps delivered already, are delivered to %s",
-                len(lost),
-                key.topic,
-                key.queue_id,
-                key.group,
+                *(len(lost), key.topic, key.queue_id, key.group),
             )
             state, ordered = self._state(key), sorted(lost)
             for at in range(0, len(lost), MAX_BATCH):
@@ -194,58 +191,40 @@ class Replay:
         )
         self._orders.put(state.key, record)
 
-    def _order(self, state: QueueState, batch: Batch) -> OrderInfo | None:
-        """Return the order info of that FIFO batch, or None if the entry is of another batch."""
-        record = self._orders.get(state.key)
-        return record if record is not None and record.pop_time_ms == batch.pop_time_ms else None
-
-    def _settled(self, _position: int, value: dict[str, Any]) -> None:
-        found = self._batches.get(value["k"])
-        if found is None:
-            return  # a batch from before the replay position, entirely settled
-        state, batch = found
-        if state.fifo is not batch:
-            state.settle(batch, value["o"])
-        elif (record := self._order(state, batch)) is not None:
-            record = record.acknowledged(value["o"])
-            self._orders.put(state.key, record)
-            state.cursor = max(state.cursor, record.next_offset())
-
-    def _revived(self, position: int, value: dict[str, Any]) -> None:
-        self._settled(position, value)
-        found = self._batches.get(value["k"])
-        if found is None:
-            self._revived_before(position, value)
-        elif found[0].fifo is not found[1]:
-            found[0].note_revived(value["o"])
-
-    def _change(self, _position: int, value: dict[str, Any]) -> None:
-        found = self._batches.get(value["k"])
-        if found is None:
-            return
-        state, batch = found
-        offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
-        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-        batch.note_failed(offset, value.get("n") == 1)
-        if state.fifo is batch:
-            record = self._order(state, batch)
-            if record is not None:
-                self._orders.put(state.key, record.moved([offset], pop_time_ms + invisible_ms))
-        elif state.in_flight.get(offset) is batch:
-            state.change(batch, offset, pop_time_ms, invisible_ms)
-
-    def _give(self, _position: int, value: dict[str, Any]) -> None:
-        found = self._batches.get(value["k"])
-        if found is None:
-            return
-        state, batch = found
-        if state.fifo is not batch:
+    def _event(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
+        """Apply a settlement or a change to messages of a batch without order."""
+        if kind == CHANGE:
+            offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
+            state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+            batch.note_failed(offset, value.get("n") == 1)
+            if state.in_flight.get(offset) is batch:
+                state.change(batch, offset, pop_time_ms, invisible_ms)
+        elif kind == GIVE:
             state.release(batch, value["o"])
-        elif (record := self._order(state, batch)) is not None:
-            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
-            self._orders.put(state.key, record.given_back(value["o"], at_ms))
+        else:
+            state.settle(batch, value["o"])
+            if kind == REVIVE:
+                state.note_revived(value["o"])
 
-    def _reset(self, _position: int, value: dict[str, Any]) -> None:
+    def _event_in_order(self, state: QueueState, batch: Batch, kind: str, value: dict[str, Any]) -> None:
+        """Apply a settlement or a change to messages of the queue's last batch."""
+        if kind == CHANGE:
+            state.last_pop_ms = max(state.last_pop_ms, value["pt"])
+            batch.note_failed(value["o"], value.get("n") == 1)
+        record = self._orders.get(state.key)
+        if record is None or record.pop_time_ms != batch.pop_time_ms:
+            return  # the entry is of another batch
+        if kind == CHANGE:
+            record = record.moved([value["o"]], value["pt"] + value["it"])
+        elif kind == GIVE:
+            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
+            record = record.given_back(value["o"], at_ms)
+        else:
+            record = record.acknowledged(value["o"])
+            state.cursor = max(state.cursor, record.next_offset())
+        self._orders.put(state.key, record)
+
+    def _reset(self, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["c"], value["t"], value["q"]), value["o"]
         if not _is_number(offset):
             raise ValueError("the offset of the reset is not a number")
@@ -262,15 +241,12 @@ class Replay:
         else:
             self._placed.add(key)
 
-    # -- settled batches that may be acknowledged too late -----------------------------------------------------------
-
-    def _pop_before(self, position: int, value: dict[str, Any]) -> None:
-        if value.get("f") != 1:
-            self._settled_before[position] = QueueKey(value["c"], value["t"], value["q"])
-
-    def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
-        key = self._settled_before.get(value["k"])
-        if key is not None:
+    def _before(self, record: Record) -> None:
+        """Note the redelivered messages of a settled batch, which may be acknowledged too late."""
+        value = record.value
+        if record.kind == POP and value.get("f") != 1:
+            self._settled_before[record.position] = QueueKey(value["c"], value["t"], value["q"])
+        elif record.kind == REVIVE and (key := self._settled_before.get(value["k"])) is not None:
             self._state(key).note_revived(value["o"])
 
     def _state(self, key: QueueKey) -> QueueState:
@@ -280,18 +256,6 @@ class Replay:
         return state
 
     # -- conclusions ------------------------------------------------------------------------------------------------
-
-    def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
-        tables = self._tables
-        if not self._settle_position(state):
-            return
-        if release:
-            self._release(state, now_ms)
-        state.drop_ahead()
-        tables.commit(state)
-        first_ms = state.timeline.first()
-        if first_ms is not None:
-            tables.announce(state, first_ms)
 
     def _settle_position(self, state: QueueState) -> bool:
         """Set the queue's position from log and table. Return False if its group, and so the state, is deleted."""
@@ -380,9 +344,9 @@ class Replay:
             record = replace(known, acked=known.acked | settled)
             self._orders.put(key, record)
             if state.fifo is None and record.unacked():
-                self._fifo.rewrite(state)
+                OrderedQueues(tables).rewrite(state)
             elif state.fifo is None and record.offsets[-1] < state.cursor:
-                state.fifo = _unnamed(record)
+                state.fifo = Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
             state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
@@ -423,11 +387,6 @@ def _parted(key: QueueKey, held: list[int], begun: AttemptJournal) -> tuple[list
 def _is_number(value: object) -> bool:
     """Return True if the value is in the range of an offset or a time."""
     return type(value) is int and -1 <= value < 1 << 63
-
-
-def _unnamed(record: OrderInfo) -> Batch:
-    """Return the batch of a record that the log does not have."""
-    return Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
 
 
 def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:

@@ -1,12 +1,4 @@
-"""Values that pop takes and returns, and the times of deliveries (delivery#pop-request, delivery#clock).
-
-    pop time       time of the pop, or of the last change of the receipt, which names it
-    visible time   time at which the message is redelivered; the time between the two is the invisible time
-
-Both are stored, so both are wall time. If the clock is set back by less than the invisible time, a delivery lasts
-longer by that much. If it is set back by more, the delivery would hide its message for as long as the clock was wrong,
-so it counts as over. A later change uses the new clock, so its visible time may be before its pop time.
-"""
+"""Values that pop takes and returns (delivery#pop-request)."""
 
 from __future__ import annotations
 
@@ -16,7 +8,7 @@ from mqstore.broker.filters.filter import Filter
 from mqstore.broker.reading import Start
 from mqstore.log.message import Message
 
-__all__ = ["SAME_MOMENT_MS", "Delivery", "Pending", "PopRequest", "is_visible", "pop_time"]
+__all__ = ["Delivery", "Pending", "PopRequest"]
 
 
 class Delivery(NamedTuple):
@@ -52,42 +44,25 @@ class Pending(NamedTuple):
 
 
 class PopRequest(NamedTuple):
-    """One pop, as passed to each queue that it examines."""
+    """One pop, as `BrokerContract.pop` describes it. Compiled code takes `order` and `local` only as bool."""
 
+    group: str
     topic: str
-    """Topic as the caller named it."""
-    invisible_ms: int
-    filter: Filter | None
-    start: Start | None
-    attempt_id: str | None
-    local: bool
-    now_ms: int
-    max_attempts: int | None
-    skip_acked: bool
-    """FIFO: do not redeliver messages that were acknowledged after an unsettled one."""
-
-
-SAME_MOMENT_MS = 1_000
-"""Number of ms that a pop time may be ahead of a clock that was not set back."""
-
-
-def pop_time(now_ms: int, last_ms: int) -> int:
-    """Return `now_ms`, or `last_ms` + 1 if that is at most a second later.
-    The pop time distinguishes two deliveries of a message, so it must grow. But after a clock was set back it is
-    `now_ms`, because old times must not keep messages invisible."""
-    return last_ms + 1 if now_ms <= last_ms < now_ms + SAME_MOMENT_MS else now_ms
-
-
-def is_visible(pop_time_ms: int, visible_ms: int, now_ms: int) -> bool:
-    """Return True if a delivery is over.
-    Either its visible time has come, or its pop time is farther in the future than its invisible time can explain.
-
-    >>> is_visible(1_000_000, 1_060_000, 1_059_999), is_visible(1_000_000, 1_060_000, 1_060_000)
-    (False, True)
-    >>> is_visible(1_000_000, 1_060_000, 1_000_000 - 60_000), is_visible(1_000_000, 1_060_000, 1_000_000 - 61_001)
-    (False, True)
-    """
-    if visible_ms <= now_ms:
-        return True
-    lasts_ms = visible_ms - pop_time_ms
-    return lasts_ms >= -SAME_MOMENT_MS and pop_time_ms - now_ms > max(0, lasts_ms) + SAME_MOMENT_MS
+    queue_id: int = -1
+    """One queue, or -1: all queues, beginning at a random one, and the group's retry topic."""
+    n: int = 1
+    """Maximum number of messages, 1 to 32."""
+    invisible_ms: int = 60_000
+    """100 ms to 12 h."""
+    filter: Filter | None = None
+    order: bool = False
+    """Deliver a queue's next batch only when no message of its last batch is invisible. The retry topic is one more
+    queue, since it has dead letters that were sent again."""
+    start: Start | None = None
+    """First position of a group without a committed offset in a queue. None: the group's configuration."""
+    attempt_id: str | None = None
+    """With `order`: the same id receives again the messages of its lost answer."""
+    local: bool = True
+    """True if the receiver ends with this process: the next open redelivers its messages at once."""
+    skip_acked: bool = False
+    """With `order`: do not redeliver messages that were acknowledged after an unsettled one."""

@@ -17,9 +17,7 @@ __all__ = ["Route", "Routes"]
 class Route:
     """Queues that hold the messages of one topic for one group."""
 
-    group: str
     topic: str
-    max_attempts: int | None
     queues: list[QueueState]
     retries: list[tuple[int, QueueState]]
     """(mark, state) of the retry topics that exist."""
@@ -30,11 +28,12 @@ class Route:
     at_once: bool
     """True if `pop_at_once` may use it, too, since no topic has redeliveries."""
 
-    def check_queue(self, queue_id: int) -> None:
-        """Raise ConfigError if the topic does not have that queue."""
+    def queue(self, queue_id: int) -> QueueState:
+        """Return the state of one queue. Raises ConfigError if the topic does not have that queue."""
         if type(queue_id) is not int or not 0 <= queue_id < len(self.queues):
             last = len(self.queues) - 1
             raise ConfigError(f"topic {self.topic!r} has queues 0..{last} for readers, not {queue_id!r}")
+        return self.queues[queue_id]
 
 
 class Routes:
@@ -55,16 +54,10 @@ class Routes:
         known = self.known
         if (route := known.get((group, topic))) is not None:
             return route
-        config = self._groups.require(group)
-        if not config.consume_enable:
-            raise NotPermittedError(f"group {group!r} may not consume; alter the group with consume_enable=True")
-        found = self._topics.require(topic)
-        if not found.readable:
-            raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        self._tables.reads.check_group(group, topic)
+        found = self._tables.reads.check_topic(topic)
         if found.read_queues < 1:  # only a file can have this
             raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; increase read_queues")
-        if not self._groups.may_read(group, topic):
-            raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
         queues = [self._tables.state(QueueKey(group, topic, i)) for i in range(found.read_queues)]
         retries = [
             (mark, self._tables.state(QueueKey(group, name, 0)))
@@ -74,7 +67,7 @@ class Routes:
         quick = kernel is not None and not is_retry_topic(topic)
         has_choice = len(queues) > 1 or bool(retries)
         at_once = quick and not retries and self._topics.entered(retry_topic(group)) is None
-        route = Route(group, topic, config.max_attempts, queues, retries, has_choice, quick, at_once)
+        route = Route(topic, queues, retries, has_choice, quick, at_once)
         known[group, topic] = route
         return route
 
@@ -103,10 +96,6 @@ class Routes:
 
     def close(self) -> None:
         """Remove the listeners from the topic and group tables."""
-        for listeners, mine in (
-            (self._topics.on_change, self._topic_changed),
-            (self._groups.on_change, self._group_changed),
-            (self._topics.in_order, self._in_order),
-        ):
-            if mine in listeners:
-                listeners.remove(mine)  # type: ignore[arg-type]
+        self._topics.on_change.remove(self._topic_changed)
+        self._groups.on_change.remove(self._group_changed)
+        self._topics.in_order.remove(self._in_order)

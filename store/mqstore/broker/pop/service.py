@@ -1,25 +1,25 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """Pop: deliver messages, each invisible until it is acknowledged or its time is over (delivery#pop).
 
-    pop ----> route: which queues, the retry topic first or last ----> StandardQueues | FifoQueues ----> pop log
+    pop ----> route: which queues, the retry topic first or last --> UnorderedQueues | OrderedQueues --> pop log
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
     module      knows
-    ask         arguments, deliveries as values, their times, by a clock that may be set back
+    request     a pop's arguments, and deliveries as values
     receipts    receipts as text
     routes      which queues a group pops a topic from
+    batch       messages popped together, and their times, by a clock that may be set back
     state       deliveries in flight in one queue, in memory
     log         form of the records
     tables      all states, locks, agenda of due queues, measurements
-    standard    redelivery by copies              fifo    redelivery by reading again
-    replay      start-up                          keep    a short log, consumerOrderInfo.json
+    unordered   redelivery by copies              ordered      redelivery by reading again
+    replay      start-up                          compaction   a short log, consumerOrderInfo.json
 
 Only `wait_for` and a pop with `poll_s` block. Each (group, topic, queue) has one lock. The tables' own locks are taken
 after it, then the store's. No callback is called under a lock. A call appends its records with durability "append". If
 it must wait for the disk, it first releases its locks, so that the wait does not block other calls.
 
-The class is long because each operation on a receipt is a method here. Their helpers are in the modules above.
+The class is long because each operation on a receipt is a method here.
 """
 
 from __future__ import annotations
@@ -30,39 +30,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from mqstore.broker.filters.filter import Filter
+from mqstore.broker.context import Parts
 from mqstore.broker.names import QueueKey, pop_retry_topic
+from mqstore.broker.pop.batch import SAME_MOMENT_MS
 from mqstore.broker.pop.compaction import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.ordered import OrderedQueues
-from mqstore.broker.pop.orderinfo import BlockedQueue, check_order_info
+from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
-from mqstore.broker.pop.request import SAME_MOMENT_MS, Delivery, Pending, PopRequest
-from mqstore.broker.pop.routes import Route, Routes
+from mqstore.broker.pop.request import Delivery, Pending, PopRequest
+from mqstore.broker.pop.routes import Routes
 from mqstore.broker.pop.state import MAX_BATCH, QueueState
-from mqstore.broker.pop.tables import DeadLetter, PopFigures, PopTables
+from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.unordered import UnorderedQueues
-from mqstore.broker.reading import Start
+from mqstore.broker.reading import Reads
 from mqstore.broker.redelivery.attempt_journal import AttemptJournal
 from mqstore.broker.service import BackgroundService, Pin, Wake
 from mqstore.broker.tables.configfile import ConfigFile
+from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
-if TYPE_CHECKING:
-    from mqstore.broker.context import Parts
-    from mqstore.broker.reading import Reads
-    from mqstore.broker.waiting import Callback, Waiter, Waiters
-
-__all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
+__all__ = ["PopService"]
 
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """Percentage of pops that look at the retry topic first."""
-_PopOne = Callable[[QueueState, PopRequest, int, int, list[Delivery]], bool]
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
 """Maximum number of chunks redelivered from one queue in one run: some thousand messages."""
@@ -96,55 +91,29 @@ class PopService(BackgroundService):
         self._latest_ms: float = math.inf
         """Latest wall-clock time since the clock was set back. At first its past is not known."""
         file = ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info)
-        self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
-        self._orders = self._tables.orders
-        self._orders.load(file.load() or {})
-        as_loaded = self._tables.order_version
-        self._standard = UnorderedQueues(self._tables)
-        self._fifo = OrderedQueues(self._tables)
-        self.figures = PopFigures(self._tables, self._fifo)
-        self._tables.begun = begun
-        Replay(self._tables, self._fifo).run(release=parts.config.requeue_on_open)
-        self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
-        if begun is not None and count_begun(self._tables, begun):
-            self._keeper.save(self._clock.now_ms())
+        self.tables = PopTables(parts, wake, waiters, reads, dead_letter, begun)
+        self.orders = self.tables.orders
+        self.orders.load(file.load() or {})
+        as_loaded = self.tables.order_version
+        self._unordered = UnorderedQueues(self.tables)
+        self._ordered = OrderedQueues(self.tables)
+        Replay(self.tables).run(release=parts.config.requeue_on_open)
+        self._keeper = PopKeeper(self.tables, wake, self._unordered, self._ordered, file, as_loaded)
         if begun is not None:
+            if count_begun(self.tables, begun):
+                self._keeper.save(self._clock.now_ms())
             begun.forget()
-        self._routes = Routes(self._tables)
+        self._routes = Routes(self.tables)
 
     # -- popping ----------------------------------------------------------------------------------------------------
 
-    def pop(
-        self,
-        group: str,
-        topic: str,
-        queue_id: int = -1,
-        n: int = 1,
-        invisible_ms: int = 60_000,
-        poll_s: float = 0,
-        filter: Filter | None = None,
-        order: bool = False,
-        start: Start | None = None,
-        attempt_id: str | None = None,
-        local: bool = True,
-        durability: Durability | None = None,
-        skip_acked: bool = False,
-    ) -> list[Delivery]:
-        """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), after at most `poll_s`.
-
-        queue_id    one queue, or -1: all queues, beginning at a random one, and the group's retry topic
-        order       deliver a queue's next batch only when no message of its last batch is invisible. The retry topic
-                    is one more queue, since it has dead letters that were sent again
-        start       first position of a group without a committed offset in a queue. None: the group's configuration
-        attempt_id  with `order`: the same id receives again the messages of its lost answer
-        local       the receiver ends with this process: the next open redelivers its messages at once
-        skip_acked  with `order`: do not redeliver messages after a failed one that were acknowledged or dead-lettered.
-                    The failures counted for later messages are kept, however small `n` is
-
+    def pop(self, request: PopRequest, poll_s: float = 0, durability: Durability | None = None) -> list[Delivery]:
+        """Deliver messages, after at most `poll_s`.
         Each batch is in the pop log before this returns, and with durability "flush" also on disk. Raises ConfigError
         for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and the errors of a put.
         After an error nothing was delivered. If one queue delivered before another failed, its messages are returned,
         and the next call raises the error."""
+        n, invisible_ms, attempt_id = request.n, request.invisible_ms, request.attempt_id
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n must be 1..{MAX_BATCH}, got {n!r}; pop several times for more messages")
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
@@ -153,27 +122,14 @@ class PopService(BackgroundService):
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"attempt_id must be a str, got {attempt_id!r:.80}")
-        local, order = bool(local), bool(order)  # compiled parts accept only bool
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
-        while True:
-            # Looked up each time, because the topic may have been altered during the wait.
-            route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
-            roll = int(self._rng() * 100) if route.has_choice else 0
-            if filter is None and attempt_id is None:
-                found = self._pop_prefetched(route, queue_id, n, invisible_ms, local, order, roll)
-                if found:
-                    break
-            now_ms, limit = self._clock.now_ms(), route.max_attempts
-            ask = PopRequest(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
-            found = self._pop(route, ask, queue_id, n, order, roll)
-            if found or not poll_s:
-                break
+        while not (found := self._look(request)) and poll_s:
             left_ms = end_ms - self._clock.monotonic_ms()
-            if left_ms <= 0 or not self.wait_for(group, topic, queue_id, filter, order, left_ms / 1000):
+            if left_ms <= 0 or not self.wait_for(request, left_ms / 1000):
                 break
-            if self._parts.groups.get(group) is None:  # the next search would create the group again
-                raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
+            if self._parts.groups.get(request.group) is None:  # the next look would create the group again
+                raise GroupNotFoundError(f"group {request.group!r} was deleted while a pop waited for its messages")
         if not found:
             self._store.news.check_complete()
         elif waits:
@@ -188,104 +144,82 @@ class PopService(BackgroundService):
         route = self._routes.known.get((group, topic))
         if route is None or not route.at_once or not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             return []
-        roll = int(self._rng() * 100) if route.has_choice else 0
-        return self._pop_prefetched(route, -1, n, invisible_ms, True, order, roll)
+        state = route.queues[int(self._rng() * 100) % len(route.queues) if route.has_choice else 0]
+        found = self.tables.deliver(state, n, invisible_ms, topic, True, order)
+        if found and not order and self._waiters.parked and state.ahead:
+            self._waiters.wake_one(group, topic, -1)
+        return found or []
 
-    def _pop_prefetched(
-        self, route: Route, queue_id: int, n: int, invisible_ms: int, local: bool, order: bool, roll: int
-    ) -> list[Delivery]:
-        """Pop prefetched messages of one queue by compiled code, the simple case of `_pop`."""
-        if not route.quick or (route.retries and roll < _RETRY_PERCENT):
-            return []
-        if queue_id != -1:
-            route.check_queue(queue_id)
-        state = route.queues[roll % len(route.queues) if queue_id == -1 else queue_id]
-        found = self._tables.deliver(state, n, invisible_ms, route.topic, local, order)
-        if found is None:
-            return []
-        if not order and self._waiters.parked and state.ahead:
-            self._waiters.wake_one(route.group, route.topic, queue_id)
-        return found
-
-    def _pop(self, route: Route, ask: PopRequest, queue_id: int, n: int, order: bool, roll: int) -> list[Delivery]:
-        """Pop from the route's queues. `roll` is a random number from 0 to 99.
+    def _look(self, request: PopRequest) -> list[Delivery]:
+        """Pop the messages that the queues of the request have now.
         Most pops read the retry topic last, so that failing messages do not delay new ones, and some read it first, so
         that retries do not starve in a busy topic."""
+        group, topic, queue_id, n, invisible_ms, filter_, order, _, attempt_id, local, _ = request
+        # Looked up each time, because the topic may have been altered during the wait.
+        route = self._routes.known.get((group, topic)) or self._routes.require(group, topic)
+        roll = int(self._rng() * 100) if route.has_choice else 0
+        queues, retries = route.queues, route.retries
+        if queue_id == -1:
+            at = roll % len(queues)
+            chosen = queues[at:] + queues[:at] if at else queues
+        else:
+            chosen = [route.queue(queue_id)]
+        retries_first = bool(retries) and roll < _RETRY_PERCENT
+        if route.quick and not retries_first and filter_ is None and attempt_id is None:
+            state = chosen[0]
+            done = self.tables.deliver(state, n, invisible_ms, topic, local, order)
+            if done:
+                if not order and self._waiters.parked and state.ahead:
+                    self._waiters.wake_one(group, topic, queue_id)
+                return done
         found: list[Delivery] = []
         more = False
-        queues, count = route.queues, len(route.queues)
-        at = roll % count
-        if queue_id != -1:
-            route.check_queue(queue_id)
-            at, count = queue_id, 1
-        retries_first = route.retries and roll < _RETRY_PERCENT
-        pop = self._fifo.pop if order else self._standard.pop
+        pop = self._ordered.pop if order else self._unordered.pop
+        sources = [(request, 0, state) for state in chosen]
+        if retries:
+            # Without the filter, because copies have passed one at their first delivery.
+            unfiltered = request if filter_ is None else request._replace(filter=None)
+            copies = [(unfiltered, mark, state) for mark, state in retries]
+            sources = copies + sources if retries_first else sources + copies
         try:
-            if retries_first:
-                more = self._pop_retries(route, pop, ask, n, found)
-            if len(found) < n:
-                while count:
-                    state = queues[at]
-                    with state.lock:
-                        more |= pop(state, ask, n - len(found), 0, found)
-                    if len(found) == n:
-                        break
-                    at = at + 1 if at + 1 < len(queues) else 0
-                    count -= 1
-            if not retries_first and route.retries and len(found) < n:
-                more |= self._pop_retries(route, pop, ask, n, found)
+            for wanted, mark, state in sources:
+                with state.lock:
+                    more |= pop(state, wanted, mark, found)
+                if len(found) == n:
+                    break
         except Exception:
             if not found:
                 raise
             # The found messages are invisible now. A receiver that does not get them cannot settle them, and each
             # would lose an attempt.
         if more and found and self._waiters.parked:
-            self._waiters.wake_one(route.group, ask.topic, queue_id)
+            self._waiters.wake_one(group, topic, queue_id)
         return found
-
-    @staticmethod
-    def _pop_retries(route: Route, pop: _PopOne, ask: PopRequest, n: int, found: list[Delivery]) -> bool:
-        # Without the filter, because copies have passed one at their first delivery.
-        ask = ask._replace(filter=None)
-        more = False
-        for mark, state in route.retries:
-            if len(found) < n:
-                with state.lock:
-                    more |= pop(state, ask, n - len(found), mark, found)
-        return more
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def wait_for(
-        self, group: str, topic: str, queue_id: int, filter: Filter | None, order: bool, timeout_s: Duration
-    ) -> bool:
-        """Block until a pop by `group` may find a message. Return False after the timeout."""
+    def wait_for(self, request: PopRequest, timeout_s: Duration) -> bool:
+        """Block until the pop may find a message. Return False after the timeout."""
+        group, topic, queue_id = request[:3]
         also = self.retry_topics(group, topic)
         seen = self._waiters.seen(topic, also)
-        if self._may_find(group, topic, queue_id, order):
+        if self._may_find(request):
             return True
-        return self._waiters.wait(topic, queue_id, None, timeout_s, filter, group=group, also=also, seen=seen)
+        return self._waiters.wait(topic, queue_id, None, timeout_s, request.filter, group=group, also=also, seen=seen)
 
-    def add_waiter(
-        self,
-        group: str,
-        topic: str,
-        queue_id: int,
-        filter: Filter | None,
-        callback: Callback,
-        deadline_ms: int | None = None,
-        *,
-        order: bool = False,
-    ) -> Waiter:
-        """Call `callback(worth_a_pop)` once, when a pop by `group` may find a message, or at `deadline_ms`.
+    def add_waiter(self, request: PopRequest, callback: Callback, deadline_ms: int | None = None) -> Waiter:
+        """Call `callback(worth_a_pop)` once, when the pop may find a message, or at `deadline_ms`.
         The dispatching thread makes the call. `deadline_ms` is monotonic time. Each message wakes one of several
         waiters. A woken waiter that does not pop must pass it on with `Waiters.wake_one`. Raises the errors of
         `Waiters.add_waiter` and `pop`."""
+        group, topic, queue_id = request[:3]
         self._routes.require(group, topic)  # first, because the creation of a group would wake the waiter
         also = self.retry_topics(group, topic)
-        waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
+        waiter = self._waiters.add_waiter(
+            topic, queue_id, None, request.filter, callback, deadline_ms, group=group, also=also
+        )
         try:
-            worth_a_look = self._may_find(group, topic, queue_id, order)
+            worth_a_look = self._may_find(request)
         except BaseException:  # for example, the topic was deleted, and nothing would ever call this waiter
             self._waiters.remove_waiter(waiter)
             raise
@@ -297,13 +231,11 @@ class PopService(BackgroundService):
         """Return the names of the topics that may hold copies of popped messages, existing or not."""
         return [name for _, name in self._routes.retry_topics(group, topic)]
 
-    def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
-        route = self._routes.require(group, topic)
-        if queue_id != -1:
-            route.check_queue(queue_id)
-        queues = route.queues if queue_id == -1 else [route.queues[queue_id]]
+    def _may_find(self, request: PopRequest) -> bool:
+        route = self._routes.require(request.group, request.topic)
+        queues = route.queues if request.queue_id == -1 else [route.queue(request.queue_id)]
         queues = [*queues, *(state for _, state in route.retries)]
-        return any(self._holds_something(state, order) for state in queues)
+        return any(self._holds_something(state, request.order) for state in queues)
 
     def _holds_something(self, state: QueueState, order: bool) -> bool:
         with state.lock:
@@ -311,7 +243,7 @@ class PopService(BackgroundService):
             # A queue that is popped in one way (with or without order) cannot be popped in the other until its
             # deliveries have ended.
             blocked = order or state.fifo is not None
-            if blocked and self._orders.blocks(key, self._clock.now_ms()):
+            if blocked and self.orders.blocks(key, self._clock.now_ms()):
                 return False
             if order and (state.in_flight or state.released):
                 return False
@@ -344,7 +276,7 @@ class PopService(BackgroundService):
         """Acknowledge without waiting for a lock or the disk.
         Returns the number of settled receipts, from the front. The others are for `ack`."""
         route = self._routes.known.get((group, topic))
-        return self._tables.settle(route.queues, receipts) if route is not None and route.quick else 0
+        return self.tables.settle(route.queues, receipts) if route is not None and route.quick else 0
 
     def release(
         self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None
@@ -355,11 +287,6 @@ class PopService(BackgroundService):
             late = self._settle(group, topic, receipts, GIVE)
         if late:
             raise expired(late)
-
-    def renew(
-        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
-    ) -> str:
-        return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def change_invisible(
         self,
@@ -372,13 +299,11 @@ class PopService(BackgroundService):
         renew: bool = False,
     ) -> str:
         """Make a delivery visible in `invisible_ms` (0 to 12 h) from now. Return its new receipt.
-        Raises the errors of `ack`, and ConfigError for the time."""
+        `renew`: the old receipt stays valid. Raises the errors of `ack`, and ConfigError for the time."""
         with self._durably(durability):
             _check_delay(invisible_ms)
-            claim = claim_of(receipt)
-            state = self._state_of(group, topic, claim)
-            with state.lock:
-                return self._kind(claim).change(state, claim, invisible_ms, renew=renew)
+            with self._held(group, topic, receipt) as (queues, state, claim):
+                return queues.change(state, claim, invisible_ms, renew=renew)
 
     def nack(
         self,
@@ -397,19 +322,18 @@ class PopService(BackgroundService):
         with self._durably(durability):
             if delay_ms is not None:
                 _check_delay(delay_ms)
-            claim = claim_of(receipt)
-            state = self._state_of(group, topic, claim)
-            config = self._parts.groups.require(group)
-            kind = self._kind(claim)
-            with state.lock:
-                attempt = kind.attempt(state, claim)
+            with self._held(group, topic, receipt) as (queues, state, claim):
+                attempt = queues.attempt(state, claim)
+                config = self._parts.groups.get(group)
+                if config is None:  # deleted just now, and its deliveries with it
+                    raise expired([receipt])
                 if config.max_attempts is not None and attempt >= config.max_attempts:
-                    kind.dead_letter(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                    queues.dead_letter(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
                     return None
                 delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-                changed = kind.change(state, claim, delay_ms, failed=True)
-                if kind is self._fifo:
-                    self._fifo.note_failed(state, claim, attempt, error)
+                changed = queues.change(state, claim, delay_ms, failed=True)
+                if claim.fifo:
+                    self._ordered.note_failed(state, claim, attempt, error)
                     self._save_soon()
                 return changed
 
@@ -418,25 +342,31 @@ class PopService(BackgroundService):
     ) -> None:
         """Move a delivery's message to the group's dead letters and settle it.
         Raises the errors of `ack`, and ReceiptExpiredError if it was settled before."""
-        with self._durably(durability):
-            claim = claim_of(receipt)
-            state = self._state_of(group, topic, claim)
-            with state.lock:
-                self._kind(claim).dead_letter(state, claim, reason)
+        with self._durably(durability), self._held(group, topic, receipt) as (queues, state, claim):
+            queues.dead_letter(state, claim, reason)
 
-    def _kind(self, claim: Claim) -> UnorderedQueues | OrderedQueues:
-        return self._fifo if claim.fifo else self._standard
+    @contextmanager
+    def _held(
+        self, group: str, topic: str, receipt: str
+    ) -> Iterator[tuple[UnorderedQueues | OrderedQueues, QueueState, Claim]]:
+        """Parse a receipt, and lock its queue for the block."""
+        claim = claim_of(receipt)
+        state = self._state_of(group, topic, claim)
+        with state.lock:
+            yield self._ordered if claim.fifo else self._unordered, state, claim
 
     def _settle(self, group: str, topic: str, texts: Sequence[str] | str, kind: str) -> list[str]:
         """Settle each receipt in its queue. Return the expired receipts."""
         if isinstance(texts, str):
             texts = (texts,)
-        runs = [list(run) for _, run in groupby(map(claim_of, texts), attrgetter("mark", "queue_id", "fifo"))]
-        concerned = [(self._state_of(group, topic, *claims), claims) for claims in runs]
+        concerned: list[tuple[QueueState, list[Claim]]] = []
+        for _, run in groupby(map(claim_of, texts), attrgetter("mark", "queue_id", "fifo")):
+            claims = list(run)
+            concerned.append((self._state_of(group, topic, *claims), claims))
         late: list[str] = []
         for state, claims in concerned:
             with state.lock:
-                late += self._kind(claims[0]).settle(state, claims, kind)
+                late += (self._ordered if claims[0].fifo else self._unordered).settle(state, claims, kind)
         return late
 
     def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
@@ -452,17 +382,17 @@ class PopService(BackgroundService):
                 return known
         name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
         key = QueueKey(group, name, first.queue_id)
-        state = self._tables.states.get(key)
+        state = self.tables.states.get(key)
         if state is None or state.cursor < 0:
             self._parts.topics.require(topic)
             if self._parts.offsets.committed(key) is None:
                 raise InvalidReceiptError(
                     f"receipt {first.text!r}: group {group!r} has never popped from queue {first.queue_id} of {name!r}"
                 )
-            state = self._tables.state(key)
+            state = self.tables.state(key)
             with state.lock:
                 if state.cursor < 0 and not state.gone:
-                    self._tables.open(state)
+                    self.tables.open(state)
         if last.offset >= state.cursor:
             bounds = self._store.offsets_or_none(name, first.queue_id)
             if bounds is None or last.offset >= bounds[1]:
@@ -483,7 +413,7 @@ class PopService(BackgroundService):
 
     def pending(self, group: str) -> list[Pending]:
         found: list[Pending] = []
-        for key, state in sorted(self._tables.states.items()):
+        for key, state in sorted(self.tables.states.items()):
             if key.group == group:
                 with state.lock:
                     found += self._pending(state)
@@ -495,7 +425,7 @@ class PopService(BackgroundService):
             Pending(topic, queue_id, offset, batch.times(offset)[0], batch.visible_at(offset), False)
             for offset, batch in sorted(state.in_flight.items())
         ]
-        if (record := self._tables.order(state)) is not None:
+        if (record := self.tables.order(state)) is not None:
             found += [
                 Pending(topic, queue_id, offset, record.pop_time_ms, record.visible_at(offset), True)
                 for offset in record.held(state.cursor, self._clock.now_ms())
@@ -504,7 +434,7 @@ class PopService(BackgroundService):
 
     def in_flight(self) -> int:
         count = 0
-        for state in list(self._tables.states.values()):
+        for state in list(self.tables.states.values()):
             with state.lock:
                 count += len(state.in_flight) + (0 if state.fifo is None else len(self._pending(state)))
         return count
@@ -513,14 +443,14 @@ class PopService(BackgroundService):
 
     def reset(self, key: QueueKey, offset: int) -> None:
         """Apply a position that `Reads.reset` has set. All deliveries in flight end, and their receipts expire."""
-        state = self._tables.states.get(key)
+        state = self.tables.states.get(key)
         if state is None:
-            self._orders.put(key, None)
+            self.orders.put(key, None)
             return
         with state.lock:
             if not state.gone:
                 # In this order, so that on a full disk the reset stays pending until the next pop.
-                self._tables.reset(state, offset)
+                self.tables.reset(state, offset)
                 self._parts.offsets.take_reset(key)
         self._waiters.wake_one(*key)
 
@@ -528,28 +458,21 @@ class PopService(BackgroundService):
         """End popping from a queue that the group reads from now on, from its first unsettled message.
         With `move` the unsettled messages of a group without order move to its retry topic, so that acknowledged ones
         after them are not read again. Existing receipts expire. The next pop begins where the group has read to."""
-        if (state := self._tables.states.get(key)) is None or state.cursor < 0:
+        if (state := self.tables.states.get(key)) is None or state.cursor < 0:
             return
-        with self._tables.moving, self._durably(None), state.lock:
+        with self.tables.moving, self._durably(None), state.lock:
             if not state.gone:
                 if move:
-                    self._standard.move_all(state)
-                self._tables.reset(state, state.advance(), reads=True)
+                    self._unordered.move_all(state)
+                self.tables.reset(state, state.advance(), reads=True)
                 state.cursor = state.committed = -1
 
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 
-    def attempts(self, key: QueueKey) -> dict[int, int]:
-        return self._orders.attempts(key)
-
     def note_attempt(self, key: QueueKey, offset: int, count: int, error: str = "") -> None:
         """Save failed attempts like `OrderInfoTable.note_attempt`, on disk within a second."""
-        self._orders.note_attempt(key, offset, count, self._clock.now_ms(), error)
+        self.orders.note_attempt(key, offset, count, self._clock.now_ms(), error)
         self._save_soon()
-
-    def suspended(self, group: str) -> dict[tuple[str, int], BlockedQueue]:
-        """Return the failed message that blocks a queue, by (topic, queue id), in either model."""
-        return self._orders.suspended(group, self._parts.offsets.committed)
 
     def _save_soon(self) -> None:
         """Save the order info within a second, because a message has failed."""
@@ -562,15 +485,15 @@ class PopService(BackgroundService):
         """Redeliver visible messages, shorten the log, save the order info. Return the time of the next run."""
         failure: Exception | None = None
         if now_ms < self._latest_ms - SAME_MOMENT_MS:
-            self._tables.follow_clock(now_ms)
+            self.tables.follow_clock(now_ms)
             self._latest_ms = now_ms
         self._latest_ms = max(self._latest_ms, now_ms)
-        for state in self._tables.due(now_ms):
+        for state in self.tables.due(now_ms):
             try:
                 self._visit(state, now_ms)
             except Exception as error:  # the other queues must not wait for this one
                 failure = failure or error
-        next_ms = self._tables.promise(self._keeper.run_once(now_ms))
+        next_ms = self.tables.promise(self._keeper.run_once(now_ms))
         if failure is not None:
             raise failure
         return next_ms
@@ -578,15 +501,15 @@ class PopService(BackgroundService):
     def _visit(self, state: QueueState, now_ms: int) -> None:
         # Limited, so that other queues and services get their turn. The rest is announced as due at once.
         for _ in range(_CHUNKS):
-            with self._tables.moving, self._durably(None), state.lock:  # released after each chunk
+            with self.tables.moving, self._durably(None), state.lock:  # released after each chunk
                 if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
                     return
                 state.announced_ms = None
                 try:
-                    self._standard.visit(state, now_ms)
+                    self._unordered.visit(state, now_ms)
                 finally:
                     if state.fifo is not None:
-                        self._fifo.visit(state, now_ms)
+                        self._ordered.visit(state, now_ms)
 
     def persist(self) -> None:
         self._keeper.persist()

@@ -8,32 +8,27 @@
     in flight  --change-->                              in flight, visible at another time
     all        --reset-->                               not popped yet, from a new cursor on
 
-A batch names many offsets, so a million messages in flight cost a million dict entries and no more objects than there
-were pops. Visible times are kept in buckets of one millisecond. A pop adds to a bucket. Entries leave it when their
-time has come, or when most entries of all buckets are settled.
-
-The fields of all three classes are in C structures where there are compiled parts, which pop and settle single messages
-by them (`PopTables`).
-
-FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`).
+FIFO batches are kept in the order info (`orderinfo.py`), and only the last one also here (`fifo`). The fields are in a
+C structure where there are compiled parts (`PopTables`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import islice, repeat, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from mqstore.broker.names import QueueKey
-from mqstore.broker.pop.log import queue_head
-from mqstore.broker.pop.request import is_visible
+from mqstore.broker.names import QueueKey, is_retry_topic
+from mqstore.broker.pop.batch import Batch, Timeline
+from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.log.message import Message
 from mqstore.log.reading.tagfilter import UnitFilter
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
-__all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]
+__all__ = ["MAX_BATCH", "Counts", "QueueState", "Standing"]
 
 MAX_BATCH = 32
 """Maximum number of messages of one pop."""
@@ -69,191 +64,22 @@ class Standing(NamedTuple):
     """Number of messages before `next` that may be delivered again."""
 
 
-class BatchFields:
-    """Base of `Batch`."""
-
-
-class TimelineFields:
-    """Base of `Timeline`."""
-
-
 class QueueFields:
     """Base of `QueueState`."""
 
 
 if not TYPE_CHECKING and kernel is not None:
-    BatchFields, TimelineFields, QueueFields = kernel.BatchFields, kernel.TimelineFields, kernel.QueueFields
-
-
-class Batch(BatchFields):
-    """Messages of one pop, stored as one `ck` record."""
-
-    __slots__ = ()
-
-    name: int
-    """Position of the `ck` in the pop log. -1 for a settled batch without a `ck`."""
-    start: int
-    count: int
-    """Number of messages."""
-    pop_time_ms: int
-    invisible_ms: int
-    deltas: tuple[int, ...] | None
-    """Distances of the offsets from `start`. None means 0, 1, 2 ..."""
-    left: int
-    """Bit i: the i-th message is in flight or released."""
-    moved: dict[int, tuple[int, int]] | None
-    """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
-    local: bool
-    """True if the receiver is in this process and ends with it."""
-    failed: set[int] | None
-    """Offsets that failed and wait to be redelivered. No receiver holds them."""
-
-    def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
-        """Take `offsets` in ascending order."""
-        start, count = offsets[0], len(offsets)
-        self.name = name
-        self.start = start
-        self.count = count
-        self.pop_time_ms = pop_time_ms
-        self.invisible_ms = invisible_ms
-        self.deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
-        self.left = (1 << count) - 1
-        self.moved = None
-        self.local = local
-        self.failed = None
-
-    def times(self, offset: int) -> tuple[int, int]:
-        """Return (pop time, invisible ms) of one delivery."""
-        if self.moved is not None and offset in self.moved:
-            return self.moved[offset]
-        return self.pop_time_ms, self.invisible_ms
-
-    def holds(self, offset: int) -> bool:
-        """Return True if a receiver in this process holds that delivery."""
-        return self.local and (self.failed is None or offset not in self.failed)
-
-    def note_failed(self, offset: int, failed: bool) -> None:
-        """Note that a delivery has failed, or is held again."""
-        if failed:
-            self.failed = (self.failed or set()) | {offset}
-        elif self.failed is not None:
-            self.failed.discard(offset)
-
-    def visible_at(self, offset: int) -> int:
-        pop_time_ms, invisible_ms = self.times(offset)
-        return pop_time_ms + invisible_ms
-
-    def is_visible(self, offset: int, now_ms: int) -> bool:
-        """Return True if that delivery is over."""
-        pop_time_ms, invisible_ms = self.times(offset)
-        return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
-
-    def bit(self, offset: int) -> int:
-        """Return the bit mask of one message. Raises ValueError if the batch does not contain it."""
-        distance = offset - self.start
-        return 1 << (distance if self.deltas is None else self.deltas.index(distance))
-
-    def open_offsets(self) -> Iterator[int]:
-        """Yield the offsets that are not settled, ascending."""
-        left, i = self.left, 0
-        while left:
-            if left & 1:
-                yield self.start + (i if self.deltas is None else self.deltas[i])
-            left >>= 1
-            i += 1
-
-
-class Timeline(TimelineFields):
-    """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
-
-    __slots__ = ("asked",)
-
-    _buckets: dict[int, Batch | list[Batch]]
-    """A single batch is stored without a list: a list of one would double the memory."""
-    _times: list[int]
-    """Keys of `_buckets`, as a heap."""
-    entries: int
-
-    def __init__(self) -> None:
-        self._buckets = {}
-        self._times = []
-        self.entries = 0
-        self.asked = 0
-        """Number of requests to drop settled entries since that was last done."""
-
-    def add(self, at_ms: int, batch: Batch) -> None:
-        there = self._buckets.get(at_ms)
-        if there is None:
-            self._buckets[at_ms] = batch
-            heappush(self._times, at_ms)
-        elif isinstance(there, list):
-            there.append(batch)
-        else:
-            self._buckets[at_ms] = [there, batch]
-        self.entries += 1
-
-    def due(self, now_ms: int) -> Iterator[Batch]:
-        """Yield the batches to check by `now_ms`, in any order. They stay in the timeline."""
-        if self._times and self._times[0] <= now_ms:
-            for at_ms in self._buckets:
-                if at_ms <= now_ms:
-                    yield from self._at(at_ms)
-
-    def first(self) -> int | None:
-        """Return the first time at which a batch with an unsettled message must be checked."""
-        while self._times:
-            if any(batch.left for batch in self._at(self._times[0])):
-                return self._times[0]
-            self._pop()
-        return None
-
-    def take(self, now_ms: int, limit: int) -> list[Batch]:
-        """Remove and return up to `limit` of the batches to check by `now_ms`."""
-        due: list[Batch] = []
-        while self._times and self._times[0] <= now_ms and len(due) < limit:
-            there, room = self._buckets[self._times[0]], limit - len(due)
-            if isinstance(there, list) and len(there) > room:  # from its end, because it may hold a million
-                taken: Sequence[Batch] = there[-room:]
-                del there[-room:]
-                self.entries -= room
-            else:
-                taken = self._pop()
-            due += (batch for batch in taken if batch.left)
-        return due
-
-    def compact(self) -> None:
-        """Drop settled batches."""
-        buckets: dict[int, Batch | list[Batch]] = {}
-        self.entries = 0
-        for at_ms in self._buckets:
-            live = [batch for batch in self._at(at_ms) if batch.left]
-            if live:
-                buckets[at_ms] = live if len(live) > 1 else live[0]
-                self.entries += len(live)
-        self._buckets = buckets
-        self._times = list(buckets)
-        heapify(self._times)
-        self.asked = 0
-
-    def _at(self, at_ms: int) -> Sequence[Batch]:
-        there = self._buckets[at_ms]
-        return there if isinstance(there, list) else (there,)
-
-    def _pop(self) -> Sequence[Batch]:
-        at_ms = heappop(self._times)
-        there = self._at(at_ms)
-        del self._buckets[at_ms]
-        self.entries -= len(there)
-        return there
+    QueueFields = kernel.QueueFields
 
 
 class QueueState(QueueFields):
     """State of one (group, topic, queue). Its fields are read and written under `lock`."""
 
-    __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "is_retry", "revived")
 
     key: QueueKey
     head: str
+    """Members with which each `ck` and `rst` of the queue begins. Encoded once, because names need escaping."""
     lock: Lock
     cursor: int
     """Next offset to pop. -1 until the state is opened."""
@@ -293,7 +119,8 @@ class QueueState(QueueFields):
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key
-        self.head = queue_head(key)
+        self.head = f'{{"t":{json.dumps(key.topic)},"c":{json.dumps(key.group)},"q":{key.queue_id},'
+        self.is_retry = is_retry_topic(key.topic)
         self.lock = Lock()
         self.cursor = self.committed = -1
         self.written = None
@@ -470,10 +297,17 @@ class QueueState(QueueFields):
             self.committed = at
         return self.committed
 
-    def standing(self) -> Standing:
-        """Return the standing of the group in a queue that is not consumed in order."""
-        ready = next(iter(self.first_released(1)), self.cursor)
-        return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(self.released))
+    def standing(self, order: OrderInfo | None, now_ms: int) -> Standing:
+        """Return the standing of the group. `order` is the queue's last batch, if it is consumed in order."""
+        cursor = self.cursor
+        if order is None:
+            ready = next(iter(self.first_released(1)), cursor)
+            return Standing(self.advance(), ready, cursor, len(self.in_flight), len(self.released))
+        left = order.unacked(cursor)
+        again = [offset for offset in left if order.is_visible(offset, now_ms)]
+        behind = max(cursor, order.offsets[-1] + 1) if order.offsets else cursor
+        first, ready = left[0] if left else behind, again[0] if again else behind
+        return Standing(first, ready, behind, len(left) - len(again), len(again))
 
     def oldest(self) -> Batch | None:
         """Return the oldest batch with an unsettled message."""

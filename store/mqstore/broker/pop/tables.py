@@ -1,8 +1,4 @@
-"""Shared tables of pop: states of all queues, pop log, order info, agenda of due queues.
-
-    state(key)     the queue's state, opened: position known, a pending reset applied
-    log, orders    events, and the resulting state of FIFO queues
-    announce       "this queue needs the housekeeper at that time"      state --> agenda --> `due`
+"""Shared tables of pop: states of all queues, pop log, order info, agenda of queues that need the housekeeper.
 
 Each state has one lock, and no other lock is taken under the locks here. A state is dropped with its group or topic. It
 is then marked `gone` for threads that waited for its lock.
@@ -13,18 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from mqstore.broker.context import Parts
 from mqstore.broker.filters.filter import Filter
 from mqstore.broker.names import QueueKey
+from mqstore.broker.pop.batch import Batch
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.request import Delivery
-from mqstore.broker.pop.state import Batch, Counts, QueueState, Standing
-from mqstore.broker.reading import Start
+from mqstore.broker.pop.state import Counts, QueueState, Standing
+from mqstore.broker.reading import Reads, Start
 from mqstore.broker.redelivery.attempt_journal import Address, AttemptJournal
 from mqstore.broker.redelivery.retry import origin_topic
 from mqstore.broker.service import Wake
+from mqstore.broker.tables.offsets import OffsetTable
+from mqstore.broker.waiting import Waiters
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -32,14 +33,7 @@ from mqstore.log.writing.log_tail import LogTail, QueueTail
 from mqstore.native import kernel
 from mqstore.signalsafe import Lock
 
-if TYPE_CHECKING:
-    from mqstore.broker.context import Parts
-    from mqstore.broker.pop.ordered import OrderedQueues
-    from mqstore.broker.reading import Reads
-    from mqstore.broker.tables.offsets import OffsetTable
-    from mqstore.broker.waiting import Waiters
-
-__all__ = ["DeadLetter", "PopFigures", "PopTables"]
+__all__ = ["DeadLetter", "PopTables"]
 
 _log = logging.getLogger("mqstore")
 
@@ -95,7 +89,15 @@ class PopTables(PopFields):
             receipt that `settle` of `UnorderedQueues` or `OrderedQueues` must handle. In order, all receipts
             must be of one batch."""
 
-    def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        wake: Wake,
+        waiters: Waiters,
+        reads: Reads,
+        dead_letter: DeadLetter,
+        begun: AttemptJournal | None = None,
+    ) -> None:
         self.parts = parts
         self.store = parts.store
         self.offsets = parts.offsets
@@ -103,7 +105,7 @@ class PopTables(PopFields):
         self.waiters = waiters
         self.reads = reads
         self.dead_letter = dead_letter
-        self.begun: AttemptJournal | None = None
+        self.begun = begun
         self.log = PopLog(parts.store)
         self.orders = OrderInfoTable()
         self.states: dict[QueueKey, QueueState] = {}
@@ -117,12 +119,9 @@ class PopTables(PopFields):
         self._agenda: list[tuple[int, int, QueueState]] = []
         self._entered: set[tuple[int, QueueState]] = set()
         """Entries of the agenda. A distant delivery is announced again after each visit to its queue."""
-        self._serial = 0
+        self._serials = count()
         self._promised_ms: int | None = None
         """Time of the housekeeper's next run. None if it only runs when woken."""
-        self._init_desk()
-
-    def _init_desk(self) -> None:
         self._tip = None
         self._order_changes = 0
         pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
@@ -139,13 +138,7 @@ class PopTables(PopFields):
 
     def state(self, key: QueueKey) -> QueueState:
         """Return the queue's state, which may not be opened yet."""
-        found = self.states.get(key)
-        if found is None:
-            with self._lock:
-                found = self.states.get(key)
-                if found is None:
-                    found = self.states[key] = QueueState(key)
-        return found
+        return self.states.get(key) or self.states.setdefault(key, QueueState(key))  # at once, so two threads agree
 
     def open(self, state: QueueState, start: Start | None = None) -> None:
         """Set the state's position from the committed offset. Call under the state's lock.
@@ -163,22 +156,23 @@ class PopTables(PopFields):
             if concerned(key):
                 self.orders.put(key, None)
         for key, state in list(self.states.items()):
-            if concerned(key):
-                with state.lock:
-                    if not state.gone:
-                        try:
-                            self.log.put_reset(state.head, -1)
-                        except (MQStoreError, OSError) as error:
-                            # Not raised, because the group or topic is deleted already. At worst a new group with this
-                            # name gets messages again that were in flight.
-                            _log.error("%s: cannot log that %s was deleted (%s)", self.store.path, key, error)
-                        state.gone = True
-                        state.clear(-1)
-                        counts = state.counts()
-                        if counts is not None:
-                            self.last_counts.append((key, counts))
-                        self.orders.put(key, None)
-                        self.states.pop(key, None)
+            if not concerned(key):
+                continue
+            with state.lock:
+                if state.gone:
+                    continue
+                try:
+                    self.log.put_reset(state.head, -1)
+                except (MQStoreError, OSError) as error:
+                    # Not raised, because the group or topic is deleted already. At worst a new group with this name
+                    # gets messages again that were in flight.
+                    _log.error("%s: cannot log that %s was deleted (%s)", self.store.path, key, error)
+                state.gone = True
+                state.clear(-1)
+                if (counts := state.counts()) is not None:
+                    self.last_counts.append((key, counts))
+                self.orders.put(key, None)
+                self.states.pop(key, None)
 
     def reset(self, state: QueueState, offset: int, *, reads: bool = False) -> None:
         """Continue at `offset` with nothing in flight: existing receipts expire. Call under the state's lock.
@@ -250,25 +244,20 @@ class PopTables(PopFields):
         self.waiters.wake_one(*state.key)  # a receiver must pop to learn of the loss
         _log.error(
             "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
-            self.store.path,
-            offset,
-            topic,
-            queue_id,
-            group,
+            *(self.store.path, offset, topic, queue_id, group),
         )
 
-    def ended_process(self, state: QueueState, offset: int) -> bool:
+    def ended_process(self, key: QueueKey, offset: int) -> bool:
         """Return True if a handler of the message was running when its process was killed, and none since."""
-        address = Address(state.key.topic, state.key.queue_id, offset)
-        return self.begun is not None and self.begun.suspects.holds(state.key.group, address)
+        address = Address(key.topic, key.queue_id, offset)
+        return self.begun is not None and self.begun.suspects.holds(key.group, address)
 
-    def comes_again(self, state: QueueState, offset: int, copy: SendReceipt | None) -> None:
+    def comes_again(self, key: QueueKey, offset: int, copy: SendReceipt | None) -> None:
         """Replace a suspect by its copy. `copy` None: it is a dead letter."""
         if self.begun is not None:
-            group, suspects = state.key.group, self.begun.suspects
             if copy is not None:
-                suspects.add(group, [Address(*copy.queue, copy.offset)])
-            suspects.clear(group, [Address(state.key.topic, state.key.queue_id, offset)])
+                self.begun.suspects.add(key.group, [Address(*copy.queue, copy.offset)])
+            self.begun.suspects.clear(key.group, [Address(key.topic, key.queue_id, offset)])
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 
@@ -318,13 +307,17 @@ class PopTables(PopFields):
         local: bool,
         more: str = "",
     ) -> Batch:
-        """Append a batch of the queue to the pop log.
-        `more`: members of its record that make it a FIFO one."""
+        """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one."""
         more += LOCAL if local else ""
         name = self.log.put_pop(state.head, offsets, pop_time_ms, invisible_ms, cursor, more)
         return Batch(name, offsets, pop_time_ms, invisible_ms, local)
 
     # -- messages ---------------------------------------------------------------------------------------------------
+
+    def limit(self, group: str) -> int | None:
+        """Return the greatest number of attempts in the group, or None without a limit."""
+        config = self.parts.groups.get(group)
+        return None if config is None else config.max_attempts
 
     def message(self, key: QueueKey, offset: int) -> Message | None:
         """Return the message at `offset`, or None if it is gone or damaged."""
@@ -333,22 +326,18 @@ class PopTables(PopFields):
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
 
-    def move_to_dead_letters(
-        self, state: QueueState, offset: int, reason: str, *, reconsume_times: int | None = None
-    ) -> None:
+    def move_to_dead_letters(self, state: QueueState, offset: int, reason: str, attempts: int | None = None) -> None:
         """Dead-letter the message at `offset`, or report it as lost if it is gone."""
         message = self.message(state.key, offset)
         if message is None:
             self.lost(state, offset)
         else:
-            self.file_dead_letter(state.key.group, message, reason, reconsume_times=reconsume_times)
+            self.file_dead_letter(state.key.group, message, reason, attempts)
 
-    def file_dead_letter(
-        self, group: str, message: Message, reason: str, *, reconsume_times: int | None = None
-    ) -> None:
-        """Call `dead_letter` of `Retries` for a group that pops."""
+    def file_dead_letter(self, group: str, message: Message, reason: str, attempts: int | None = None) -> None:
+        """Call `dead_letter` of `Retries` for a group that pops. `attempts` None: the next number of the message."""
         origin = origin_topic(message, group)
-        self.dead_letter(message, group, reason, origin_topic=origin, reconsume_times=reconsume_times)
+        self.dead_letter(message, group, reason, origin_topic=origin, reconsume_times=attempts)
 
     # -- the agenda -------------------------------------------------------------------------------------------------
 
@@ -360,13 +349,18 @@ class PopTables(PopFields):
         with self._lock:
             if (at_ms, state) not in self._entered:
                 self._entered.add((at_ms, state))
-                self._serial += 1
-                heappush(self._agenda, (at_ms, self._serial, state))
+                heappush(self._agenda, (at_ms, next(self._serials), state))
             early = self._promised_ms is None or at_ms < self._promised_ms
             if early:
                 self._promised_ms = at_ms
         if early:
             self._wake()
+
+    def announce_first(self, state: QueueState) -> None:
+        """Announce the time at which the first delivery of the queue must be checked."""
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            self.announce(state, first_ms)
 
     def follow_clock(self, now_ms: int) -> None:
         """Announce the queues whose deliveries may be over because the clock was set back."""
@@ -394,20 +388,13 @@ class PopTables(PopFields):
             self._promised_ms = min(times, default=None)
             return self._promised_ms
 
-
-class PopFigures:
-    """Measurements of all queue states, each read under its lock."""
-
-    def __init__(self, tables: PopTables, fifo: OrderedQueues) -> None:
-        self._tables = tables
-        self._fifo = fifo
-        self.moving = tables.moving
+    # -- measurements -----------------------------------------------------------------------------------------------
 
     def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
         """Yield the counts of each queue since the last call. Queues without a change are left out."""
-        while self._tables.last_counts:
-            yield self._tables.last_counts.pop()
-        for key, state in list(self._tables.states.items()):
+        while self.last_counts:
+            yield self.last_counts.pop()
+        for key, state in list(self.states.items()):
             if state.pops or state.acked:  # read without the lock: a later change is for the next call
                 with state.lock:
                     found = state.counts()
@@ -417,23 +404,19 @@ class PopFigures:
     def standing(self, key: QueueKey) -> Standing | None:
         """Return the standing of the group in a queue.
         Returns None if the group has not popped from the queue since the store was opened and nothing is in flight."""
-        state = self._tables.states.get(key)
+        state = self.states.get(key)
         if state is None or state.cursor < 0:
             return None
         with state.lock:
-            record = self._tables.order(state)
-            if record is not None:
-                return self._fifo.standing(state, record, self._tables.clock.now_ms())
-            return state.standing()
+            return state.standing(self.order(state), self.clock.now_ms())
 
     def backlog(self, now_ms: int) -> tuple[int, int, int]:
         """Return (overdue deliveries, ms that the first one has waited, open batches).
         Overdue deliveries wait to be redelivered. An open batch has a message that is not settled."""
-        overdue, first_ms, batches = 0, now_ms, 0
-        for state in list(self._tables.states.values()):
+        overdue: list[int] = []
+        batches = 0
+        for state in list(self.states.values()):
             with state.lock:
                 batches += state.open_batches
-                for at_ms in state.overdue(now_ms):
-                    overdue += 1
-                    first_ms = min(first_ms, at_ms)
-        return overdue, now_ms - first_ms, batches
+                overdue += state.overdue(now_ms)
+        return len(overdue), now_ms - min(overdue, default=now_ms), batches

@@ -15,11 +15,13 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
+from mqstore.broker.filters.filter import Filter
+from mqstore.broker.names import QueueKey, pop_retry_topic
+from mqstore.broker.pop.batch import Batch, pop_time
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
-from mqstore.broker.pop.request import Delivery, PopRequest, pop_time
-from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.request import Delivery, PopRequest
+from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.redelivery.attempt_journal import PROCESS_ENDED
 from mqstore.errors import InvalidMessageError
@@ -48,25 +50,25 @@ class UnorderedQueues:
         self._tables = tables
         self._log = tables.log
 
-    def pop(self, state: QueueState, ask: PopRequest, room: int, mark: int, out: list[Delivery]) -> bool:
-        """Deliver up to `room` messages. Return True if there seem to be more."""
-        tables = self._tables
-        if not tables.ready(state, ask.start) or (state.fifo is not None and not self._leave_fifo(state, ask)):
+    def pop(self, state: QueueState, request: PopRequest, mark: int, out: list[Delivery]) -> bool:
+        """Deliver messages until `out` has as many as requested. Return True if there seem to be more."""
+        tables, only, room = self._tables, request.filter, request.n - len(out)
+        if not tables.ready(state, request.start) or (state.fifo is not None and not self._leave_fifo(state)):
             return False
         cursor = state.cursor
         try:
-            messages = self._released(state, ask, room) if state.released else []
+            messages = self._released(state, only, room) if state.released else []
             while len(messages) < room:
-                if state.ahead_filter is not ask.filter and state.ahead_filter != ask.filter:
+                if state.ahead_filter is not only and state.ahead_filter != only:
                     state.drop_ahead()
-                if not state.ahead and not tables.read_ahead(state, ask.filter):
+                if not state.ahead and not tables.read_ahead(state, only):
                     break
                 found = state.take_ahead(room - len(messages))
-                if ask.max_attempts is not None and is_retry_topic(state.key.topic):
-                    found = self._within_limit(state, ask.max_attempts, found)
+                if state.is_retry:
+                    found = self._within_limit(state, found)
                 messages = messages + found if messages else found
             if messages:
-                self._deliver(state, ask, mark, messages, out)
+                self._deliver(state, request, mark, messages, out)
         except BaseException:  # without its record the batch was not popped, so its messages must be read again
             state.cursor = cursor
             state.drop_ahead()
@@ -75,9 +77,9 @@ class UnorderedQueues:
         return bool(messages) and bool(state.ahead or state.released)
 
     def _deliver(
-        self, state: QueueState, ask: PopRequest, mark: int, messages: list[Message], out: list[Delivery]
+        self, state: QueueState, request: PopRequest, mark: int, messages: list[Message], out: list[Delivery]
     ) -> None:
-        topic, invisible_ms, _, _, _, local, now_ms, *_ = ask
+        now_ms, invisible_ms = self._tables.clock.now_ms(), request.invisible_ms
         visible_ms = now_ms + invisible_ms
         last_ms = state.reset_ms
         if state.released:
@@ -85,13 +87,14 @@ class UnorderedQueues:
             for message in messages:
                 if message.offset in state.released:
                     last_ms = max(last_ms, state.released[message.offset].times(message.offset)[0])
-        pop_time_ms = pop_time(now_ms, last_ms)
-        if pop_time_ms != now_ms:
+        pop_time_ms = now_ms
+        if last_ms >= now_ms:
+            pop_time_ms = pop_time(now_ms, last_ms)
             invisible_ms = max(0, visible_ms - pop_time_ms)
         count = len(messages)
         start = messages[0].offset
         offsets = (start,) if count == 1 else [message.offset for message in messages]
-        batch = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
+        batch = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=request.local)
         state.add(batch, offsets)
         state.pops += 1
         state.popped += count
@@ -100,17 +103,17 @@ class UnorderedQueues:
             state.last_pop_ms = pop_time_ms
         if state.announced_ms is None or visible_ms < state.announced_ms:
             self._tables.announce(state, visible_ms)
-        queue_id = state.key.queue_id
+        topic, queue_id = request.topic, state.key.queue_id
         head = receipt_head(start, pop_time_ms, invisible_ms, mark, queue_id)
         for message, offset in zip(messages, offsets, strict=True):
             out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
-    def _released(self, state: QueueState, ask: PopRequest, room: int) -> list[Message]:
+    def _released(self, state: QueueState, only: Filter | None, room: int) -> list[Message]:
         """Return released messages. A message that is gone, or that the filter now refuses, is settled."""
         found: list[Message] = []
         for offset in state.first_released(room):
             message = self._tables.message(state.key, offset)
-            if message is not None and (ask.filter is None or ask.filter.apply([message])):
+            if message is not None and (only is None or only.apply([message])):
                 found.append(message)
                 continue
             if message is None:
@@ -118,22 +121,24 @@ class UnorderedQueues:
             self._settle(state, ACK, state.released[offset], [offset])
         return found
 
-    def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
+    def _within_limit(self, state: QueueState, messages: list[Message]) -> list[Message]:
         """Return the messages that have an attempt left. The others become dead letters.
         Such copies exist if the limit was lowered, or if a Java broker made them. The cursor has passed them. After a
         crash before it is saved they are dead-lettered a second time."""
-        key = state.key
-        over = [message for message in messages if message.reconsume_times >= limit]
-        for message in over:
-            reason = f"{message.reconsume_times} attempts ended, of {limit}"
-            self._tables.file_dead_letter(key.group, message, reason, reconsume_times=message.reconsume_times)
-        return [message for message in messages if message.reconsume_times < limit] if over else messages
+        limit = self._tables.limit(state.key.group)
+        if limit is None:
+            return messages
+        for message in messages:
+            if (times := message.reconsume_times) >= limit:
+                reason = f"{times} attempts ended, of {limit}"
+                self._tables.file_dead_letter(state.key.group, message, reason, times)
+        return [message for message in messages if message.reconsume_times < limit]
 
-    def _leave_fifo(self, state: QueueState, ask: PopRequest) -> bool:
+    def _leave_fifo(self, state: QueueState) -> bool:
         """End the order in which the group popped before. Return False if its last batch still blocks.
         Unsettled messages of that batch then count as not popped yet."""
         if self._tables.order(state) is not None:
-            if self._tables.orders.blocks(state.key, ask.now_ms):
+            if self._tables.orders.blocks(state.key, self._tables.clock.now_ms()):
                 return False
             self._tables.reset(state, state.cursor)
         return True
@@ -148,10 +153,8 @@ class UnorderedQueues:
             if batch is None:
                 if not self._is_done(state, claim):
                     late.append(claim.text)
-            elif batch in found:
-                found[batch].append(claim.offset)
             else:
-                found[batch] = [claim.offset]
+                found.setdefault(batch, []).append(claim.offset)
         for batch, offsets in found.items():
             self._log.put_settled(kind, batch.name, offsets)
             if kind == GIVE:
@@ -168,8 +171,7 @@ class UnorderedQueues:
     ) -> str:
         """Make a delivery visible in `invisible_ms` from now. Return its new receipt.
         `renew`: the old receipt stays valid. `failed`: the receiver no longer holds the delivery."""
-        batch = self._need(state, claim)
-        now_ms = self._tables.clock.now_ms()
+        batch, now_ms = self._need(state, claim), self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         # Negative if the clock was set back, so that the pop time is ahead of it.
         invisible_ms = now_ms + invisible_ms - pop_time_ms
@@ -197,7 +199,7 @@ class UnorderedQueues:
         state.note_revived([claim.offset])
 
     def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
-        # Logged before memory changes, so that memory is always what a replay makes of the log.
+        # Logged before memory changes, so that a replay of the log always makes the same.
         self._log.put_settled(kind, batch.name, offsets)
         state.settle(batch, offsets)
         self._tables.commit(state)
@@ -238,12 +240,7 @@ class UnorderedQueues:
                     state.timeline.add(now_ms + state.backoff_ms, batch)
             raise
         finally:
-            self._announce_next(state)
-
-    def _announce_next(self, state: QueueState) -> None:
-        first_ms = state.timeline.first()
-        if first_ms is not None:
-            self._tables.announce(state, first_ms)
+            self._tables.announce_first(state)
 
     def _redeliver(self, state: QueueState, batches: list[Batch], now_ms: int) -> None:
         due = [
@@ -319,16 +316,11 @@ class UnorderedQueues:
                 break  # the group reads from this message on
             self._settle(state, REVIVE, batch, [offset])
 
-    def _limit(self, key: QueueKey) -> int | None:
-        """Return the greatest number of attempts in the group, or None without a limit."""
-        group = self._tables.parts.groups.get(key.group)
-        return None if group is None else group.max_attempts
-
     def _properties(self, state: QueueState, message: Message, batch: Batch) -> bytes | None:
         """Return the properties of a copy for the next attempt, or None if `_move` must handle the message.
         Then it was the last attempt, or the handler's process was killed, or the properties are too long."""
-        limit = self._limit(state.key)
-        if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state, message.offset):
+        limit = self._tables.limit(state.key.group)
+        if (limit is not None and message.attempt >= limit) or self._tables.ended_process(state.key, message.offset):
             return None
         try:
             return encode_properties(_retry_properties(message, batch.pop_time_ms))
@@ -338,7 +330,7 @@ class UnorderedQueues:
     def _retry_topic(self, state: QueueState) -> str:
         """Return the retry topic for copies of the queue's messages, which is created if it is new."""
         key, parts = state.key, self._tables.parts
-        if is_retry_topic(key.topic):
+        if state.is_retry:
             return key.topic
         topic = pop_retry_topic(key.group, key.topic, parts.config.pop_retry_version)
         parts.topics.ensure(topic, 1)
@@ -355,47 +347,38 @@ class UnorderedQueues:
         *,
         unseen: bool = False,
     ) -> bool:
-        """Copy a message to the retry topic or to the dead letters. Return False if a copy would be too long.
-        Then the message is redelivered from its own queue."""
+        """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
+        The attempt of an `unseen` message has not ended. Returns False if a copy would be too long. Then the message is
+        redelivered from its own queue."""
+        tables, key = self._tables, state.key
+        if message is None:
+            tables.lost(state, offset)
+            return True
+        limit = None if unseen else tables.limit(key.group)
+        attempts = message.reconsume_times + (not unseen)
+        ended = tables.ended_process(key, offset)
         try:
-            if message is None:
-                self._tables.lost(state, offset)
-            else:
-                self._put_again(state, message, batch.pop_time_ms, visible_ms, unseen=unseen)
+            if limit is not None and attempts >= limit:
+                reason = f"attempt {attempts} of {limit} ended without acknowledgement"
+                if ended:
+                    tables.comes_again(key, offset, None)
+                tables.file_dead_letter(key.group, message, PROCESS_ENDED if ended else reason)
+                return True
+            topic, properties = self._retry_topic(state), _retry_properties(message, batch.pop_time_ms)
+            if visible_ms > (now_ms := tables.clock.now_ms()):
+                latest_ms = now_ms + milliseconds(tables.parts.config.max_delay, "max_delay")
+                properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
+            try:
+                copy = tables.parts.router.copy(message, topic, 0, properties, reconsume_times=attempts)
+                if ended:
+                    tables.comes_again(key, offset, copy)
+            except InvalidMessageError as error:
+                # A later try would fail, too, because the properties leave no room for those of a copy.
+                tables.file_dead_letter(key.group, message, f"cannot be retried: {error}")
         except InvalidMessageError as error:
-            _log.error("message %d of %s is too long for a copy and stays in its queue (%s)", offset, state.key, error)
+            _log.error("message %d of %s is too long for a copy and stays in its queue (%s)", offset, key, error)
             return False
         return True
-
-    def _put_again(
-        self, state: QueueState, message: Message, pop_time_ms: int, visible_ms: int, *, unseen: bool
-    ) -> None:
-        """Append the copy for the next attempt at `visible_ms`, or the dead letter after the last one.
-        The attempt of an `unseen` message has not ended."""
-        parts, key = self._tables.parts, state.key
-        limit = None if unseen else self._limit(key)
-        attempts = message.reconsume_times + (not unseen)
-        ended = self._tables.ended_process(state, message.offset)
-        if limit is not None and attempts >= limit:
-            reason = f"attempt {attempts} of {limit} ended without acknowledgement"
-            if ended:
-                reason = PROCESS_ENDED
-                self._tables.comes_again(state, message.offset, None)
-            self._tables.file_dead_letter(key.group, message, reason)
-            return
-        topic = self._retry_topic(state)
-        properties = _retry_properties(message, pop_time_ms)
-        if visible_ms > (now_ms := self._tables.clock.now_ms()):
-            latest_ms = now_ms + milliseconds(parts.config.max_delay, "max_delay")
-            properties[TIMER_DELIVER_MS] = str(min(visible_ms, latest_ms))
-        try:
-            copy = parts.router.copy(message, topic, 0, properties, reconsume_times=attempts)
-            if ended:
-                self._tables.comes_again(state, message.offset, copy)
-        except InvalidMessageError as error:
-            # A later try would fail, too, because the properties leave no room for those of a copy.
-            reason = f"cannot be retried: {error}"
-            self._tables.file_dead_letter(key.group, message, reason)
 
     def rewrite(self, state: QueueState, batch: Batch) -> None:
         """Append the open rest of an old batch at the log end, so that a replay may begin after its old record."""
@@ -410,7 +393,7 @@ class UnorderedQueues:
             if given:
                 self._log.put_settled(GIVE, new.name, given)
                 state.release(new, given)
-        self._announce_next(state)
+        self._tables.announce_first(state)
 
 
 def _retry_properties(message: Message, pop_time_ms: int) -> dict[str, str]:

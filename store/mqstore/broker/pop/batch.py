@@ -1,0 +1,215 @@
+"""Messages popped together, and the times at which they become visible again (delivery#clock).
+
+    pop time       time of the pop, or of the last change of the receipt, which names it
+    visible time   time at which the message is redelivered; the time between the two is the invisible time
+
+Both are stored, so both are wall time. If the clock is set back by less than the invisible time, a delivery lasts
+longer by that much. If it is set back by more, the delivery would hide its message for as long as the clock was wrong,
+so it counts as over. A later change uses the new clock, so its visible time may be before its pop time.
+
+A batch names many offsets, so a million messages in flight cost a million dict entries and no more objects than there
+were pops. The fields of both classes are in C structures where there are compiled parts (`PopTables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from mqstore.native import kernel
+
+__all__ = ["SAME_MOMENT_MS", "Batch", "Timeline", "is_visible", "pop_time"]
+
+SAME_MOMENT_MS = 1_000
+"""Number of ms that a pop time may be ahead of a clock that was not set back."""
+
+
+def pop_time(now_ms: int, last_ms: int) -> int:
+    """Return `now_ms`, or `last_ms` + 1 if that is at most a second later.
+    The pop time distinguishes two deliveries of a message, so it must grow. But after a clock was set back it is
+    `now_ms`, because old times must not keep messages invisible."""
+    return last_ms + 1 if now_ms <= last_ms < now_ms + SAME_MOMENT_MS else now_ms
+
+
+def is_visible(pop_time_ms: int, visible_ms: int, now_ms: int) -> bool:
+    """Return True if a delivery is over.
+    Either its visible time has come, or its pop time is farther in the future than its invisible time can explain.
+
+    >>> is_visible(1_000_000, 1_060_000, 1_059_999), is_visible(1_000_000, 1_060_000, 1_060_000)
+    (False, True)
+    >>> is_visible(1_000_000, 1_060_000, 1_000_000 - 60_000), is_visible(1_000_000, 1_060_000, 1_000_000 - 61_001)
+    (False, True)
+    """
+    if visible_ms <= now_ms:
+        return True
+    lasts_ms = visible_ms - pop_time_ms
+    return lasts_ms >= -SAME_MOMENT_MS and pop_time_ms - now_ms > max(0, lasts_ms) + SAME_MOMENT_MS
+
+
+class BatchFields:
+    """Base of `Batch`."""
+
+
+class TimelineFields:
+    """Base of `Timeline`."""
+
+
+if not TYPE_CHECKING and kernel is not None:
+    BatchFields, TimelineFields = kernel.BatchFields, kernel.TimelineFields
+
+
+class Batch(BatchFields):
+    """Messages of one pop, stored as one `ck` record."""
+
+    __slots__ = ()
+
+    name: int
+    """Position of the `ck` in the pop log. -1 for a settled batch without a `ck`."""
+    start: int
+    count: int
+    """Number of messages."""
+    pop_time_ms: int
+    invisible_ms: int
+    deltas: tuple[int, ...] | None
+    """Distances of the offsets from `start`. None means 0, 1, 2 ..."""
+    left: int
+    """Bit i: the i-th message is in flight or released."""
+    moved: dict[int, tuple[int, int]] | None
+    """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
+    local: bool
+    """True if the receiver is in this process and ends with it."""
+    failed: set[int] | None
+    """Offsets that failed and wait to be redelivered. No receiver holds them."""
+
+    def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
+        """Take `offsets` in ascending order."""
+        start, count = offsets[0], len(offsets)
+        self.name = name
+        self.start = start
+        self.count = count
+        self.pop_time_ms = pop_time_ms
+        self.invisible_ms = invisible_ms
+        self.deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
+        self.left = (1 << count) - 1
+        self.moved = None
+        self.local = local
+        self.failed = None
+
+    def times(self, offset: int) -> tuple[int, int]:
+        """Return (pop time, invisible ms) of one delivery."""
+        if self.moved is not None and offset in self.moved:
+            return self.moved[offset]
+        return self.pop_time_ms, self.invisible_ms
+
+    def holds(self, offset: int) -> bool:
+        """Return True if a receiver in this process holds that delivery."""
+        return self.local and (self.failed is None or offset not in self.failed)
+
+    def note_failed(self, offset: int, failed: bool) -> None:
+        """Note that a delivery has failed, or is held again."""
+        if failed:
+            self.failed = (self.failed or set()) | {offset}
+        elif self.failed is not None:
+            self.failed.discard(offset)
+
+    def visible_at(self, offset: int) -> int:
+        pop_time_ms, invisible_ms = self.times(offset)
+        return pop_time_ms + invisible_ms
+
+    def is_visible(self, offset: int, now_ms: int) -> bool:
+        """Return True if that delivery is over."""
+        pop_time_ms, invisible_ms = self.times(offset)
+        return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
+
+    def bit(self, offset: int) -> int:
+        """Return the bit mask of one message. Raises ValueError if the batch does not contain it."""
+        distance = offset - self.start
+        return 1 << (distance if self.deltas is None else self.deltas.index(distance))
+
+    def open_offsets(self) -> Iterator[int]:
+        """Yield the offsets that are not settled, ascending."""
+        left, i = self.left, 0
+        while left:
+            if left & 1:
+                yield self.start + (i if self.deltas is None else self.deltas[i])
+            left >>= 1
+            i += 1
+
+
+class Timeline(TimelineFields):
+    """Visible times of deliveries. An entry is a hint: only its batch knows whether a message is due."""
+
+    __slots__ = ("asked",)
+
+    _buckets: dict[int, Batch | list[Batch]]
+    """A single batch is stored without a list: a list of one would double the memory."""
+    _times: list[int]
+    """Keys of `_buckets`, as a heap."""
+    entries: int
+
+    def __init__(self) -> None:
+        self._buckets = {}
+        self._times = []
+        self.entries = 0
+        self.asked = 0
+        """Number of requests to drop settled entries since that was last done."""
+
+    def add(self, at_ms: int, batch: Batch) -> None:
+        there = self._buckets.get(at_ms)
+        if there is None:
+            self._buckets[at_ms] = batch
+            heappush(self._times, at_ms)
+        elif isinstance(there, list):
+            there.append(batch)
+        else:
+            self._buckets[at_ms] = [there, batch]
+        self.entries += 1
+
+    def due(self, now_ms: int) -> Iterator[Batch]:
+        """Yield the batches to check by `now_ms`, in any order. They stay in the timeline."""
+        if self._times and self._times[0] <= now_ms:
+            for at_ms in self._buckets:
+                if at_ms <= now_ms:
+                    yield from self._at(at_ms)
+
+    def first(self) -> int | None:
+        """Return the first time at which a batch with an unsettled message must be checked."""
+        while self._times:
+            if any(batch.left for batch in self._at(self._times[0])):
+                return self._times[0]
+            self._pop()
+        return None
+
+    def take(self, now_ms: int, limit: int) -> list[Batch]:
+        """Remove and return up to `limit` of the batches to check by `now_ms`."""
+        due: list[Batch] = []
+        while self._times and self._times[0] <= now_ms and len(due) < limit:
+            there, room = self._buckets[self._times[0]], limit - len(due)
+            if isinstance(there, list) and len(there) > room:  # from its end, because it may hold a million
+                taken: Sequence[Batch] = there[-room:]
+                del there[-room:]
+                self.entries -= room
+            else:
+                taken = self._pop()
+            due += (batch for batch in taken if batch.left)
+        return due
+
+    def compact(self) -> None:
+        """Drop settled batches."""
+        live = {at_ms: [batch for batch in self._at(at_ms) if batch.left] for at_ms in self._buckets}
+        self._buckets = {at_ms: each if len(each) > 1 else each[0] for at_ms, each in live.items() if each}
+        self._times = sorted(self._buckets)  # a sorted list is a heap
+        self.entries = sum(map(len, live.values()))
+        self.asked = 0
+
+    def _at(self, at_ms: int) -> Sequence[Batch]:
+        there = self._buckets[at_ms]
+        return there if isinstance(there, list) else (there,)
+
+    def _pop(self) -> Sequence[Batch]:
+        at_ms = heappop(self._times)
+        there = self._at(at_ms)
+        del self._buckets[at_ms]
+        self.entries -= len(there)
+        return there
