@@ -49,12 +49,6 @@ MECHANISMS = (
 )
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_the_page_of_a_mechanism_says_what_is_guaranteed(name: str) -> None:
-    text = (ROOT / "docs" / f"{name}.md").read_text()
-    assert re.search(r"^## Guarantees( and limits)?\n\n- ", text, re.M)
-
-
 GUIDES = (
     *("asyncio", "coming-from", "consumer-options", "debugging", "delivery", "logging", "producers", "pull-consumer"),
     *("push-consumer", "queue", "simple-consumer", "small-disks", "testing", "tutorial", "web-services"),
@@ -69,6 +63,8 @@ def test_a_page_begins_with_its_purpose_and_a_program(name: str) -> None:
     assert title.startswith("# ")
     assert purpose[0].isalpha()
     assert "```python" in "".join(before_second_section)
+    if name in MECHANISMS:
+        assert re.search(r"^## Guarantees( and limits)?\n\n- ", (ROOT / "docs" / f"{name}.md").read_text(), re.M)
 
 
 def test_each_kind_of_finding_is_explained_once() -> None:

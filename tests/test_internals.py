@@ -15,11 +15,6 @@ PROMISES = [f"p{n}" for n in range(1, 14)]
 
 _ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
 _CITATION = re.compile(rf"(?<![\w/.-])({'|'.join(NAMES)})#([\w-]*)")
-_OLD = re.compile(
-    r"(?:store-format|broker-semantics|client-semantics|grpc-server|\bcompanion [AB]\d|\bspark(?:\.md)? [AB]\d"
-    r"|(?<![\w#.])[AB]\d{1,2}\.\d|\([XP]\d{1,2}[,;:)])"
-)
-_BARE = re.compile(r"(?<= )\(\d{1,2}(?:\.\d{1,2})?\)[.:](?=\s|\")")
 
 
 def _sources() -> list[Path]:
@@ -49,15 +44,6 @@ def test_each_citation_leads_to_an_anchor() -> None:
 
     assert len(cited) > 100
     assert [f"{path}: {name}#{anchor}" for path, name, anchor in cited if anchor not in anchors[name]] == []
-
-
-def test_no_citation_has_the_spelling_of_before() -> None:
-    """Section numbers of documents that are not in the repository lead nowhere."""
-    old = [(path, _OLD.findall(path.read_text(encoding="utf-8"))) for path in _sources()]
-    code = [path for path in _sources() if path.suffix == ".py" and "tests" not in path.parts]
-    old += [(path, _BARE.findall(path.read_text(encoding="utf-8"))) for path in code]
-
-    assert {str(path.relative_to(ROOT)): found for path, found in old if found} == {}
 
 
 @pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.name)

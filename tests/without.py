@@ -13,7 +13,7 @@ from mqstore import native
 from mqstore.layout import dispatch, indexfile, pairs, scan
 from mqstore.log.reading import checking
 from mqstore.log.store import MessageStore
-from mqstore.log.writing.writer import Sending, compiled_put
+from mqstore.native import Sending, compiled_put
 
 compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled parts: {native.why_not}")
 """Of tests that would hold Python against itself without them."""

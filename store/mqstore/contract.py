@@ -292,7 +292,7 @@ class BrokerContract(Protocol):
     shared: dict[str, Any]
     """State that the clients of this object share, by producer group. It begins empty."""
     _sender: object
-    """Compiled put (`log/writing/writer.py`), or None."""
+    """Compiled put (`native.py`), or None."""
     # Not methods: a call between costs as much as some of the work.
     pop_at_once: Callable[[str, str, int, int, bool], list[Delivery]]
     """(group, topic, n, invisible_ms, order) -> messages that can be delivered without waiting for a lock or the disk.

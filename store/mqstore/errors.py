@@ -372,30 +372,25 @@ class SendError(MQStoreError):
     Reactions:
 
     >>> import errno, mqstore
+    >>> from mqstore.errors import *
     >>> def after(error):
     ...     try:
     ...         raise error
-    ...     except mqstore.errors.StoreBusyError:
+    ...     except StoreBusyError:
     ...         return "repeat the call a little later"
-    ...     except mqstore.errors.FlushTimeoutError:
+    ...     except FlushTimeoutError:
     ...         return "it is stored, and will be on disk; repeat it only if a duplicate does no harm"
-    ...     except mqstore.errors.FlushFailedError:
+    ...     except FlushFailedError:
     ...         return "check the disk, then reopen the store"
-    ...     except mqstore.errors.StoreFullError:
+    ...     except StoreFullError:
     ...         return "free some space"
-    ...     except mqstore.errors.SendError:
+    ...     except SendError:
     ...         return "any other error of a put"
-    ...     except mqstore.errors.StoreIOError:  # not a SendError, since reading may raise it, too
+    ...     except StoreIOError:  # not a SendError, since reading may raise it, too
     ...         return "error of the system: " + error.strerror
-    >>> after(mqstore.errors.StoreBusyError("a put is being interrupted"))
-    'repeat the call a little later'
-    >>> after(mqstore.errors.FlushTimeoutError("not within 5 s"))
-    'it is stored, and will be on disk; repeat it only if a duplicate does no harm'
-    >>> after(mqstore.errors.FlushFailedError("fsync failed"))
-    'check the disk, then reopen the store'
-    >>> after(mqstore.errors.StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
+    >>> after(StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
     'free some space'
-    >>> after(mqstore.errors.StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
+    >>> after(StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
     'error of the system: Input/output error'
     """
 

@@ -13,10 +13,14 @@ from __future__ import annotations
 import os
 from _thread import allocate_lock
 from collections.abc import Callable
+from functools import update_wrapper
 from importlib import import_module
 from types import ModuleType
+from typing import Any, TypeVar, cast
 
-__all__ = ["described", "fence", "kernel", "why_not"]
+__all__ = ["Sending", "compiled_put", "described", "fence", "kernel", "why_not"]
+
+_Put = TypeVar("_Put", bound=Callable[..., Any])
 
 _VERSION = 29
 """Version of the functions' parameters and results. A module built from older sources is not used."""
@@ -52,6 +56,23 @@ fence: Callable[[], None] = _fence if kernel is None else kernel.fence
 
 Processors such as arm64 may show stores to other processors out of order, also stores to a mapped file.
 """
+
+
+class Sending:
+    """Base of a class with a `compiled_put`."""
+
+    __slots__ = ("_sender",)
+
+    _sender: object
+    """Result of `LogWriter.sender`."""
+
+
+def compiled_put(put: _Put) -> _Put:
+    """Decorate the method `put` of a `Sending`: compiled code puts ordinary messages, `put` puts others.
+
+    Without compiled parts, and for an object whose `_sender` is None or not set, `put` puts all messages.
+    """
+    return put if kernel is None else cast(_Put, update_wrapper(kernel.PutMethod(put), put))
 
 
 def described() -> str:

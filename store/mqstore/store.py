@@ -41,7 +41,7 @@ from mqstore.log.snapshot.copy import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
-from mqstore.log.writing.writer import Sending, compiled_put
+from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue
 from mqstore.signalsafe import check_holds_none
@@ -235,7 +235,10 @@ class Store(Closing, Sending):
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (then nothing is written),
         FlushTimeoutError (stored, perhaps not on disk), and ReadOnlyStoreError.
         """
-        return self.broker.put(topic, body, queue_id=queue_id, **options)
+        broker = self._broker
+        if broker is None:
+            self._refuse()
+        return broker._router.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,27 @@ from typing import Any
 
 from mqstore import Message, SendReceipt, SimulatedClock, StoreConfig
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.store import MessageStore
 from tests.log.support import SEGMENT, flip, open_store
+from tests.records import encode_record
 
-__all__ = ["SENT", "Sent", "all_of", "config", "copy_of_log", "cut_from", "make", "open_again", "sent_as"]
+__all__ = [
+    "SENT",
+    "Sent",
+    "all_of",
+    "config",
+    "copy_of_log",
+    "crafted",
+    "cut_from",
+    "kept",
+    "make",
+    "open_again",
+    "sent_as",
+]
 
 BORN_MS = 1_600_000_000_000
 
@@ -97,9 +110,19 @@ def open_again(path: Path, fs: FileSystem | None = None) -> MessageStore:
     return open_store(path, fs=fs)
 
 
-def copied(path: Path, name: str) -> Path:
-    """A copy of a store, beside it."""
-    return Path(shutil.copytree(path, path.with_name(name)))
+def crafted(path: Path, start: int, **fields: object) -> None:
+    """A file in `cut/` of one record at `start`."""
+    given: dict[str, Any] = {"topic": "orders", "queue_id": 0, "queue_offset": 5, "physical_offset": start}
+    record = encode_record(**{**given, "born_timestamp_ms": 1, "store_timestamp_ms": 2, **fields})
+    (path / "cut").mkdir(exist_ok=True)
+    (path / "cut" / f"{start:020d}-9").write_bytes(record)
+
+
+def kept(path: Path) -> list[Sent]:
+    """Every message that a closed store lists. Nothing in it is damaged."""
+    with open_store(path, "r") as store:
+        assert list(store.verify()) == []
+        return all_of(store)
 
 
 def sent_as(message: Message) -> Sent:
@@ -118,7 +141,7 @@ def sent_as(message: Message) -> Sent:
     )
 
 
-def all_of(store: MessageStore) -> list[Sent]:
+def all_of(store: StoreReader) -> list[Sent]:
     """Every message that a queue lists, in the order of the log."""
     found = []
     for topic in store.topics():

@@ -13,16 +13,20 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import pytest
 
-from mqstore import Durability, Message, Profile, SimulatedClock
+from mqstore import Durability, Message, Profile, SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.context import Parts, open_parts, open_tables
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.names import QueueKey
 from mqstore.broker.service import BackgroundService
+from mqstore.broker.tables.members import Mode
 from mqstore.broker.waiting import Waiters
+from mqstore.columnar.columns import ColumnReader
 from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest
+from mqstore.log.reading.reader import StoreReader
 from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import kill, open_store
@@ -30,6 +34,8 @@ from tests.log.support import kill, open_store
 __all__ = [
     "START_MS",
     "Bench",
+    "Broker",
+    "Mode",
     "ServiceBench",
     "TableBench",
     "advance",
@@ -41,6 +47,7 @@ __all__ = [
     "messages_of",
     "new_parts",
     "parked_thread",
+    "scanned",
     "settle",
     "settle_broker",
     "shrink_timer_log",
@@ -162,6 +169,12 @@ def messages_of(parts: Parts, topic: str, queue_id: int = 0) -> list[Message]:
     """All messages of a queue, which need not exist."""
     bounds = parts.store.offsets_or_none(topic, queue_id)
     return parts.store.read(topic, queue_id, bounds[0], 1_000_000) if bounds and bounds[1] else []
+
+
+def scanned(store: StoreReader) -> list[bytes]:
+    """What `readBy=log` of Spark reads, of topic t."""
+    batches = ColumnReader(store, ["body"]).log(0, store.parts.readable_end(0), lambda topic: topic == "t")
+    return [body for batch in batches for body in batch.column(0).to_pylist()]
 
 
 def counted(parts: Parts, name: str) -> int:
@@ -317,6 +330,11 @@ class Bench:
         kill(self.broker.store)
         return self.open()
 
+    def put_without_broker(self, bodies: Sequence[bytes], topic: str = "t") -> None:
+        """Put to queue 0 of the closed store, as who uses the log alone."""
+        with MessageStore(self.path, config=StoreConfig(clock=self.clock)) as store:
+            store.put_many(topic, bodies, queue_id=0)
+
     def jump(self, duration_ms: int) -> None:
         """Move the clock at once, as if nothing had run meanwhile, then run what is due."""
         self.clock.advance(duration_ms)
@@ -327,6 +345,10 @@ class Bench:
 
     def settle(self) -> int | None:
         return settle_broker(self.broker, self.clock)
+
+    def pulled(self, group: str, topic: str, queue_id: int) -> int | None:
+        """Return the end of the group's last read."""
+        return self.parts.offsets.query_pull(QueueKey(group, topic, queue_id))
 
     def check(self, half: Message) -> bool:
         """Answer a question about a half message: it is to be committed."""

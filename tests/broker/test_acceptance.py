@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from mqstore import QueueRef, RetryPolicy
-from mqstore.broker.broker import Broker
-from mqstore.broker.tables.members import Mode
 from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
-from tests.broker.support import Bench
+from tests.broker.support import Bench, Broker, Mode
 from tests.children import in_child
 from tests.tools.support import mqstore, mqstore_json, snapshot
 

@@ -17,11 +17,6 @@ import pytest
 
 import mqstore
 from mqstore import Durability, QueueRef, Retention, SendReceipt, SimulatedClock
-from mqstore.broker import router
-from mqstore.broker.broker import Broker
-from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
-from mqstore.broker.router import AsyncPuts, Router
-from mqstore.broker.tables.members import Mode
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -33,8 +28,7 @@ from mqstore.errors import (
     StoreClosedError,
     TopicNotFoundError,
 )
-from mqstore.threads import start_thread
-from tests.broker.support import Bench, full, parked_thread
+from tests.broker.support import Bench, Broker, Mode, full, parked_thread
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
@@ -101,15 +95,6 @@ def test_commit_moves_a_group_and_reset_waits_for_its_member(broker: Broker) -> 
     assert broker.committed("g", "t", 0) is None
 
 
-def test_a_commit_by_who_does_not_hold_the_lock_is_refused(broker: Broker) -> None:
-    queue = QueueRef("t", 0)
-    assert broker.locks.try_lock("g", queue, "a")
-
-    with pytest.raises(NotPermittedError):
-        broker.commit("g", "t", 0, 0, owner="b")
-    broker.commit("g", "t", 0, 0, owner="a")
-
-
 @pytest.mark.parametrize("options", [{"delay": 0.05}, {"delay_level": 1}], ids=["any delay", "level"])
 def test_returned_message_keeps_its_unique_key(bench: Bench, options: dict[str, Any]) -> None:
     """It was given another one while it waited for a delay of no level, so that nobody could tell it came twice."""
@@ -126,16 +111,6 @@ def test_returned_message_keeps_its_unique_key(bench: Bench, options: dict[str, 
     [_, third] = broker.read("%RETRY%g", 0, 0).messages
 
     assert [second.unique_key, third.unique_key] == [first.unique_key] * 2
-
-
-def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "store", auto_create_groups=False)
-    with pytest.raises(GroupNotFoundError):
-        bench.broker.commit("g", "t", 0, 0)
-    bench.broker.groups.create("g")
-    with pytest.raises(TopicNotFoundError):
-        bench.broker.commit("g", "t", 0, 0)
-    bench.broker.close()
 
 
 # -- retention ----------------------------------------------------------------------------------------------------
@@ -428,11 +403,19 @@ def test_a_store_has_one_broker(bench: Bench) -> None:
     assert bench.broker.put("t", b"x").offset == 0
 
 
-def test_a_commit_that_nobody_would_write_down_is_refused(broker: Broker) -> None:
+def test_commits_that_are_refused(bench: Bench, broker: Broker) -> None:
     broker.put("t", b"x")
     for queue_id, offset in ((0, 2), (0, -1), (1, 0)):
         with pytest.raises(OffsetOutOfRangeError):
             broker.commit("g", "t", queue_id, offset)
+    assert broker.locks.try_lock("g", QueueRef("t", 0), "a")
+    with pytest.raises(NotPermittedError):
+        broker.commit("g", "t", 0, 0, owner="b")
+    broker.commit("g", "t", 0, 0, owner="a")
+    broker = bench.again(auto_create_groups=False)
+    for group, topic, error in (("h", "t", GroupNotFoundError), ("g", "u", TopicNotFoundError)):
+        with pytest.raises(error):
+            broker.commit(group, topic, 0, 0)
     broker.close()
     with pytest.raises(StoreClosedError):
         broker.commit("g", "t", 0, 1)
@@ -495,12 +478,12 @@ def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench, brok
     bench.broker.transactions.end(half, "commit")
     bench.jump(60_000)
     assert sorted(body[:1] for body in bench.drain()) == [b"H", b"L", b"T", b"s"]
-    assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
+    assert "%DLQ%CID_RMQ_SYS_SCHEDULE" not in bench.broker.topics.names()
 
 
 def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.broker.put("t", b"x", delay_level=1)
-    monkeypatch.setattr(Router, "copy_many", full)
+    monkeypatch.setattr("mqstore.broker.router.Router.copy_many", full)
     bench.jump(2_000)
     [(where, error)] = bench.broker.stats().errors.items()
     assert (where, error[:15]) == ("delay level 1", "StoreFullError:")
@@ -526,31 +509,17 @@ def test_close_while_another_thread_calls_waiters(tmp_path: Path) -> None:
     Bench(tmp_path).broker.close()
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
-        ("g", "t", 0, 2**63, 1),
-        ("g", "t", 0, 1, 2**31),
-        ("g", "t", -1, 1, 1),
-        ("g", "t", 2**31, 1, 1),
-        ("g", "t", 0, 1.5, 1),
-        ("a@b", "t", 0, 1, 1),
-    ],
-)
-def test_impossible_attempts_are_refused(tmp_path: Path, note: Any) -> None:
+def test_impossible_attempts_are_refused(tmp_path: Path) -> None:
     """The file was written, and the next open took it for damaged."""
     with Bench(tmp_path).broker as broker:
-        broker.put("t", b"")
+        broker.put("t", b"", queue_id=0)
         broker.groups.create("g")
+        wrong: Any
+        for wrong in ((0, 2**63, 1), (0, 1, 2**31), (-1, 1, 1), (2**31, 1, 1), (0, 1.5, 1)):
+            with pytest.raises(ValueError, match="must be"):
+                broker.note_attempt("g", "t", *wrong)
         with pytest.raises(ValueError, match="must be"):
-            broker.note_attempt(*note)
-    Bench(tmp_path).broker.close()
-
-
-def test_attempt_id_must_be_a_str(tmp_path: Path) -> None:
-    """As above: order info with another one cannot be read."""
-    with Bench(tmp_path).broker as broker:
-        broker.put("t", b"")
+            broker.note_attempt("a@b", "t", 0, 1, 1)
         with pytest.raises(ConfigError, match="attempt_id"):
             broker.pop("g", "t", order=True, attempt_id=5)  # type: ignore[arg-type]
         assert len(broker.pop("g", "t", order=True, attempt_id="5")) == 1
@@ -631,15 +600,16 @@ def test_async_puts_that_start_a_thread_each_all_end(tmp_path: Path, monkeypatch
     """Two first puts at once, of two threads or of a signal handler, started two threads. `close` woke one of them and
     waited for the other, for ever."""
     started: list[threading.Thread] = []
+    begin = threading.Thread.start
 
-    def start(*arguments: Any) -> threading.Thread:
-        thread = start_thread(*arguments)
-        started.append(thread)
-        if len(started) == 1:  # another put comes before the thread is noted
-            futures.append(broker.put_async("t", b"1", durability="flush"))
-        return thread
+    def start(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "mqstore-async-put":
+            started.append(thread)
+            if len(started) == 1:  # another put comes before the thread is noted
+                futures.append(broker.put_async("t", b"1", durability="flush"))
 
-    monkeypatch.setattr(router, "start_thread", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
     for _ in range(5):
         started.clear()
         futures: list[Future[SendReceipt]] = []
@@ -659,12 +629,11 @@ def test_an_async_put_may_be_taken_by_another_thread_between_look_and_take(tmp_p
         def __bool__(self) -> bool:
             return True
 
-    with Bench(tmp_path).broker as broker:
-        puts = AsyncPuts(broker.store)
-        puts._later, puts._waiting = TakenByAnother(), TakenByAnother()
-        future = puts.put(lambda: broker.put("t", b"x"), synced=True)
-        puts.close()
-        assert future.result(20).size > 0
+    broker = Bench(tmp_path).broker
+    broker._async_puts._later, broker._async_puts._waiting = TakenByAnother(), TakenByAnother()
+    future = broker.put_async("t", b"x", durability="flush")
+    broker.close()
+    assert future.result(20).size > 0
 
 
 def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:

@@ -10,22 +10,22 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+import mqstore
 from mqstore import Message
-from mqstore.broker.admin.cut import contents, cut_files, restore
+from mqstore.admin import cut_messages, restore_cut
 from mqstore.engine import Finding
 from mqstore.errors import ConfigError, FormatError, StoreIOError
-from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import encode_properties
-from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
+from tests.broker.cutsupport import SENT, Sent, copy_of_log, crafted, cut_from, kept, make, open_again, sent_as
 from tests.faults import STEP, Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, files, kill, open_store
-from tests.records import encode_record
+from tests.log.support import SEGMENT, files, kill
 
 BAD = 20
 """Index of the message at whose record the log is cut."""
+RESTORED = SENT[:BAD] + SENT[BAD + 1 :]
 
 
 @pytest.fixture(params=["mqstore", "rocketmq"])
@@ -36,100 +36,81 @@ def cut_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path) -> tuple[list[Message], list[Finding]]:
-    with open_store(path, "r") as store:
-        items = [item for file in cut_files(store) for item in contents(store, file)]
+def read(path: Path, *names: str) -> tuple[list[Message], list[Finding]]:
+    items = [item for _, found in cut_messages(path, names) for item in found]
     return [item for item in items if isinstance(item, Message)], [item for item in items if isinstance(item, Finding)]
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(each.name for each in (path / "cut").iterdir())
 
 
 def test_all_cut_messages_come_back_in_their_order(cut_store: Path) -> None:
     before = {name: data for name, data in files(cut_store).items() if name.startswith("cut")}
     assert len(before) > 2
-    with open_again(cut_store) as store:
-        assert all_of(store) == SENT[:BAD]
-        done = restore(store)
-        assert all_of(store) == SENT[:BAD] + SENT[BAD + 1 :]
-        assert done.queues == Counter((each.topic, each.queue_id) for each in SENT[BAD + 1 :])
+    assert kept(cut_store) == SENT[:BAD]
+    done = restore_cut(cut_store)
+    assert kept(cut_store) == RESTORED
+    assert done.queues == Counter((each.topic, each.queue_id) for each in SENT[BAD + 1 :])
+    with mqstore.open(cut_store, "r") as store:
         for (topic, queue_id), (first, end) in done.offsets.items():
             wanted = [each for each in SENT[BAD + 1 :] if (each.topic, each.queue_id) == (topic, queue_id)]
             assert [sent_as(message) for message in store.read(topic, queue_id, first, end - first)] == wanted
-        assert list(store.verify()) == []
-        assert sum(tally.appended for tally in done.files) == len(SENT) - BAD - 1
+    assert sum(tally.appended for tally in done.files) == len(SENT) - BAD - 1
     after = {name: data for name, data in files(cut_store).items() if name.startswith("cut")}
     assert after == {name.replace("cut/", "cut/restored/"): data for name, data in before.items()}
-
-
-def test_number_of_a_restore_keeps_its_name_on_disk(cut_store: Path) -> None:
-    """A restore that an earlier version began is recognized by it, and not appended twice."""
-    with open_again(cut_store) as store:
-        restore(store)
+    # A restore that an earlier version began is recognized by this name, and not appended twice.
     saved = json.loads((cut_store / "config" / "spark" / "txn.json").read_bytes())
     assert {app: entry["version"] for app, entry in saved["apps"].items()} == {"mqstore cut": 0}  # counted from 0
 
 
 def test_messages_come_back_beside_new_ones_in_their_old_place(cut_store: Path) -> None:
+    new = [Sent("orders", 0, b"new %d" % n * 50) for n in range(20)]
     with open_again(cut_store) as store:
-        new = [Sent("orders", 0, b"new %d" % n * 50) for n in range(20)]
         for each in new:
             store.append(each.topic, each.queue_id, each.body, **each.fields())
-        restore(store)
-        assert all_of(store) == SENT[:BAD] + new + SENT[BAD + 1 :]
+    restore_cut(cut_store)
+    assert kept(cut_store) == SENT[:BAD] + new + SENT[BAD + 1 :]
 
 
 def test_a_message_that_is_still_in_its_place_is_not_doubled(tmp_path: Path) -> None:
     path = tmp_path / "store"
     receipts = make(path)
     file = copy_of_log(path, 0, receipts[3].physical_offset)
-    with open_again(path) as store:
-        [tally] = restore(store).files
-        assert (tally.messages, tally.in_place, tally.appended) == (3, 3, 0)
-        assert all_of(store) == SENT
+    [tally] = restore_cut(path).files
+    assert (tally.messages, tally.in_place, tally.appended) == (3, 3, 0)
+    assert kept(path) == SENT
     assert (path / "cut/restored" / file.name).exists()
 
 
 def test_record_in_two_files_is_restored_once(cut_store: Path) -> None:
     first = min((cut_store / "cut").iterdir())
     shutil.copy(first, f"{first}.2")
-    with open_again(cut_store) as store:
-        tallies = restore(store).files
-        assert all_of(store) == SENT[:BAD] + SENT[BAD + 1 :]
+    before = files(cut_store)
+    with pytest.raises(ConfigError, match=rf"{first.name} and {first.name}\.2 have the same message"):
+        restore_cut(cut_store, [first.name])
+    assert {name: data for name, data in files(cut_store).items() if name in before} | before == before
+    assert not (cut_store / "cut/staged").exists()
+    tallies = restore_cut(cut_store).files
+    assert kept(cut_store) == RESTORED
     assert tallies[0].appended == tallies[1].repeated == tallies[0].messages > 0
 
 
-def test_files_that_share_messages_are_not_restored_one_by_one(cut_store: Path) -> None:
-    first = min((cut_store / "cut").iterdir())
-    shutil.copy(first, f"{first}.2")
-    with open_again(cut_store) as store:
-        before = files(cut_store / "commitlog")
-        with pytest.raises(ConfigError, match=rf"{first.name} and {first.name}\.2 have the same message"):
-            restore(store, [first.name])
-        assert files(cut_store / "commitlog") == before
-        assert not (cut_store / "cut/staged").exists()
-
-
 def test_only_named_files_are_restored(cut_store: Path) -> None:
-    names = sorted(each.name for each in (cut_store / "cut").iterdir())
-    with open_again(cut_store) as store:
-        wanted = [sent_as(item) for item in contents(store, cut_files(store)[1]) if isinstance(item, Message)]
-        restore(store, [names[1]])
-        assert all_of(store) == SENT[:BAD] + wanted
-        assert [file.name for file in cut_files(store)] == [names[0], *names[2:]]
-        for name, why in (("nonesuch", "has no file"), (f"restored/{names[1]}", "was restored already")):
-            with pytest.raises(ConfigError, match=why):
-                restore(store, [name])
-        restored = [
-            sent_as(item)
-            for file in cut_files(store, [f"restored/{names[1]}"])
-            for item in contents(store, file)
-            if isinstance(item, Message)
-        ]
-        assert restored == wanted
+    names = names_in(cut_store)
+    wanted = [sent_as(message) for message in read(cut_store, names[1])[0]]
+    restore_cut(cut_store, [names[1]])
+    assert kept(cut_store) == SENT[:BAD] + wanted
+    assert [file.name for file, _ in cut_messages(cut_store)] == [names[0], *names[2:]]
+    for name, why in (("nonesuch", "has no file"), (f"restored/{names[1]}", "was restored already")):
+        with pytest.raises(ConfigError, match=why):
+            restore_cut(cut_store, [name])
+    assert [sent_as(message) for message in read(cut_store, f"restored/{names[1]}")[0]] == wanted
 
 
 def test_a_cut_up_to_the_end_of_a_segment_has_no_bad_bytes_there(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    receipts = make(path)
-    inside = [r for r in receipts if r.physical_offset < SEGMENT]
+    inside = [r for r in make(path) if r.physical_offset < SEGMENT]
     blank = inside[-1].physical_offset + inside[-1].size
     copy_of_log(path, 0, blank + 8)
     messages, findings = read(path)
@@ -152,118 +133,80 @@ def test_system_records_and_transactions_are_counted_and_kept(tmp_path: Path) ->
         Sent("orders", 0, b"fine"),
     ]
     cut_from(path, make(path, sent=sent)[0])
-    with open_again(path) as store:
-        [tally] = restore(store).files
-        assert all_of(store) == sent[-2:]
+    [tally] = restore_cut(path).files
+    assert kept(path) == sent[-2:]  # also of topics that were gone
     assert (tally.messages, tally.appended, tally.bookkeeping) == (7, 2, 3)
     assert tally.refused == {"message of a transaction that was not committed": 2}
-    [kept] = (path / "cut/restored").iterdir()
-    assert b"half" in kept.read_bytes()
-
-
-def test_a_topic_that_is_gone_comes_back_with_its_messages(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    cut_from(path, make(path)[0])
-    with open_again(path) as store:
-        assert store.topics() == []
-        restore(store)
-        assert set(store.topics()) == {each.topic for each in SENT[1:]}
+    [file] = (path / "cut/restored").iterdir()
+    assert b"half" in file.read_bytes()
 
 
 def test_topic_with_fewer_queues_is_refused_before_a_write(cut_store: Path) -> None:
     (cut_store / "config").mkdir(exist_ok=True)
     entry = {"topicName": "orders", "readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
     (cut_store / "config/topics.json").write_text(json.dumps({"topicConfigTable": {"orders": entry}}))
-    with open_again(cut_store) as store:
-        before = files(cut_store)
-        with pytest.raises(ConfigError, match=r"queue 1 of topic 'orders', which has 1 queues now.*alter --queues"):
-            restore(store)
-        assert files(cut_store) == before
+    before = files(cut_store / "commitlog")
+    with pytest.raises(ConfigError, match=r"queue 1 of topic 'orders', which has 1 queues now.*alter --queues"):
+        restore_cut(cut_store)
+    assert files(cut_store / "commitlog") == before
 
 
 # --- fields that belong to a place ---
 
 
-def crafted(path: Path, start: int, **fields: object) -> None:
-    """A file in `cut/` of one record at `start`."""
-    record = encode_record(
-        **{  # type: ignore[arg-type]
-            "topic": "orders",
-            "queue_id": 0,
-            "queue_offset": 5,
-            "physical_offset": start,
-            "born_timestamp_ms": 1,
-            "store_timestamp_ms": 2,
-            **fields,
-        }
-    )
-    (path / "cut").mkdir(exist_ok=True)
-    (path / "cut" / f"{start:020d}-9").write_bytes(record)
-
-
 def test_a_property_checksum_and_numbers_of_light_queues_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "store"
     make(path, "rocketmq", [])
-    properties = encode_properties({"a": "b", "INNER_MULTI_QUEUE_OFFSET": "7", "z": "y"})
+    properties = b"a\1b\2INNER_MULTI_QUEUE_OFFSET\x017\2z\1y\2"
     crafted(path, 5 * SEGMENT, body=b"one", properties=properties, checksum="crc32-body", crc_tail=True)
-    with open_again(path) as store:
-        restore(store)
-        [found] = store.read("orders")
-        assert (found.body, found.stored_properties()) == (b"one", {"a": "b", "z": "y"})
-        assert list(store.verify()) == []
+    restore_cut(path)
+    [found] = kept(path)
+    assert (found.body, found.properties) == (b"one", {"a": "b", "z": "y"})
 
 
 def test_compressed_bodies_ipv6_hosts_and_long_topics_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "store"
     make(path, sent=[])
     topic = "%RETRY%" + "g" * 200
-    crafted(
-        path,
-        3 * SEGMENT,
-        topic=topic,
-        body=zlib.compress(b"long " * 99),
-        sys_flag=1,
-        born_host=encode_host("[::1]:5"),
-        store_host=encode_host("[::2]:6"),
-        checksum="crc32c-record",
-    )
-    with open_again(path) as store:
-        restore(store)
-        [found] = store.read(topic)
+    hosts = {name: bytes([*[0] * 15, n, *[0] * 3, n + 4]) for n, name in ((1, "born_host"), (2, "store_host"))}
+    stored = zlib.compress(b"long " * 99)
+    crafted(path, 3 * SEGMENT, topic=topic, body=stored, sys_flag=1, checksum="crc32c-record", **hosts)
+    restore_cut(path)
+    assert len(kept(path)) == 1
+    with mqstore.open(path, "r") as store:
+        [found] = store.read(topic, 0, 0)
         assert (found.body, found.born_host, found.store_host) == (b"long " * 99, "[::1]:5", "[::2]:6")
-        assert list(store.verify()) == []
 
 
 # --- killed ---
 
 
-def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path) -> None:
+def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     cut_from(path, make(path, sent=SENT[:30])[BAD])
     wanted = SENT[:BAD] + SENT[BAD + 1 : 30]
     raw = sorted(each.read_bytes() for each in (path / "cut").iterdir())
     nth = 0
     for nth in range(1, 300, STEP):
-        copy = copied(path, f"killed-{nth}")
+        copy = Path(shutil.copytree(path, path.with_name(f"killed-{nth}")))
         fs = FaultyFileSystem()
         store = open_again(copy, fs)
         fs.crash(nth, torn=nth % 2 == 1)
-        try:
-            restore(store)
-        except Crash:
-            fs.heal()
-            kill(store)
-        else:
-            fs.heal()
-            store.close()
-            break
-        with open_store(copy, "r") as reader:
-            left = restore(reader, dry_run=True).queues.total()  # type: ignore[attr-defined]
-        with open_again(copy) as store:
-            assert len(all_of(store)) + left == len(wanted), nth
-            restore(store)
-            assert all_of(store) == wanted, nth
-            assert list(store.verify()) == [], nth
+        with monkeypatch.context() as patched:
+            patched.setattr("mqstore.broker.admin.cut.MessageStore", Mock(return_value=store))
+            try:
+                restore_cut(copy)
+            except Crash:
+                kill(store)
+            else:
+                break
+            finally:
+                fs.heal()
+        left = restore_cut(copy, dry_run=True).queues.total()  # type: ignore[attr-defined]
+        open_again(copy).close()  # recovers it
+        assert len(kept(copy)) + left == len(wanted), nth
+        restore_cut(copy)
+        assert kept(copy) == wanted, nth
         held = [Path(folder, name) for folder, _, names in os.walk(copy / "cut") for name in names]
         assert {each.parent for each in held} == {copy / "cut/restored"}, nth
         assert sorted(each.read_bytes() for each in held) == raw, nth
@@ -273,8 +216,8 @@ def test_a_restore_that_is_killed_anywhere_is_completed_once(tmp_path: Path) -> 
 
 def test_a_damaged_note_of_a_killed_restore_is_refused_with_advice(cut_store: Path) -> None:
     (cut_store / "cut/restoring.json").write_text('{"number": 0, "files": ["../x"]}')
-    with open_again(cut_store) as store, pytest.raises(FormatError, match=r"restoring\.json.*move those files"):
-        restore(store)
+    with pytest.raises(FormatError, match=r"restoring\.json.*move those files"):
+        restore_cut(cut_store)
 
 
 def test_messages_cut_again_after_a_restore_come_back_again(tmp_path: Path) -> None:
@@ -282,76 +225,67 @@ def test_messages_cut_again_after_a_restore_come_back_again(tmp_path: Path) -> N
     path = tmp_path / "store"
     receipts = make(path)
     copy_of_log(path, receipts[BAD + 1].physical_offset, receipts[BAD + 3].physical_offset)
-    with open_again(path) as store:
-        restore(store)
+    restore_cut(path)
     cut_from(path, receipts[BAD])
-    with open_again(path) as store:
-        restore(store)
-        assert all_of(store) == SENT[:BAD] + SENT[BAD + 1 :]
+    restore_cut(path)
+    assert kept(path) == RESTORED
 
 
 # --- files that are anybody's work ---
 
 
 @pytest.mark.parametrize(
-    ("name", "make_file"),
-    [
-        ("zeros", lambda file: file.write_bytes(bytes(5000))),
-        ("random bytes", lambda file: file.write_bytes(random.Random(1).randbytes(9000))),
-        ("empty", lambda file: file.write_bytes(b"")),
-        ("magic words", lambda file: file.write_bytes(bytes.fromhex("0fffffffdaa320a7") * 600)),
-    ],
+    "content",
+    [bytes(5000), random.Random(1).randbytes(9000), b"", bytes.fromhex("0fffffffdaa320a7") * 600],
+    ids=["zeros", "random bytes", "empty", "magic words"],
 )
 @pytest.mark.parametrize("start", [0, 4096 * 7, (1 << 63) - 100, 10**20 - 1])
-def test_a_file_without_messages_is_counted_and_left(
-    tmp_path: Path, name: str, make_file: Callable[[Path], object], start: int
-) -> None:
+def test_a_file_without_messages_is_counted_and_left(tmp_path: Path, content: bytes, start: int) -> None:
     path = tmp_path / "store"
-    make(path)
+    make(path, sent=SENT[:3])
     file = path / "cut" / f"{start:020d}-1"
     file.parent.mkdir()
-    make_file(file)
-    with open_again(path) as store:
-        [tally] = restore(store).files
-        assert (tally.messages, tally.other_bytes) == (0, file.stat().st_size)
-        assert all_of(store) == SENT
+    file.write_bytes(content)
+    [tally] = restore_cut(path).files
+    assert (tally.messages, tally.other_bytes) == (0, len(content))
+    assert kept(path) == SENT[:3]
     assert file.exists()
 
 
 def test_a_file_with_the_wrong_offset_in_its_name_holds_no_message(cut_store: Path) -> None:
     first = min((cut_store / "cut").iterdir())
     wrong = first.rename(first.with_name(f"{int(first.name[:20]) + 1:020d}-3"))
-    with open_again(cut_store) as store:
-        tally = restore(store, [wrong.name]).files[0]
-        assert (tally.messages, tally.other_bytes) == (0, wrong.stat().st_size)
-        wrong.rename(first)
-        restore(store)
-        assert all_of(store) == SENT[:BAD] + SENT[BAD + 1 :]
+    tally = restore_cut(cut_store, [wrong.name]).files[0]
+    assert (tally.messages, tally.other_bytes) == (0, wrong.stat().st_size)
+    wrong.rename(first)
+    restore_cut(cut_store)
+    assert kept(cut_store) == RESTORED
 
 
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "fifo", "folder"])
-def test_irregular_file_is_refused_unopened(cut_store: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "make_file",
+    [
+        lambda place, elsewhere: place.symlink_to(elsewhere),
+        lambda place, elsewhere: place.symlink_to("nothing"),
+        lambda place, elsewhere: os.mkfifo(place),
+        lambda place, elsewhere: place.mkdir(),
+    ],
+    ids=["link", "link to nothing", "fifo", "folder"],
+)
+def test_irregular_file_is_refused_unopened(
+    cut_store: Path, tmp_path: Path, make_file: Callable[[Path, Path], object]
+) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"precious")
     place = cut_store / "cut" / f"{0:020d}-1"
-    if kind == "link":
-        (tmp_path / "elsewhere").write_bytes(b"precious")
-        place.symlink_to(tmp_path / "elsewhere")
-    elif kind == "link to nothing":
-        place.symlink_to(tmp_path / "elsewhere")
-    elif kind == "fifo":
-        os.mkfifo(place)
-    else:
-        place.mkdir()
-    with open_store(cut_store, "r") as store:
-        file = cut_files(store)[0]
-        with pytest.raises(StoreIOError, match=str(place)):
-            list(contents(store, file))
-        with pytest.raises(StoreIOError, match=str(place)):
-            restore(store, dry_run=True)
+    make_file(place, tmp_path / "elsewhere")
+    [finding] = read(cut_store, place.name)[1]
+    assert finding.file == f"cut/{place.name}"
+    with pytest.raises(StoreIOError, match=str(place)):
+        restore_cut(cut_store, dry_run=True)
 
 
 def test_names_that_are_no_cut_files_are_left_alone(cut_store: Path) -> None:
-    with open_store(cut_store, "r") as store:
-        before = cut_files(store)
-        for name in ("notes.txt", f"{0:020d}-1.tmp", f"{0:019d}-1", "\u0661" * 20 + "-1"):
-            (cut_store / "cut" / name).write_bytes(b"x")
-        assert cut_files(store) == before
+    before = names_in(cut_store)
+    for name in ("notes.txt", f"{0:020d}-1.tmp", f"{0:019d}-1", "\u0661" * 20 + "-1"):
+        (cut_store / "cut" / name).write_bytes(b"x")
+    assert [file.name for file, _ in cut_messages(cut_store)] == before

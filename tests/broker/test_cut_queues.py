@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mqstore import QueueRef, StoreConfig
-from mqstore.broker.broker import Broker
-from mqstore.broker.context import open_parts
-from mqstore.broker.tables.localoffsets import LOCAL_OFFSETS, LocalOffsets
-from mqstore.log.store import MessageStore
-from tests.broker.support import Bench
+from mqstore import QueueRef
+from mqstore.admin import offline
+from tests.broker.support import Bench, Broker
+
+LOCAL = "local_offsets"
 
 
 def ten_old(bench: Bench) -> int:
@@ -31,8 +31,7 @@ def lose_tail(bench: Bench, physical_offset: int) -> None:
 def put_eight_without_broker(bench: Bench) -> list[bytes]:
     """Put eight messages into the closed store, and return their bodies. The broker opens it afterwards."""
     bodies = [b"new %d" % n for n in range(8)]
-    with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
-        store.put_many("t", bodies, queue_id=0)
+    bench.put_without_broker(bodies)
     bench.open()
     return bodies
 
@@ -53,10 +52,9 @@ def test_group_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) ->
         file.unlink()
     expected = []
     for turn in range({"put": 1, "twice": 2, "nothing": 0}[between]):
-        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
-            for n in range(100):
-                expected.append(b"new %d %d" % (turn, n))
-                store.put("t", expected[-1])
+        new = [b"new %d %d" % (turn, n) for n in range(100)]
+        bench.put_without_broker(new)
+        expected += new
         (path / "abort").write_text("1")  # as if it had been killed
         (path / "checkpoint").unlink()
     bench.open()
@@ -86,12 +84,10 @@ def test_batch_in_order_skips_no_message_put_after_a_cut(bench: Bench, broker: B
     lose_tail(bench, sixth)
     expected = [b"new %d" % n for n in range(8)]
     if between.startswith("puts") or between == "tables":
-        with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
-            for body in expected:
-                store.put("t", body, queue_id=0)
+        bench.put_without_broker(expected)
     if between == "tables":  # a command that changes tables, and knows nothing of pop
-        with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
-            open_parts(store).topics.create("other")
+        with offline(bench.path) as opened:
+            opened.topics.create("other")
     bench.open()
     if between in ("nothing", "crash"):
         for body in expected:
@@ -126,21 +122,21 @@ def test_broadcasting_client_skips_no_message_put_after_a_cut(bench: Bench) -> N
     bench.broker.topics.create("t", queues=2)
     sixth = ten_old(bench)
 
-    def offsets(client: str) -> LocalOffsets:
-        return LocalOffsets(bench.broker.store, client, "prices")
+    def offsets(client: str) -> Any:
+        return bench.broker.local_offsets(client, "prices")
 
     for client, offset in (("a-1", 10), ("b-1", 3)):
         file = offsets(client)
         file.commit(QueueRef("t", 0), offset)
         file.commit(QueueRef("t", 1), 0)
         file.save()
-    (path / LOCAL_OFFSETS / "bad").mkdir()
-    (path / LOCAL_OFFSETS / "bad" / "prices.json").write_text("{")
+    (path / LOCAL / "bad").mkdir()
+    (path / LOCAL / "bad" / "prices.json").write_text("{")
     lose_tail(bench, sixth)
     put_eight_without_broker(bench)
     assert [offsets(client).committed(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
     assert [offsets(client).committed(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
-    assert (path / LOCAL_OFFSETS / "bad" / "prices.json").read_text() == "{"
+    assert (path / LOCAL / "bad" / "prices.json").read_text() == "{"
 
 
 def test_start_of_a_cut_queue_hides_no_new_message(bench: Bench, broker: Broker) -> None:

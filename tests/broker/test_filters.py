@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,32 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.filters import filter as filters
-from mqstore.broker.filters import sql92
-from mqstore.broker.filters.filter import Filter, TagSubscription, parse_filter
+import mqstore
 from mqstore.errors import FilterError, ResultCode
-from mqstore.log.reading.tagfilter import UnitFilter
-from tests.broker.support import new_parts
+
+Parse = Callable[..., Any]
+"""Broker.filter: None means that all passes."""
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache() -> None:
-    filters._parsed.cache_clear()
-
-
-def parsed(expression: str | None, kind: str = "TAG", **options: Any) -> Filter:
-    """The filter of an expression that does not pass everything."""
-    found = parse_filter(expression, kind, **options)
-    assert found is not None
-    return found
+@pytest.fixture(scope="module")
+def parse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parse]:
+    with mqstore.open(tmp_path_factory.mktemp("filters")) as store:
+        yield store.broker.filter
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("expression", [None, "", "*"])
-def test_nothing_and_the_star_alone_pass_everything(expression: str | None) -> None:
-    assert parse_filter(expression) is None
+def test_nothing_and_the_star_alone_pass_everything(parse: Parse, expression: str | None) -> None:
+    assert parse(expression) is None
 
 
 @pytest.mark.parametrize(
@@ -65,10 +59,9 @@ def test_nothing_and_the_star_alone_pass_everything(expression: str | None) -> N
         ("\u8ba2\u5355", {"\u8ba2\u5355"}),
     ],
 )
-def test_tag_expressions(expression: str, tags: set[str]) -> None:
-    found = parse_filter(expression)
+def test_tag_expressions(parse: Parse, expression: str, tags: set[str]) -> None:
+    found = parse(expression)
 
-    assert isinstance(found, TagSubscription)
     assert found.tags == tags
     assert (found.kind, found.expression) == ("TAG", expression)
 
@@ -84,9 +77,9 @@ def test_tag_expressions(expression: str, tags: set[str]) -> None:
         (3, "TAG", 0, "not int"),
     ],
 )
-def test_invalid_filter_is_refused(expression: Any, kind: str, position: int, says: str) -> None:
+def test_invalid_filter_is_refused(parse: Parse, expression: Any, kind: str, position: int, says: str) -> None:
     with pytest.raises(FilterError, match=says) as caught:
-        parse_filter(expression, kind)
+        parse(expression, kind)
     assert (caught.value.position, caught.value.code) == (position, ResultCode.SUBSCRIPTION_PARSE_FAILED)
 
 
@@ -102,17 +95,17 @@ HASHES = {
 
 
 @pytest.mark.parametrize(("tag", "code"), HASHES.items())
-def test_units_are_judged_by_the_low_32_bits_of_their_code(tag: str, code: int) -> None:
+def test_units_are_judged_by_the_low_32_bits_of_their_code(parse: Parse, tag: str, code: int) -> None:
     same = [code, code + (1 << 32), code - (5 << 32)]
     others = [code ^ 1, code ^ 0x4000_0000, (code ^ 1) + (1 << 32), 0, -1, (1 << 63) - 1]
-    found = parsed(f"another || {tag}")
+    found = parse(f"another || {tag}")
 
     assert found.prefilter(np.array(same + others, np.int64)).tolist() == [True] * len(same) + [False] * len(others)
-    assert not parsed("  ").prefilter(np.array([0, 2112], np.int64)).any()
+    assert not parse("  ").prefilter(np.array([0, 2112], np.int64)).any()
 
 
-def test_a_message_is_judged_by_its_tag_not_by_the_hash() -> None:
-    found = parsed("Aa")
+def test_a_message_is_judged_by_its_tag_not_by_the_hash(parse: Parse) -> None:
+    found = parse("Aa")
 
     assert found.prefilter(np.array([HASHES["BB"]], np.int64)).all()
     assert found.matches({"TAGS": "Aa"})
@@ -123,9 +116,9 @@ def test_a_message_is_judged_by_its_tag_not_by_the_hash() -> None:
 
 
 @given(st.text(alphabet="ab|* \u8ba2\x00", max_size=12))
-def test_any_text_is_a_tag_filter_or_a_filter_error(text: str) -> None:
+def test_any_text_is_a_tag_filter_or_a_filter_error(parse: Parse, text: str) -> None:
     try:
-        found = parse_filter(text)
+        found = parse(text)
     except FilterError:
         assert set(text) == {"|"}
         return
@@ -136,8 +129,8 @@ def test_any_text_is_a_tag_filter_or_a_filter_error(text: str) -> None:
 # -- SQL92 -------------------------------------------------------------------------------------------------------------
 
 
-def test_sql_filters_judge_properties_and_let_every_unit_pass() -> None:
-    found = parsed("a > 3 AND TAGS = 'x'", "SQL92")
+def test_sql_filters_judge_properties_and_let_every_unit_pass(parse: Parse) -> None:
+    found = parse("a > 3 AND TAGS = 'x'", "SQL92")
 
     assert (found.kind, found.expression) == ("SQL92", "a > 3 AND TAGS = 'x'")
     assert found.matches({"a": "4", "TAGS": "x"})
@@ -151,33 +144,19 @@ def test_sql_filters_judge_properties_and_let_every_unit_pass() -> None:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The expressions that were compiled, in order."""
-    seen: list[str] = []
-    original = sql92.compile
-
-    def counting(expression: str) -> sql92.Expression:
-        seen.append(expression)
-        return original(expression)
-
-    monkeypatch.setattr(sql92, "compile", counting)
-    return seen
-
-
-def test_cached_error_holds_no_frames() -> None:
+def test_cached_error_holds_no_frames(parse: Parse) -> None:
     lengths = set()
     for _ in range(5):
         with pytest.raises(FilterError) as caught:
-            parse_filter("a = ", "SQL92")
+            parse("a = ", "SQL92")
         lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
         assert caught.value.__context__ is None
     assert len(lengths) == 1
 
 
-def test_many_threads_may_parse_at_once() -> None:
+def test_many_threads_may_parse_at_once(parse: Parse) -> None:
     def use(i: int) -> bool:
-        return parsed(f"a = {i % 150}", "SQL92").matches({"a": str(i % 150)}) and parsed(f"t{i % 150}").matches(
+        return parse(f"a = {i % 150}", "SQL92").matches({"a": str(i % 150)}) and parse(f"t{i % 150}").matches(
             {"TAGS": f"t{i % 150}"}
         )
 
@@ -188,20 +167,17 @@ def test_many_threads_may_parse_at_once() -> None:
 # -- with the log ------------------------------------------------------------------------------------------------------
 
 
-def test_the_log_reads_through_either_kind(tmp_path: Path) -> None:
-    parts = new_parts(tmp_path)
-    store = parts.store
-    for i, tag in enumerate(["Aa", "BB", None, "TagA", "Aa"]):
-        store.put("orders", b"%d" % i, tag=tag, properties={"amount": str(i)})
-    store.dispatch()
+def test_the_log_reads_through_either_kind(parse: Parse, tmp_path: Path) -> None:
+    with mqstore.open(tmp_path) as store:
+        for i, tag in enumerate(["Aa", "BB", None, "TagA", "Aa"]):
+            store.put("orders", b"%d" % i, queue_id=0, tag=tag, properties={"amount": str(i)})
 
-    def offsets(chosen: UnitFilter | None) -> tuple[list[int], int]:
-        result = store.get("orders", 0, 0, 32, tags=chosen)
-        return [message.offset for message in result.messages], result.next_offset
+        def offsets(chosen: Any) -> tuple[list[int], int]:
+            result = store.broker.read("orders", 0, 0, filter=chosen)
+            return [message.offset for message in result.messages], result.next_offset
 
-    assert offsets(parse_filter("Aa")) == ([0, 4], 5)
-    assert offsets(parse_filter("BB || TagA")) == ([1, 3], 5)
-    assert offsets(parse_filter(" ")) == ([], 5)
-    assert offsets(parse_filter("*")) == ([0, 1, 2, 3, 4], 5)
-    assert offsets(parse_filter("amount >= 2 AND TAGS IS NOT NULL", "SQL92")) == ([3, 4], 5)
-    store.close()
+        assert offsets(parse("Aa")) == ([0, 4], 5)
+        assert offsets(parse("BB || TagA")) == ([1, 3], 5)
+        assert offsets(parse(" ")) == ([], 5)
+        assert offsets(parse("*")) == ([0, 1, 2, 3, 4], 5)
+        assert offsets(parse("amount >= 2 AND TAGS IS NOT NULL", "SQL92")) == ([3, 4], 5)

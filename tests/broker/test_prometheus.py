@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from mqstore import SimulatedClock, StoreConfig
-from mqstore.broker.broker import Broker
+from mqstore.engine import compiled_parts
 from mqstore.errors import InvalidMessageError, StoreFullError
-from mqstore.log.store import MessageStore
-from mqstore.native import kernel
-from tests.broker.support import Bench
+from tests.broker.support import Bench, Broker
 from tests.faults import FaultyFileSystem
 
 DOCS = Path(__file__).parents[2] / "docs" / "statistics.md"
@@ -38,10 +34,9 @@ SERIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+@pytest.fixture
+def used(bench: Bench) -> Broker:
     """A broker on which a little of everything has happened."""
-    bench = Bench(tmp_path_factory.mktemp("used") / "store")
     broker = bench.broker
     broker.topics.create("t", queues=1)
     broker.put("t", b"late", delay_level=1)
@@ -56,20 +51,14 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     [copy] = broker.read("%RETRY%q", 0, 0, group="q").messages
     broker.send_back("q", copy.physical_offset)
     bench.advance(10_000)
-    yield broker
-    broker.close()
+    return broker
 
 
-@pytest.mark.parametrize("name", COUNTERS)
-def test_each_counter_stands_in_the_snapshot_and_in_the_docs(used: Broker, name: str) -> None:
-    counters = used.stats().counters
-    assert name in {key[0] for key in (*counters.totals, *counters.latest)}
-    assert name in DOCS.read_text()
-
-
-@pytest.mark.parametrize("name", SERIES)
-def test_each_series_is_scraped(used: Broker, name: str) -> None:
-    assert f"# TYPE rocketmq_{name} " in used.prometheus()
+def test_each_counter_and_series_is_there_and_in_the_docs(used: Broker) -> None:
+    counters, text, page = used.stats().counters, used.prometheus(), DOCS.read_text()
+    assert set(COUNTERS) - {key[0] for key in (*counters.totals, *counters.latest)} == set()
+    assert [name for name in COUNTERS if name not in page] == []
+    assert [name for name in SERIES if f"# TYPE rocketmq_{name} " not in text] == []
 
 
 # -- what stands at 0 from the start -----------------------------------------------------------------------------------
@@ -86,10 +75,8 @@ def test_unseen_outcomes_are_zero(broker: Broker) -> None:
     assert not [line for line in lines if "%" in line and "commit" in line]
 
 
-def test_empty_store_has_no_labels(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "empty")
+def test_empty_store_has_no_labels(bench: Bench) -> None:
     lines = bench.broker.prometheus().splitlines()
-    bench.broker.close()
     for name in ("send_to_dlq", "commit", "rollback"):
         assert f"rocketmq_{name}_messages_total 0" in lines
     assert "rocketmq_delay_message_latency_count 0" in lines
@@ -127,9 +114,7 @@ def test_topic_kind_is_a_label(broker: Broker) -> None:
 
 def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
-    clock = SimulatedClock()
-    store = MessageStore(tmp_path / "s", config=StoreConfig(clock=clock, segment_bytes=1 << 16), fs=fs)
-    with Broker(store) as broker:
+    with Bench(tmp_path / "s", fs=fs).broker as broker:
         broker.topics.create("t", queues=1)
         too_long = {"p": "x" * 40_000}
         for put in (
@@ -153,7 +138,7 @@ def test_put_times_are_counted_by_queue(tmp_path: Path, monkeypatch: pytest.Monk
     if by_python:
         monkeypatch.setattr("mqstore.log.writing.writer.kernel", None)
     broker = Bench(tmp_path / "store").broker
-    by_python = by_python or kernel is None
+    by_python = by_python or compiled_parts() != "with compiled parts"
     now_ns = iter(range(0, 10**15, 1_500_000))  # each look at the clock 1.5 ms after the last
     monkeypatch.setattr("mqstore.log.writing.writer.time.perf_counter_ns", lambda: next(now_ns))
     broker.topics.create("u", queues=2)

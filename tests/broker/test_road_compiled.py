@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import zlib
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +20,7 @@ from mqstore.broker.context import Parts
 from mqstore.broker.router import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from tests.broker.support import START_MS, clock_of, new_parts
 from tests.without import Door, compiled, put_by_python
 
@@ -156,3 +158,39 @@ def test_the_receipt_of_a_delayed_message_is_a_value(parts: Parts) -> None:
         assert hash(receipt) == hash(tuple(receipt))
         for again in (copy.copy(receipt), pickle.loads(pickle.dumps(receipt))):
             assert (type(again), again, again.recall_handle) == (DelayedReceipt, receipt, receipt.recall_handle)
+
+
+# -- the engine's own records -----------------------------------------------------------------------------------------
+
+
+def test_a_level_wins_over_a_timer(parts: Parts) -> None:
+    topic, queue_id, properties = parts.router.route(
+        "orders", 1, {"DELAY": "2", "TIMER_DELIVER_MS": "5", "TIMER_DELAY_SEC": "6", "TIMER_DELAY_MS": "7", "k": "v"}
+    )
+    assert (topic, queue_id) == ("SCHEDULE_TOPIC_XXXX", 1)
+    assert properties == {"DELAY": "2", "REAL_TOPIC": "orders", "REAL_QID": "1", "k": "v"}
+    for level in ("0", "-1", "no number", ""):
+        assert parts.router.route("orders", 1, {"DELAY": level}) == ("orders", 1, {"DELAY": level})
+
+
+@pytest.mark.parametrize(
+    ("sys_flag", "diverted"),
+    [(0, True), (TRANSACTION_COMMIT, True), (TRANSACTION_PREPARED, False), (TRANSACTION_ROLLBACK, False)],
+)
+def test_only_plain_and_committed_records_are_delayed(parts: Parts, sys_flag: int, diverted: bool) -> None:
+    assert (parts.router.route("orders", 1, {"DELAY": "2"}, sys_flag)[0] == "SCHEDULE_TOPIC_XXXX") == diverted
+
+
+def test_copy_keeps_its_origin_and_a_compressed_body(parts: Parts) -> None:
+    born: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:4567"}
+    stored = zlib.compress(b"text " * 100)
+    receipt = parts.store.append("orders", 0, stored, properties={"k": "v"}, reconsume_times=2, sys_flag=1, **born)
+    [original] = parts.store.read("orders")
+
+    parts.router.copy(original, "other", 0, {"k": "w"}, reconsume_times=3)
+
+    [copied] = parts.store.read("other")
+    assert {name: getattr(copied, name) for name in born} == born
+    assert (bytes(copied.body_view), copied.body, copied.reconsume_times) == (stored, b"text " * 100, 3)
+    assert copied.stored_properties() == {"k": "w", "ORIGIN_MESSAGE_ID": receipt.message_id}
+    assert copied.unique_key == original.unique_key == receipt.message_id

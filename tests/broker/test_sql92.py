@@ -8,22 +8,34 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.filters import sql92
+import mqstore
 from mqstore.errors import EvaluationError, FilterError, ResultCode
 
+MAX_LENGTH, MAX_DEPTH = 65_536, 50  # docs/filters.md
+Sql = Callable[[str], Any]
+"""Broker.filter for SQL92."""
 
-def answer(expression: str, properties: Mapping[str, str]) -> str:
+
+@pytest.fixture(scope="module")
+def sql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sql]:
+    with mqstore.open(tmp_path_factory.mktemp("sql")) as store:
+        yield partial(store.broker.filter, kind="SQL92")
+
+
+def answer(sql: Sql, expression: str, properties: Mapping[str, str]) -> str:
     """T, F, N, E or P. Any other exception escapes."""
     positions: list[int] = []
     try:
-        compiled = sql92.compile(expression)
+        compiled = sql(expression)
         value = compiled.evaluate(properties)
         result = {True: "T", False: "F", None: "N"}[value]
     except FilterError as error:
@@ -44,6 +56,11 @@ Case = tuple[str, dict[str, str], str]
 def by_a(expression: str, answers: dict[str | None, str]) -> list[Case]:
     """Cases of one expression: the answer by the value of property `a`, which is not there for None."""
     return [(expression, {} if a is None else {"a": a}, expected) for a, expected in answers.items()]
+
+
+def without(expected: str, *expressions: str) -> list[Case]:
+    """Cases without any property."""
+    return [(expression, {}, expected) for expression in expressions]
 
 
 def refused(*expressions: str) -> list[Case]:
@@ -115,15 +132,15 @@ OURS: list[Case] = [
 
 # Cases that the prose leaves open: as org.apache.rocketmq.filter.parser.SelectorParser (5.3.1, Java 17) answers them.
 CONFIRMED: list[Case] = [
+    *without("T", "a is null = true", "NULL or TRUE", "'true' = TRUE", "a = 1 is null", "TRUE or 'x' = 3"),
+    *without("T", "a = -'x'", "- - TRUE is null", "3 <> a", "'3' = 3", "3 < 5.5"),
+    *without("T", "9223372036854775807 = 9.223372036854775807E18", "3 between 1 and 5", "a not in ('x') is null"),
+    *without("T", "'abc' contains 'b'", "a Is NuLl"),
+    *without("N", "NULL and TRUE", "not NULL", "(a) or b"),
+    *without("F", "NULL is not null", "TRUE = -3", "3 = TRUE", "a is null is null", "FALSE and 'x' = 3", "3 = a"),
+    *without("F", "1 = 9223372036854775807", "3 not contains 'b'"),
+    *without("E", "'x' = 3 or TRUE", "NULL and 'x' = 3", "'x' = 3"),
     # NULL and truth values as operands
-    ("a is null = true", {}, "T"),
-    ("NULL and TRUE", {}, "N"),
-    ("NULL or TRUE", {}, "T"),
-    ("not NULL", {}, "N"),
-    ("NULL is not null", {}, "F"),
-    ("TRUE = -3", {}, "F"),
-    ("3 = TRUE", {}, "F"),
-    ("'true' = TRUE", {}, "T"),
     *by_a("TRUE = a", {None: "F", "true": "E"}),
     ("(a='x') = (b='y')", {"a": "x", "b": "y"}, "T"),
     ("(a='x') = b", {"a": "x", "b": "true"}, "E"),
@@ -134,8 +151,6 @@ CONFIRMED: list[Case] = [
     ("a = (b = 'x')", {"a": "true", "b": "x"}, "T"),
     ("a = (b > 3)", {"b": "x"}, "E"),
     ("a = TRUE", {"a": " true"}, "F"),
-    ("a is null is null", {}, "F"),
-    ("a = 1 is null", {}, "T"),
     # conditions
     ("+a", {"a": "3"}, "F"),
     ("+(a=3)", {"a": "3"}, "T"),
@@ -143,12 +158,7 @@ CONFIRMED: list[Case] = [
     ("not a = TRUE", {"a": "true"}, "T"),
     ("not a = 'x'", {"a": "x"}, "E"),
     ("not not a", {"a": "x"}, "F"),
-    ("(a) or b", {}, "N"),
     # short circuits, and what is evaluated all the same
-    ("FALSE and 'x' = 3", {}, "F"),
-    ("TRUE or 'x' = 3", {}, "T"),
-    ("'x' = 3 or TRUE", {}, "E"),
-    ("NULL and 'x' = 3", {}, "E"),
     ("(a>3) contains ''", {"a": "x"}, "F"),
     ("(a>3) contains 'q'", {"a": "x"}, "E"),
     ("-(a>3) = 3", {"a": "x"}, "E"),
@@ -158,20 +168,11 @@ CONFIRMED: list[Case] = [
     ("a = -(3)", {"a": "-3"}, "T"),
     ("a = -b", {"a": "1"}, "F"),
     ("a = -b", {"b": "1"}, "T"),
-    ("a = -'x'", {}, "T"),
     ("a < -'x'", {"a": "1"}, "N"),
-    ("- - TRUE is null", {}, "T"),
     ("a > --3", {"a": "4"}, "T"),
     ("a > -2147483648", {"a": "3000000000"}, "T"),
     ("a > -9223372036854775807", {"a": "1"}, "T"),
     # which sides of a comparison may be what
-    ("3 = a", {}, "F"),
-    ("3 <> a", {}, "T"),
-    ("'3' = 3", {}, "T"),
-    ("'x' = 3", {}, "E"),
-    ("3 < 5.5", {}, "T"),
-    ("1 = 9223372036854775807", {}, "F"),
-    ("9223372036854775807 = 9.223372036854775807E18", {}, "T"),
     ("a = 'x'", {"a": "X"}, "F"),
     ("a = 2147483647", {"a": "2147483648"}, "E"),
     ("a = 9223372036854775807", {"a": "9223372036854775807"}, "T"),
@@ -189,21 +190,16 @@ CONFIRMED: list[Case] = [
     ("a between 5 and 5", {"a": "5"}, "T"),
     ("a between 5 and -5", {"a": "0"}, "F"),
     ("a not between 10 and 0", {"a": "5"}, "T"),
-    ("3 between 1 and 5", {}, "T"),
     ("a between 1 and 2 and b = 'x'", {"a": "1", "b": "x"}, "T"),
     # IN and the searches
     ("(a) in ('x')", {"a": "x"}, "T"),
-    ("a not in ('x') is null", {}, "T"),
     ("a in ('')", {"a": ""}, "T"),
-    ("'abc' contains 'b'", {}, "T"),
-    ("3 not contains 'b'", {}, "F"),
     ("a contains 'b' contains 'c'", {"a": "b"}, "F"),
     ("not a contains 'b'", {"a": "c"}, "F"),
     ("a not contains ''", {"a": "x"}, "F"),
     ("a not startswith 'x'", {"a": "yx"}, "T"),
     ("a not endswith 'x'", {"a": "yx"}, "F"),
     # words
-    ("a Is NuLl", {}, "T"),
     ("nota", {"nota": "x"}, "F"),
     ("A = 3", {"a": "3"}, "N"),
     ("$a_1=3", {"$a_1": "3"}, "T"),
@@ -247,8 +243,8 @@ CONFIRMED: list[Case] = [
 
 
 @pytest.mark.parametrize(("expression", "properties", "expected"), [*VECTORS, *CONFIRMED, *OURS])
-def test_the_answer_is_that_of_the_table(expression: str, properties: dict[str, str], expected: str) -> None:
-    assert answer(expression, properties) == expected
+def test_the_answer_is_that_of_the_table(sql: Sql, expression: str, properties: dict[str, str], expected: str) -> None:
+    assert answer(sql, expression, properties) == expected
 
 
 DOUBLES = {
@@ -294,32 +290,32 @@ def _literal(value: float) -> str:
 
 @pytest.mark.parametrize(("text", "as_int", "as_long", "as_double"), NUMBERS, ids=lambda value: ascii(value)[:40])
 def test_a_property_is_read_as_java_reads_a_number(
-    text: str, as_int: int | None, as_long: int | None, as_double: float | None
+    sql: Sql, text: str, as_int: int | None, as_long: int | None, as_double: float | None
 ) -> None:
     properties = {"a": text}
     if as_int is None:
-        assert answer("a = 1", properties) == "E"
+        assert answer(sql, "a = 1", properties) == "E"
     elif as_int == -(1 << 31):  # has no literal
-        assert answer("a < -2147483647", properties) == "T"
+        assert answer(sql, "a < -2147483647", properties) == "T"
     else:
-        assert answer(f"a = {as_int}", properties) == "T"
+        assert answer(sql, f"a = {as_int}", properties) == "T"
 
     # Small literals are ints: whether a small property is a long shows beside a large one.
     largest = (1 << 63) - 1
-    assert answer(f"a = {largest}", properties) == ("E" if as_long is None else "T" if as_long == largest else "F")
+    assert answer(sql, f"a = {largest}", properties) == ("E" if as_long is None else "T" if as_long == largest else "F")
     if as_long is not None and as_int is None and as_long != -(1 << 63):
-        assert answer(f"a = {as_long}", properties) == "T"
+        assert answer(sql, f"a = {as_long}", properties) == "T"
 
     if as_double is None:
-        assert answer("a = 1.5", properties) == "E"
-        assert answer("a < b", {"a": text, "b": "1"}) == "E"
+        assert answer(sql, "a = 1.5", properties) == "E"
+        assert answer(sql, "a < b", {"a": text, "b": "1"}) == "E"
     elif math.isnan(as_double):
-        assert answer("a > 1.7976931348623157E308", properties) == "T"
-        assert answer("a > b", {"a": text, "b": "Infinity"}) == "T"
+        assert answer(sql, "a > 1.7976931348623157E308", properties) == "T"
+        assert answer(sql, "a > b", {"a": text, "b": "Infinity"}) == "T"
     elif math.isinf(as_double):
-        assert answer("a >= b and a <= b", {"a": text, "b": "Infinity" if as_double > 0 else "-Infinity"}) == "T"
+        assert answer(sql, "a >= b and a <= b", {"a": text, "b": "Infinity" if as_double > 0 else "-Infinity"}) == "T"
     else:
-        assert answer(f"a = {_literal(as_double)}", properties) == "T"
+        assert answer(sql, f"a = {_literal(as_double)}", properties) == "T"
 
 
 # -- what an error says ------------------------------------------------------------------------------------------------
@@ -328,7 +324,6 @@ def test_a_property_is_read_as_java_reads_a_number(
 @pytest.mark.parametrize(
     ("expression", "position", "says"),
     [
-        ("", 0, "expected a property, a literal or (, but the filter ends"),
         ("a >3 and", 8, "the filter ends"),
         ("a != 3", 2, "not equal is written <>"),
         ("a == 3", 3, "equal is written ="),
@@ -355,9 +350,9 @@ def test_a_property_is_read_as_java_reads_a_number(
         ("a > 1e-400", 4, "smaller than"),
     ],
 )
-def test_a_parse_error_says_where_and_what(expression: str, position: int, says: str) -> None:
+def test_a_parse_error_says_where_and_what(sql: Sql, expression: str, position: int, says: str) -> None:
     with pytest.raises(FilterError, match=re.escape(says)) as caught:
-        sql92.compile(expression)
+        sql(expression)
 
     assert caught.value.position == position
     assert caught.value.code is ResultCode.SUBSCRIPTION_PARSE_FAILED
@@ -367,9 +362,9 @@ def test_a_parse_error_says_where_and_what(expression: str, position: int, says:
     assert caret.strip() == "^"
 
 
-def test_the_caret_stands_below_the_place() -> None:
+def test_the_caret_stands_below_the_place(sql: Sql) -> None:
     with pytest.raises(FilterError) as caught:
-        sql92.compile("a > 1\r\n  and name = '\u8ba2\u5355'\tand q = !\nor c = 1")
+        sql("a > 1\r\n  and name = '\u8ba2\u5355'\tand q = !\nor c = 1")
 
     assert str(caught.value).split("\n") == [
         "SQL92 filter, line 2, column 27: unexpected character '!' (not equal is written <>)",
@@ -378,27 +373,27 @@ def test_the_caret_stands_below_the_place() -> None:
     ]
 
 
-def test_a_long_line_is_shown_around_the_place() -> None:
+def test_a_long_line_is_shown_around_the_place(sql: Sql) -> None:
     with pytest.raises(FilterError) as caught:
-        sql92.compile("a" * 500 + " = ! " + "b" * 500)
+        sql("a" * 500 + " = ! " + "b" * 500)
 
     _, line, caret = str(caught.value).split("\n")
     assert line == "    ..." + "a" * 57 + " = ! " + "b" * 38 + "..."
     assert line[caret.index("^")] == "!"
 
 
-def test_an_evaluation_error_names_property_value_and_type() -> None:
+def test_an_evaluation_error_names_property_value_and_type(sql: Sql) -> None:
     with pytest.raises(EvaluationError, match=r"property b \(column 11\): 'x' is not an integer of 32 bits") as caught:
-        sql92.compile("a = 1 AND b = 2").evaluate({"a": "1", "b": "x"})
+        sql("a = 1 AND b = 2").evaluate({"a": "1", "b": "x"})
     assert caught.value.position == 10
     with pytest.raises(EvaluationError, match=r"column 1: 'x' is not a number"):
-        sql92.compile("a > b").evaluate({"a": "1", "b": "x"})
+        sql("a > b").evaluate({"a": "1", "b": "x"})
     with pytest.raises(EvaluationError, match=r"column 2: TRUE on the left"):
-        sql92.compile("(a = 'x') = b").evaluate({"a": "x", "b": "x"})
+        sql("(a = 'x') = b").evaluate({"a": "x", "b": "x"})
 
 
-def test_errors_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    failing = sql92.compile("a > 1")
+def test_errors_are_logged_ever_more_rarely(sql: Sql, caplog: pytest.LogCaptureFixture) -> None:
+    failing = sql("a > 1")
 
     with caplog.at_level(logging.WARNING, logger="mqstore"):
         for _ in range(20):
@@ -434,42 +429,44 @@ def test_errors_are_logged_ever_more_rarely(caplog: pytest.LogCaptureFixture) ->
         "\n" * 60_000 + "!",
         "(" * 45 + "a" + " = a = a) = a" * 45,
         "(" * 40 + "a" + " is null is null is null)" * 40,
-        "a = 1" + " " * sql92.MAX_LENGTH,
+        "a = 1" + " " * MAX_LENGTH,
     ],
     ids=lambda text: f"{text[:10]!r}x{len(text)}",
 )
-def test_hostile_text_is_refused_quickly(text: str) -> None:
+def test_hostile_text_is_refused_quickly(sql: Sql, text: str) -> None:
     with pytest.raises(FilterError) as caught:
-        sql92.compile(text)
+        sql(text)
     assert len(str(caught.value)) < 500
 
 
-def test_wide_expressions_are_fine() -> None:
+def test_wide_expressions_are_fine(sql: Sql) -> None:
     terms = [f"a = {i}" for i in range(2_000)]
-    assert answer(" or ".join(terms), {"a": "1999"}) == "T"
-    assert answer(" and ".join(terms), {"a": "0"}) == "F"
-    assert answer("a in (" + ",".join(f"'{i}'" for i in range(5_000)) + ")", {"a": "4999"}) == "T"
-    assert answer(" and ".join(["not (- -a = 3)", "(b)", "+a is null"] * 300), {}) == "N"  # wide is not deep
-    assert answer("a is not null and " + "/* */" * 10_000 + "b is null", {"a": ""}) == "T"
+    assert answer(sql, " or ".join(terms), {"a": "1999"}) == "T"
+    assert answer(sql, " and ".join(terms), {"a": "0"}) == "F"
+    assert answer(sql, "a in (" + ",".join(f"'{i}'" for i in range(5_000)) + ")", {"a": "4999"}) == "T"
+    assert answer(sql, " and ".join(["not (- -a = 3)", "(b)", "+a is null"] * 300), {}) == "N"  # wide is not deep
+    assert answer(sql, "a is not null and " + "/* */" * 10_000 + "b is null", {"a": ""}) == "T"
 
 
 @pytest.mark.parametrize(
     ("opening", "core", "closing", "expected"),
     [("(", "a", ")", "F"), ("not ", "a", "", "F"), ("- ", "3 = 3", "", "T"), ("+", "3 = 3", "", "T")],
 )
-def test_nesting_is_bounded_at_the_documented_depth(opening: str, core: str, closing: str, expected: str) -> None:
-    depth = sql92.MAX_DEPTH
-    assert answer(opening * depth + core + closing * depth, {"a": "x"}) == expected
+def test_nesting_is_bounded_at_the_documented_depth(
+    sql: Sql, opening: str, core: str, closing: str, expected: str
+) -> None:
+    depth = MAX_DEPTH
+    assert answer(sql, opening * depth + core + closing * depth, {"a": "x"}) == expected
     with pytest.raises(FilterError, match=f"deeper than {depth} levels") as caught:
-        sql92.compile(opening * (depth + 1) + core + closing * (depth + 1))
+        sql(opening * (depth + 1) + core + closing * (depth + 1))
     assert caught.value.position == depth * len(opening)
 
 
-def test_length_is_bounded() -> None:
+def test_length_is_bounded(sql: Sql) -> None:
     text = "a = 'x'"
-    assert answer(text.ljust(sql92.MAX_LENGTH), {"a": "x"}) == "T"
+    assert answer(sql, text.ljust(MAX_LENGTH), {"a": "x"}) == "T"
     with pytest.raises(FilterError, match="at most 65536"):
-        sql92.compile(text.ljust(sql92.MAX_LENGTH + 1))
+        sql(text.ljust(MAX_LENGTH + 1))
 
 
 class _Counting(Mapping[str, str]):
@@ -489,7 +486,7 @@ class _Counting(Mapping[str, str]):
         return 0
 
 
-def test_nested_betweens_do_not_double_the_work_at_each_level() -> None:
+def test_nested_betweens_do_not_double_the_work_at_each_level(sql: Sql) -> None:
     """`x BETWEEN l AND h` asks for x twice. Were x evaluated twice, 24 levels would take 16 million steps; the same
     holds for compiling it."""
     text = "a"
@@ -497,12 +494,12 @@ def test_nested_betweens_do_not_double_the_work_at_each_level() -> None:
         text = f"-({text} between b and c)"
     properties = _Counting()
 
-    assert sql92.compile(f"{text} is null").evaluate(properties) is True
+    assert sql(f"{text} is null").evaluate(properties) is True
     assert properties.asked < 100
 
 
-def test_threads_share_an_expression() -> None:
-    shared = sql92.compile("a > 10 and b in ('x', 'y') or c is null")
+def test_threads_share_an_expression(sql: Sql) -> None:
+    shared = sql("a > 10 and b in ('x', 'y') or c is null")
     inputs = [{"a": str(i), "b": "xyz"[i % 3], "c": "1"} for i in range(200)]
 
     with ThreadPoolExecutor(8) as pool:
@@ -531,11 +528,11 @@ _WORDS = [
     | st.lists(st.sampled_from(_WORDS), max_size=30).map("".join),
     PROPERTIES,
 )
-def test_any_text_is_a_filter_or_a_filter_error(text: str, properties: dict[str, str]) -> None:
-    assert answer(text, properties) in "TFNEP"
+def test_any_text_is_a_filter_or_a_filter_error(sql: Sql, text: str, properties: dict[str, str]) -> None:
+    assert answer(sql, text, properties) in "TFNEP"
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[ +-]?[0-9x.eEpPdfNaI_]{0,12}", fullmatch=True))
-def test_any_property_is_a_number_or_an_evaluation_error(text: str) -> None:
+def test_any_property_is_a_number_or_an_evaluation_error(sql: Sql, text: str) -> None:
     for expression in ("a = 1", "a = 9223372036854775807", "a = 1.5", "a < b"):
-        assert answer(expression, {"a": text, "b": "1"}) in "TFE"
+        assert answer(sql, expression, {"a": text, "b": "1"}) in "TFE"

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
-from mqstore.broker.admin.statistics import Rate, Samples, Statistics, Total
+from mqstore.broker.admin.statistics import Rate, Samples, Statistics
 from mqstore.broker.names import QueueKey
 from tests.broker.scraping import scraped, series
-from tests.broker.support import in_threads
+from tests.broker.support import Broker
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
@@ -39,30 +39,22 @@ def run_for(statistics: Statistics, clock: SimulatedClock, duration_ms: int) -> 
     clock.advance(end - clock.monotonic_ms())
 
 
-# --- counters ------------------------------------------------------------------------------------------------------
-
-
-def test_a_counter_sums_values_and_counts_times(statistics: Statistics) -> None:
-    statistics.add("TOPIC_PUT_SIZE", "t", 100)
-    statistics.add("TOPIC_PUT_SIZE", "t", 28)
-    statistics.add("TOPIC_PUT_NUMS", "t")
-    statistics.add("BROKER_PUT_NUMS")
-    statistics.add_many([("TOPIC_PUT_NUMS", "t", 4, 1), ("TOPIC_PUT_NUMS", "u", 1, 1), ("TOPIC_PUT_NUMS", "t", 1, 1)])
-    snapshot = statistics.snapshot()
-    assert snapshot.totals == {
-        ("TOPIC_PUT_SIZE", "t"): Total(128, 2),
-        ("TOPIC_PUT_NUMS", "t"): Total(6, 3),
-        ("TOPIC_PUT_NUMS", "u"): Total(1, 1),
-        ("BROKER_PUT_NUMS", ""): Total(1, 1),
-    }
-    assert snapshot.total("BROKER_PUT_NUMS") == 1
-    assert snapshot.total("TOPIC_PUT_NUMS", "never") == 0
-
-
 def test_a_last_value_is_the_last(statistics: Statistics) -> None:
     statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 700)
     statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 20)
     assert statistics.snapshot().latest == {("GROUP_GET_FALL_TIME", "0@t@g"): 20}
+
+
+def test_a_counter_that_was_forgotten_begins_again(statistics: Statistics, clock: SimulatedClock) -> None:
+    """A window took more additions than before for a counter that goes on, and showed a negative growth."""
+    statistics.add("TOPIC_PUT_SIZE", "t", 1_000)
+    run_for(statistics, clock, 10 * SECOND)
+    statistics.forget(topic="t")
+    statistics.add_many([("TOPIC_PUT_SIZE", "t", 10, 3)])
+    run_for(statistics, clock, 10 * SECOND)
+    snapshot = statistics.snapshot()
+    assert snapshot.total("TOPIC_PUT_SIZE", "t") == 10
+    assert snapshot.minute["TOPIC_PUT_SIZE", "t"][:2] == (1_010, 4)
 
 
 def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
@@ -84,43 +76,7 @@ def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedCloc
         snapshot.taken_ms = 0  # type: ignore[misc]
 
 
-def test_threads_lose_no_count(statistics: Statistics) -> None:
-    def count() -> None:
-        for _ in range(2_000):
-            statistics.add("TOPIC_PUT_NUMS", "t")
-            statistics.add_many([("TOPIC_PUT_NUMS", "t", 1, 1), ("TOPIC_PUT_SIZE", "t", 3, 1)])
-            statistics.lost(QueueKey("g", "t", 0), 1)
-
-    in_threads(*[count] * 4)
-    snapshot = statistics.snapshot()
-    assert snapshot.total("TOPIC_PUT_NUMS", "t") == 16_000
-    assert snapshot.total("TOPIC_PUT_SIZE", "t") == 24_000
-    assert snapshot.lost["g", "t", 0] == 8_000
-
-
-def test_a_counter_that_was_forgotten_begins_again(statistics: Statistics, clock: SimulatedClock) -> None:
-    """A window took more additions than before for a counter that goes on, and showed a negative growth."""
-    statistics.add("TOPIC_PUT_SIZE", "t", 1_000)
-    run_for(statistics, clock, 10 * SECOND)
-    statistics.forget(topic="t")
-    statistics.add_many([("TOPIC_PUT_SIZE", "t", 10, 3)])
-    run_for(statistics, clock, 10 * SECOND)
-    snapshot = statistics.snapshot()
-    assert snapshot.total("TOPIC_PUT_SIZE", "t") == 10
-    assert snapshot.minute["TOPIC_PUT_SIZE", "t"][:2] == (1_010, 4)
-
-
 # --- windows -------------------------------------------------------------------------------------------------------
-
-
-def test_run_once_asks_to_come_back_every_ten_seconds(statistics: Statistics, clock: SimulatedClock) -> None:
-    now = clock.now_ms()
-    assert statistics.run_once(now) == now + 10 * SECOND
-    clock.advance(9_999)
-    assert statistics.run_once(clock.now_ms()) == now + 10 * SECOND
-    assert statistics.snapshot().minute == {}
-    clock.advance(1)
-    assert statistics.run_once(clock.now_ms()) == now + 20 * SECOND
 
 
 @pytest.mark.parametrize(
@@ -142,17 +98,6 @@ def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
     assert getattr(statistics.snapshot(), window) == {}
 
 
-def test_a_late_sample_makes_a_longer_span_and_no_wrong_rate(statistics: Statistics, clock: SimulatedClock) -> None:
-    """The machine slept for an hour: 3600 messages before and after are one a second, not 360."""
-    statistics.add("TOPIC_PUT_NUMS", "t", 3_600)
-    clock.advance(HOUR)
-    statistics.run_once(clock.now_ms())
-    snapshot = statistics.snapshot()
-    assert snapshot.minute["TOPIC_PUT_NUMS", "t"].tps == 1.0
-    assert snapshot.hour["TOPIC_PUT_NUMS", "t"].tps == 1.0
-    assert snapshot.day["TOPIC_PUT_NUMS", "t"].tps == 1.0
-
-
 @pytest.mark.parametrize("step", [-86_400_000, 86_400_000])
 def test_a_step_of_the_wall_clock_bends_no_rate(statistics: Statistics, clock: SimulatedClock, step: int) -> None:
     statistics.add("TOPIC_PUT_NUMS", "t", 50)
@@ -161,10 +106,6 @@ def test_a_step_of_the_wall_clock_bends_no_rate(statistics: Statistics, clock: S
     clock.advance(10 * SECOND)
     assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
     assert statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"].tps == 5.0
-
-
-def test_a_rate_over_nothing_is_0() -> None:
-    assert Rate(0, 0, 0).tps == Rate(0, 0, 0).average == 0.0
 
 
 @given(
@@ -192,6 +133,26 @@ def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tupl
             if newest[name] != oldest[name]
         }
         assert statistics.snapshot().minute == expected
+
+
+# --- where the lag of a group begins ---
+
+
+def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
+    offsets = broker.offsets
+    broker.put_many("t", [b"x"] * 5)
+    offsets.begin(QueueKey("g", "t", 0))
+    offsets.move_start("t", 0, 3)
+    for group in ("g", "h"):
+        offsets.begin(QueueKey(group, "t", 0))
+    offsets.commit(QueueKey("i", "t", 0), 4)
+    offsets.begin(QueueKey("i", "t", 0))
+    assert [offsets.committed(QueueKey(group, "t", 0)) for group in "ghi"] == [0, 3, 4]
+    offsets.save()
+    offsets.begin(QueueKey("g", "t", 0))
+    assert not offsets.dirty
+    offsets.begin(QueueKey("j", "t", 0))
+    assert offsets.dirty
 
 
 # --- Prometheus ----------------------------------------------------------------------------------------------------
@@ -270,11 +231,8 @@ def test_any_label_value_comes_through(kind: str, topic: str) -> None:
     assert len(found) == 2
 
 
-def test_quotes_backslashes_and_newlines_are_escaped(statistics: Statistics) -> None:
+def test_odd_label_values_are_escaped_and_surrogates_replaced(statistics: Statistics) -> None:
     text = told(statistics, {TIMING: [({"kind": 'say "no"\\\nx 2'}, 1)]})
     assert text.splitlines()[-1] == TIMING + r'{kind="say \"no\"\\\nx 2"} 1'
-
-
-def test_a_surrogate_in_a_name_does_not_stop_the_scrape(statistics: Statistics) -> None:
     statistics.lost(QueueKey("g\udc80", "t", 0), 1)
     assert 'consumer_group="g?"' in told(statistics).encode("utf-8").decode()

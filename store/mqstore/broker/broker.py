@@ -64,7 +64,8 @@ from mqstore.log.message import Message
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.log.writing.outgoing import Body, OutgoingMessage
-from mqstore.log.writing.writer import RecordOptions, Sending, compiled_put
+from mqstore.log.writing.writer import RecordOptions
+from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
 from mqstore.signalsafe import check_holds_none
 
@@ -184,6 +185,7 @@ class Broker(Closing, Sending, BrokerContract):
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # after pop's callback, which drops the group's state
         store.closer = self.close
+        self._router = parts.router
         self._sender = parts.router._sender
         # First: nothing is delivered or counted before the messages that an ended process held are back.
         self._housekeeper.run("pop")
@@ -227,7 +229,7 @@ class Broker(Closing, Sending, BrokerContract):
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
         """Append one message as `Router.put` does."""
-        return self._parts.router.put(topic, body, queue_id=queue_id, **options)
+        return self._router.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,
@@ -238,7 +240,7 @@ class Broker(Closing, Sending, BrokerContract):
         durability: Durability | None = None,
         **options: object,
     ) -> Sequence[SendReceipt]:
-        return self._parts.router.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
+        return self._router.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]

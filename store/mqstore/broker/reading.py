@@ -39,8 +39,6 @@ _log = logging.getLogger("mqstore")
 Start = Literal["earliest", "latest"] | datetime
 """Start of a group without a committed offset: a word, or the earliest store time of a message (aware)."""
 ReadStatus = Literal[GetStatus, "OFFSET_RESET"]
-OnReset = Callable[[QueueKey, int], object]
-"""Function to call with the queue and the offset of each reset."""
 
 _LOSSES_KEPT = 1_024
 """Number of losses to keep for a popping group. Older ones were only logged and counted."""
@@ -331,13 +329,13 @@ class Reads:
         topic: str,
         queue_id: int | None,
         to: Start | int,
-        on_reset: OnReset | None = None,
+        on_reset: Callable[[QueueKey, int], object] | None = None,
     ) -> dict[QueueRef, int]:
         """Move the group's committed offset in one queue, or all readable ones. Return the offsets set.
-        `to` is a word, a time or an offset (int). Commits of members are dropped until the next read or pop starts
-        there (delivery#reset). If this raises, nothing is reset: TopicNotFoundError, GroupNotFoundError (no such group,
-        and no committed offset of one), ConfigError, also for a group that broadcasts, or OffsetOutOfRangeError for an
-        offset that a queue does not have."""
+        `to` is a word, a time or an offset (int). `on_reset` is called with each queue and its offset. Commits of
+        members are dropped until the next read or pop starts there (delivery#reset). If this raises, nothing is reset:
+        TopicNotFoundError, GroupNotFoundError (no such group, and no committed offset of one), ConfigError, also for a
+        group that broadcasts, or OffsetOutOfRangeError for an offset that a queue does not have."""
         config = self._topics.require(topic)
         if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
             raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")

@@ -1,14 +1,8 @@
 """Retention: delete only records that no group or mechanism still needs (delivery#retention-bound).
 
-    topic                  oldest record needed
-    user, retry            at the smallest committed offset of any group, or the first one if there is none
-    dead letters           at the queue's logical start, which replay, purge and expiry move
-    system                 the pins of the mechanism that owns the topic (`pins`)
-    a body of a retry      within `Pin.reach` bytes before the first waiting record
-    discarded half         none
-
-The bound is the smallest of these, with `unconsumed="drop"` only of the last three rows: the engine's undelivered
-messages are kept under every policy. Inspection shows the oldest pin and its group, because they keep the disk full.
+`docs/retention.md` lists the needed records. The bound is the smallest of them, with `unconsumed="drop"` without those
+that only groups need: the engine's undelivered messages are kept under every policy. A body of a retry is within
+`Pin.reach` bytes before the first waiting record.
 
 One message delayed by months must not keep all later ones:
 
@@ -17,9 +11,8 @@ One message delayed by months must not keep all later ones:
                free      +---- relocated ------------+ firm
 
 Every ten seconds, delayed messages in segments without other needed records are relocated to the log end (`Roller`), to
-wait for the same time. The copies may take at most half of the freed bytes, so each copied byte frees two. So messages
-are not moved in circles, and take at most twice their size in the log, however many wait. Only a body that a waiting
-record refers to (`references.py`) is not counted. The first relocation copies it.
+wait for the same time. The copies may take at most half of the freed bytes, so messages are not moved in circles, and
+take at most twice their size in the log, however many wait.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ from mqstore.log.writing.outgoing import (
     no_such_option,
     refuse_options,
 )
-from mqstore.log.writing.writer import MAX_QUEUE_ID, PutOptions, RecordOptions, Sending, compiled_put, fields_of
-from mqstore.native import kernel
+from mqstore.log.writing.writer import MAX_QUEUE_ID, PutOptions, RecordOptions, fields_of
+from mqstore.native import Sending, compiled_put, kernel
 from mqstore.options import Durability, Duration, milliseconds
 from mqstore.signalsafe import Bell, Future
 from mqstore.threads import start_thread
@@ -117,7 +117,7 @@ class Router(Sending):
         topics.on_change.append(self._turns.forget)
         self._sender = self._writer.sender(
             topics=topics,
-            counters=self._turns.counters,
+            counters=self._turns,
             group_queue=group_queue,
             group_hash=self._group_hash,
             keys=PROCESS_KEYS,
@@ -141,7 +141,7 @@ class Router(Sending):
         group = options.get("message_group")
         if queue_id is None:
             if group is None:
-                queue_id = self._turns.next(topic, config.write_queues)
+                queue_id = next(self._turns[topic]) % config.write_queues  # as `RoundRobin.next`, without its call
             else:
                 queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
         elif group is not None:
@@ -153,7 +153,7 @@ class Router(Sending):
                 "queue_id",
             )
         if not options:
-            return self._writer.put(topic, body, queue_id)
+            return self._writer.put_record(topic, queue_id, body)
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, SendOptions.__annotations__)
@@ -249,7 +249,7 @@ class Router(Sending):
         return queue_id % queues if group is None else group_queue(group, queues, self._group_hash)
 
     def settled_queues(self, topic: str) -> int:
-        """Return the queue id below which all waiting messages keep their queue. For others call `home`."""
+        """Return the queue id below which all waiting messages keep their queue. For others call `target_queue`."""
         if self._store.deleted_at(topic):
             return 0
         return _queues_read(self._topics.entered(topic))

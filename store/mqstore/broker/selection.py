@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.layout.javahash import java_hash
-from mqstore.signalsafe import Lock
 
 __all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "jump_hash_many", "siphash24"]
 
@@ -142,25 +141,17 @@ def java_selector_queue(argument: str, queues: int) -> int:
     return abs(java_hash(argument)) % queues  # Java takes abs of the remainder, which is the same number
 
 
-class RoundRobin:
+class RoundRobin(dict[str, Iterator[int]]):
     """Queue choice for messages without a group: a counter for each topic, shared by all threads.
     It starts at a random number, so that many short processes that put one message each do not all fill queue 0."""
 
-    __slots__ = ("_lock", "counters")
-
-    def __init__(self) -> None:
-        self.counters: dict[str, Iterator[int]] = {}
-        self._lock = Lock()
+    def __missing__(self, topic: str) -> Iterator[int]:
+        return self.setdefault(topic, itertools.count(random.getrandbits(31)))
 
     def forget(self, topic: str) -> None:
         """Start with a new random number at the next message of a topic that was changed or deleted."""
-        self.counters.pop(topic, None)
+        self.pop(topic, None)
 
     def next(self, topic: str, queues: int) -> int:
         """Return the next queue id of `topic`, 0 <= id < `queues`. Raises ZeroDivisionError without queues."""
-        counter = self.counters.get(topic)
-        if counter is None:
-            with self._lock:
-                counter = self.counters.setdefault(topic, itertools.count(random.getrandbits(31)))
-        # No lock, because a step of `itertools.count` is atomic, and every put takes one.
-        return next(counter) % queues
+        return next(self[topic]) % queues  # no lock, because a step of `itertools.count` is atomic

@@ -32,7 +32,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -81,6 +81,26 @@ class Waiter:
         """Time of its valid entry in the heap."""
         self.outcome: bool | None = None
         """Result of the wait, None until fired."""
+
+
+class _Wanted(NamedTuple):
+    """Messages for which somebody waits."""
+
+    topic: str
+    queue_id: int
+    offset: int | None
+    filter: UnitFilter | None
+    group: str | None
+    also: Sequence[str]
+    seen: int | None
+
+    def check(self) -> _Wanted:
+        if self.queue_id < ANY_QUEUE:
+            rule = f"a queue, or {ANY_QUEUE} for any queue of the topic"
+            raise ConfigError(f"queue_id must be {rule}, got {self.queue_id}")
+        if self.offset is not None and (self.queue_id == ANY_QUEUE or self.group is not None):
+            raise ConfigError("an offset needs one queue, and cannot be combined with a group")
+        return self
 
 
 class _Bucket:
@@ -155,18 +175,17 @@ class Waiters(BackgroundService):
         Returns True when a unit at or after `offset` may pass `filter`, or at most 5 s after units that may not. The
         other arguments and errors are those of `add_waiter`. Closing the engine ends every wait with False."""
         timeout_s = seconds(timeout, "timeout")
-        self._check(group, queue_id, offset)
+        wanted = _Wanted(topic, queue_id, offset, filter, group, also, seen).check()
         if timeout_s == 0:
             if offset is not None:
-                return self._look(topic, queue_id, offset, filter)[0]
+                return self._look(wanted, offset)[0]
             return seen is not None and self.seen(topic, also) != seen
         deadline_ms = None if math.isinf(timeout_s) else self._clock.monotonic_ms() + math.ceil(timeout_s * 1000)
         waiter = Waiter(offset, deadline_ms, None)
         waiter.bell = bell = Bell()
         own_time = self._threads_time_themselves
         try:
-            self._park(waiter, group, topic, queue_id, filter, also, due_ms=None if own_time else deadline_ms)
-            self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
+            self._park(waiter, wanted, None if own_time else deadline_ms)
             bell.wait(timeout_s if own_time else None)
             if waiter.outcome is None and self.remove_waiter(waiter):
                 return False
@@ -204,10 +223,9 @@ class Waiters(BackgroundService):
 
         An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, and ConfigError
         for arguments that contradict each other."""
-        self._check(group, queue_id, offset)
+        wanted = _Wanted(topic, queue_id, offset, filter, group, also, seen).check()
         waiter = Waiter(offset, deadline_ms, callback)
-        self._park(waiter, group, topic, queue_id, filter, also, due_ms=deadline_ms)
-        self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
+        self._park(waiter, wanted, deadline_ms)
         return waiter
 
     def remove_waiter(self, waiter: Waiter) -> bool:
@@ -366,31 +384,15 @@ class Waiters(BackgroundService):
 
     # -- parking ----------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _check(group: str | None, queue_id: int, offset: int | None) -> None:
-        if queue_id < ANY_QUEUE:
-            raise ConfigError(f"queue_id must be a queue, or {ANY_QUEUE} for any queue of the topic, got {queue_id}")
-        if offset is not None and (queue_id == ANY_QUEUE or group is not None):
-            raise ConfigError("an offset needs one queue, and cannot be combined with a group")
-
-    def _park(
-        self,
-        waiter: Waiter,
-        group: str | None,
-        topic: str,
-        queue_id: int,
-        filter: UnitFilter | None,
-        also: Sequence[str],
-        due_ms: int | None,
-    ) -> None:
+    def _park(self, waiter: Waiter, wanted: _Wanted, due_ms: int | None) -> None:
         with self._lock:
             if self._closed:
                 self._store.check_closed()
                 raise StoreClosedError(f"{self._store.path} is closing; open it again")
             if len(self.parked) >= _MAX_PARKED:
                 raise StoreBusyError(f"too many waiting receivers ({len(self.parked)})")
-            keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]
-            waiter.places = tuple(self._bucket(group, key, filter) for key in dict.fromkeys(keys))
+            keys = [(wanted.topic, wanted.queue_id), *((each, ANY_QUEUE) for each in wanted.also)]
+            waiter.places = tuple(self._bucket(wanted.group, key, wanted.filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
                 bucket.waiters[waiter] = None
             self.parked.add(waiter)
@@ -399,36 +401,30 @@ class Waiters(BackgroundService):
             if due_ms is not None:
                 self._schedule(waiter, due_ms)
         self._after_change()
+        self._look_again(waiter, wanted)
 
-    def _look(self, topic: str, queue_id: int, offset: int, filter: UnitFilter | None) -> tuple[bool, int]:
+    def _look(self, wanted: _Wanted, offset: int) -> tuple[bool, int]:
         """Return (True if a read at `offset` is worth it, the offset up to which units were matched)."""
-        bounds = self._store.offsets_or_none(topic, queue_id)
+        key = wanted.topic, wanted.queue_id
+        bounds = self._store.offsets_or_none(*key)
         if bounds is None or bounds[1] <= offset:
             return False, offset
-        return self._hits(filter, (topic, queue_id), offset, bounds[1])[0] > 0, bounds[1]
+        return self._hits(wanted.filter, key, offset, bounds[1])[0] > 0, bounds[1]
 
-    def _look_again(
-        self,
-        waiter: Waiter,
-        topic: str,
-        queue_id: int,
-        offset: int | None,
-        filter: UnitFilter | None,
-        also: Sequence[str],
-        seen: int | None,
-    ) -> None:
+    def _look_again(self, waiter: Waiter, wanted: _Wanted) -> None:
         """Check again, because units that became visible before the waiter was in its bucket have woken nobody."""
+        offset = wanted.offset
         if offset is not None:
-            there, end = self._look(topic, queue_id, offset, filter)
+            there, end = self._look(wanted, offset)
             if not there and end == offset:
                 return
-        elif seen is None:
+        elif wanted.seen is None:
             return
         with self._lock:
             if not waiter.places:
                 return
             if offset is None:
-                if self._news_of((topic, *also)) != seen:
+                if self._news_of((wanted.topic, *wanted.also)) != wanted.seen:
                     self._fire(waiter, True)
             elif there:
                 self._fire(waiter, True)

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from struct import Struct
 from typing import NamedTuple, TypeVar
 
@@ -60,6 +61,7 @@ __all__ = [
 ALLOWANCE = 65_536
 """Maximum size of a record beyond the largest body (format#limits)."""
 _CRC = Struct(">I")
+_next_offset = attrgetter("next_offset")
 _MS_NS = 1_000_000
 _END_S = 0.5
 """Time to wait for an append before the last segment is closed."""
@@ -122,7 +124,9 @@ class CommitLog(LogTail):
         self._receipt = SendReceipt
         self._store_host = store_host
         self._born_host = store_host if len(store_host) == IPV4_BYTES else LOCAL_HOST
-        self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
+        self._header = header_struct(len(self._born_host), len(store_host))
+        self._host_flags = host_bits(self._born_host, store_host)
+        self.header_bytes = self._header.size
         """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
         self._free_until = 0
@@ -190,42 +194,54 @@ class CommitLog(LogTail):
             if receipt is not None:
                 return receipt
         flag, sys_flag, born_ms, born_host, reconsume_times, prepared_offset = fields
-        born_host = born_host or self._born_host
-        sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, self._store_host)
+        header, host_flags = self._header, self._host_flags
+        if born_host is None:
+            born_host = self._born_host
+        else:
+            header = header_struct(len(born_host), len(self._store_host))
+            host_flags = host_bits(born_host, self._store_host)
+        sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_flags
         numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
-        header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
-
-        def encode(position: int) -> _Encoded[SendReceipt]:
-            if latest is not None and position > latest:
-                raise OutOfReachError(f"the log ends at {position}, after {latest}")
-            now_ms = self._time_ns() // _MS_NS
-            offset = queue.next_offset if numbered else 0
-            head = header.pack(
-                size,
-                queue.magic,
-                0,
-                queue.queue_id,
-                flag,
-                offset,
-                position,
-                sys_flag,
-                now_ms if born_ms is None else born_ms,
-                born_host,
-                now_ms,
-                self._store_host,
-                reconsume_times,
-                prepared_offset,
-                len(body),
-            )
-            data = bytearray().join((head, body, tail))
-            checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-            _CRC.pack_into(data, CHECKSUM_AT, checksum)
-            receipt = SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
-            return data, {queue: offset + 1} if numbered else {}, receipt
-
         # A put that syncs alone is written by a call: writing through the mapping faults on a page after each sync.
-        return self._append(size, encode, by_call=self.group is not None and not self.group.busy)
+        by_call = self.group is not None and not self.group.busy
+        with self.lock:  # as in `_append`, without its two calls
+            try:
+                self._appending = True
+                position = self.end
+                if position + size > self._limit:
+                    position = self._roll(size)
+                if latest is not None and position > latest:
+                    raise OutOfReachError(f"the log ends at {position}, after {latest}")
+                now_ms = self._time_ns() // _MS_NS
+                offset = queue.next_offset if numbered else 0
+                head = header.pack(
+                    size,
+                    queue.magic,
+                    0,
+                    queue.queue_id,
+                    flag,
+                    offset,
+                    position,
+                    sys_flag,
+                    now_ms if born_ms is None else born_ms,
+                    born_host,
+                    now_ms,
+                    self._store_host,
+                    reconsume_times,
+                    prepared_offset,
+                    len(body),
+                )
+                data = bytearray().join((head, body, tail))
+                checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
+                _CRC.pack_into(data, CHECKSUM_AT, checksum)
+                receipt = SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
+                self._store(position, data, position + size, {queue: offset + 1} if numbered else {}, by_call=by_call)
+            finally:
+                self._appending = False
+        if self.end >= self.alarm:
+            self._on_alarm()
+        return receipt
 
     def append_many(
         self, queue: QueueTail, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
@@ -393,7 +409,7 @@ class CommitLog(LogTail):
         A batch is stored from front to back. If the process is killed, whole records remain at the front, and none
         follows a hole, which recovery would report as damage. Python may copy a slice into the mapping in any order, so
         without compiled code a batch is written by a call."""
-        before = {queue: queue.next_offset for queue in numbers}
+        before = dict(zip(numbers, map(_next_offset, numbers), strict=True))
         try:
             self._soiled = position + len(data)
             if by_call:

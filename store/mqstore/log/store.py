@@ -47,7 +47,8 @@ from mqstore.log.writing.room import Room
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.log.writing.taskerrors import TaskErrors
 from mqstore.log.writing.wakeups import PagePrefetch, Wakeups
-from mqstore.log.writing.writer import LogWriter, Sending, compiled_put
+from mqstore.log.writing.writer import LogWriter
+from mqstore.native import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.threads import start_thread
 

@@ -38,7 +38,6 @@ from mqstore.broker.tables.configchecks import CONFIG_CHECKS
 from mqstore.broker.tables.configfile import object_member
 from mqstore.broker.tables.external_offsets import ExternalOffsetFiles
 from mqstore.errors import MQStoreError
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.readonly_fs import QUIET
@@ -52,26 +51,24 @@ from mqstore.log.reading.reader import StoreReader
 from mqstore.log.reading.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.recovery.watermark import NEVER_TORN
-from mqstore.options import StoreConfig
 
 __all__ = ["inspect_store"]
 
 _MAX_PROBLEMS = 1000
 """Maximum number of sentences in `problems`. A damaged store may have millions of faults."""
+_CHECKPOINT = (
+    *("physic_msg_timestamp_ms", "logics_msg_timestamp_ms", "index_msg_timestamp_ms", "confirm_physical_offset"),
+    *("flushed", "dispatched", "clean_end"),
+)
 
 
 def inspect_store(
-    path: str | os.PathLike[str],
-    *,
-    config: StoreConfig | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    fs: FileSystem = QUIET,
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Return the content of the store in directory `path` as plain values, as described in the module.
 
-    Works on stores that are damaged, not closed, a Java broker's, or being written. `config` is only needed if a Java
-    store's files do not show their sizes (`index_slots`, `index_entries`). `progress` is called with (bytes done, total
-    bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError and
+    Works on stores that are damaged, not closed, a Java broker's, or being written. `progress` is called with (bytes
+    done, total bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError and
     ReadOnlyStoreError.
 
     >>> import tempfile
@@ -85,8 +82,8 @@ def inspect_store(
     """
     path = Path(resolved(path))
     problems: list[str] = []
-    live = writer_alive(path, fs)
-    with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
+    live = writer_alive(path, QUIET)
+    with ReadOnlyMessageStore(path, fs=QUIET) as store:
         if live:
             store.stop_at(store.parts.listed_end())
         manifest = store.manifest
@@ -137,18 +134,10 @@ def inspect_store(
                 "slots": store.index.slots,
                 "entries_per_file": index_limit,
             },
-            "checkpoint": {
-                "physic_msg_timestamp_ms": checkpoint.physic_msg_timestamp_ms,
-                "logics_msg_timestamp_ms": checkpoint.logics_msg_timestamp_ms,
-                "index_msg_timestamp_ms": checkpoint.index_msg_timestamp_ms,
-                "confirm_physical_offset": checkpoint.confirm_physical_offset,
-                "flushed": checkpoint.flushed,
-                "dispatched": checkpoint.dispatched,
-                "clean_end": checkpoint.clean_end,
-            },
+            "checkpoint": {name: getattr(checkpoint, name) for name in _CHECKPOINT},
         }
         pending = store.pending_splice
-        inbox = inbox_state(path, fs)
+        inbox = inbox_state(path, QUIET)
         found["splice"] = {
             "pending": None
             if pending is None
@@ -160,9 +149,9 @@ def inspect_store(
         problems += [
             f"inbox/refused/{name}: this bundle could not be spliced; see its reason.txt" for name in inbox.refused
         ]
-    found["consumer_offsets"] = _consumer_offsets(path, fs, problems)
-    found["delay_offsets"] = _table(path, fs, "delayOffset.json", "offsetTable", problems)
-    found["order_info"] = _table(path, fs, "consumerOrderInfo.json", "table", problems)
+    found["consumer_offsets"] = _consumer_offsets(path, problems)
+    found["delay_offsets"] = _table(path, "delayOffset.json", "offsetTable", problems)
+    found["order_info"] = _table(path, "consumerOrderInfo.json", "table", problems)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more: see `mqstore verify`"]
     found["problems"] = problems
@@ -264,27 +253,27 @@ def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
     return total
 
 
-def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+def _consumer_offsets(root: Path, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:
     """Return group -> topic -> queue id -> offset, with published offsets that wait for the owner."""
     offsets: dict[str, dict[str, dict[str, int]]] = {}
-    for key, queues in _table(root, fs, "consumerOffset.json", "offsetTable", problems).items():
+    for key, queues in _table(root, "consumerOffset.json", "offsetTable", problems).items():
         topic, at, group = key.partition("@")
         if at and "@" not in group and queues:
             offsets.setdefault(group, {})[topic] = dict(
                 sorted(queues.items(), key=lambda item: (len(item[0]), item[0]))
             )
-    for group, progress in ExternalOffsetFiles(root, fs, problems.append).look():
+    for group, progress in ExternalOffsetFiles(root, QUIET, problems.append).look():
         for (topic, queue_id), offset in progress.items():
             offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
     return offsets
 
 
-def _table(root: Path, fs: FileSystem, name: str, field: str, problems: list[str]) -> dict[str, Any]:
+def _table(root: Path, name: str, field: str, problems: list[str]) -> dict[str, Any]:
     """Return a table of `config/`, in either dialect of JSON, or an empty one if it is bad.
     Adds a sentence to `problems` about a table that the broker would not load."""
     try:
         check = CONFIG_CHECKS[f"config/{name}"]
-        value, found = load_json(root / "config" / name, writer=False, fs=fs, check=check, root=root)
+        value, found = load_json(root / "config" / name, writer=False, fs=QUIET, check=check, root=root)
     except (MQStoreError, OSError) as error:
         problems.append(f"config/{name}: {error}")
         return {}

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FormatError, ReadOnlyStoreError, StoreIOError
+from mqstore.errors import ConfigError, FormatError, StoreIOError
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.readonly_fs import QUIET
@@ -68,7 +68,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.writing.log_tail import QueueRef
 from mqstore.log.writing.outgoing import without_place
 
-__all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "cut_messages", "restore", "restore_cut"]
+__all__ = ["CutFile", "Progress", "Restore", "Tally", "cut_messages", "restore_cut"]
 
 _NAME: Final = re.compile(r"[0-9]{20}-(surplus-)?[0-9]+(\.[0-9]+)*")
 _OFFSET_DIGITS: Final = 20
@@ -265,32 +265,45 @@ def _origin(store: StoreReader, reference: bytes) -> Message:
 # -- restoring ---------------------------------------------------------------------------------------------------------
 
 
-def restore(
-    store: StoreReader, names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+def restore_cut(
+    path: str | os.PathLike[str],
+    names: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Restore:
-    """Append the messages of the files in `cut/` to the log, or of those with these `names`.
+    """Append the messages of the files in `cut/` of the store at `path`, or of those with these `names`.
+    No writer may have the store open: StoreLockedError, with `dry_run` too.
 
     They are appended in the order of their old offsets. Queue, body, properties, flags, born time and born host stay.
     Queue offset, physical offset and store time are new. All messages become visible at once, or none. Then the files
-    are moved to `cut/restored/`. The call may be killed and repeated. With `dry_run` nothing is written, and `store`
-    may be open for reading. `progress` is called with (bytes done, total bytes).
+    are moved to `cut/restored/`. The call may be killed and repeated. With `dry_run` nothing is written. `progress` is
+    called with (bytes done, total bytes).
 
     Raises ConfigError for an unknown name, for files that share messages with files that are not named, and for a
     message whose topic no longer has its queue. Raises the errors of `MessageStore.splice`. After an error nothing was
     appended.
     """
-    writer = store if isinstance(store, MessageStore) and not dry_run else None
-    if writer is not None:
+    if dry_run:
+        with ReadOnlyMessageStore(path, fs=QUIET) as looked_at:
+            refuse_beside_writer(path, QUIET)
+            return _restore(looked_at, None, names, progress)
+    with MessageStore(path, create=False) as store:
         _settle(store)
-    elif not dry_run:
-        raise ReadOnlyStoreError(f"{store.path} was opened for reading; open it for writing to restore messages")
+        return _restore(store, store, names, progress)
+
+
+def _restore(
+    store: StoreReader, writer: MessageStore | None, names: Sequence[str], progress: Progress | None
+) -> Restore:
+    """Restore by `writer`, or without one plan it."""
     files = cut_files(store, names)
     for name in names:
         if name.startswith(_RESTORED):
             raise ConfigError(f"{name} was restored already; to append its messages once more, move it to cut/ first")
-    staged = _Staged(store, write=writer is not None)
+    staged, report = _Staged(store, write=writer is not None), progress or _unheard
     try:
-        tallies = _gather(store, files, staged, progress or _unheard)
+        tallies = _gather(store, files, staged, report)
         moved = [tally.file for tally in tallies if tally.messages]
         if writer is None or not moved:
             return Restore(tallies, staged.queues, {})
@@ -305,30 +318,13 @@ def restore(
         read = sum(_size(store, file) for file in files)
 
         def spliced(done: int, total: int) -> None:
-            if progress is not None:
-                progress(read + done, read + total)
+            report(read + done, read + total)
 
         result = writer.splice([staged.folder], app=_APP, version=number, progress=spliced, accepted=True)
         _settle(store)
         return Restore(tallies, staged.queues, result.offsets)
     finally:
         staged.close()
-
-
-def restore_cut(
-    path: str | os.PathLike[str],
-    names: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-) -> Restore:
-    """Do `restore` on the store at `path`, which no writer may have open: StoreLockedError, with `dry_run` too."""
-    if dry_run:
-        with ReadOnlyMessageStore(path, fs=QUIET) as looked_at:
-            refuse_beside_writer(path, QUIET)
-            return restore(looked_at, names, dry_run=True, progress=progress)
-    with MessageStore(path, create=False) as store:
-        return restore(store, names, progress=progress)
 
 
 def _unheard(done: int, total: int) -> None:

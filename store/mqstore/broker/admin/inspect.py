@@ -77,7 +77,6 @@ from mqstore.broker.tables.configfile import ConfigFile, object_member
 from mqstore.broker.transactions.service import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.readonly_fs import QUIET
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
@@ -497,9 +496,7 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def inspect_broker(
-    path: str | os.PathLike[str], *, config: StoreConfig | None = None, fs: FileSystem = QUIET
-) -> dict[str, Any]:
+def inspect_broker(path: str | os.PathLike[str], *, config: StoreConfig | None = None) -> dict[str, Any]:
     """Return the broker's state in the store in directory `path` as plain values (see the module).
 
     Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason. Raises
@@ -507,7 +504,7 @@ def inspect_broker(
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
-    with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
+    with ReadOnlyMessageStore(path, config=config, fs=QUIET) as store:
         sections: dict[str, Callable[[], Any]] = {}
         try:
             sections = _sections(open_tables(store), store.clock.now_ms())

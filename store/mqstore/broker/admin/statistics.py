@@ -1,24 +1,8 @@
 """Counters of the broker, and their rates of growth (delivery#statistics, delivery#read-status).
 
 Each counter has three windows: minute, hour, day. The broker passes measured values (lags, sizes, messages in flight)
-to `prometheus_text` as gauges.
-
-========================================================================  ==============================================
-name                                                                      key
-========================================================================  ==============================================
-TOPIC_PUT_NUMS, TOPIC_PUT_SIZE                                            topic
-QUEUE_PUT_NUMS, QUEUE_PUT_SIZE (delay levels are queues, too)             topic@queueId
-GROUP_GET_NUMS, GROUP_GET_SIZE, GROUP_CK_NUMS, GROUP_ACK_NUMS             topic@group, where the message was
-TOPIC_PUT_LATENCY (ms, of one put of 64 in each queue)                    queueId@topic
-SNDBCK_PUT_NUMS, SNDBCK2DLQ_TIMES, DLQ_PUT_NUMS                           topic@group, where it was first sent to
-GROUP_GET_LATENCY (ms), GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME (last)   queueId@topic@group
-QUEUE_GET_NUMS, QUEUE_GET_SIZE                                            topic@queueId@group
-BROKER_PUT_NUMS, BROKER_GET_NUMS, the same ..._WITHOUT_SYSTEM_TOPIC,      "" (one for the store)
-BROKER_CK_NUMS, BROKER_ACK_NUMS
-COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
-========================================================================  ==============================================
-
-`metrics.py` counts puts, gets and pops. The services count failures, and the ends of transactions and delays.
+to `prometheus_text` as gauges. `docs/statistics.md` lists names and keys. `metrics.py` counts puts, gets and pops. The
+services count failures, and the ends of transactions and delays.
 
 Only the changes between two samples are kept, so a counter that does not grow costs nothing.
 """
@@ -169,11 +153,8 @@ class Statistics:
         self._day = _Window(3_600_000, 25, now_ms)
 
     def add(self, name: str, key: str = "", value: int = 1) -> None:
-        """Add `value` to a counter. The module's table lists names and keys."""
-        counter = (name, key)
-        with self._lock:
-            total = self._totals.get(counter, (0, 0))
-            self._totals[counter] = (total[0] + value, total[1] + 1)
+        """Add `value` to a counter."""
+        self.add_many(((name, key, value, 1),))
 
     def add_many(self, items: Iterable[tuple[str, str, int, int]]) -> None:
         """Add each (name, key, value, times), all under one lock."""

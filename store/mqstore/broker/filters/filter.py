@@ -20,10 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal, Protocol
 
 from mqstore.broker.filters import sql92
 from mqstore.broker.filters.sqltokens import JAVA_BLANKS
@@ -31,10 +28,7 @@ from mqstore.errors import FilterError
 from mqstore.layout.properties import TAGS
 from mqstore.log.reading.tagfilter import TagFilter, UnitFilter, refuse_single_bar
 
-if TYPE_CHECKING:
-    from mqstore.log.message import Message
-
-__all__ = ["CACHED", "Filter", "FilterKind", "SqlSubscription", "TagSubscription", "as_filter", "parse_filter"]
+__all__ = ["CACHED", "Filter", "FilterKind", "TagSubscription", "as_filter", "parse_filter"]
 
 FilterKind = Literal["TAG", "SQL92"]
 
@@ -68,13 +62,11 @@ class TagSubscription(TagFilter):
 
     __slots__ = ("expression",)
 
+    kind: Literal["TAG"] = "TAG"
+
     def __init__(self, expression: str, tags: frozenset[str]) -> None:
         super().__init__(tags)
         self.expression = expression
-
-    @property
-    def kind(self) -> FilterKind:
-        return "TAG"
 
     def matches(self, properties: Mapping[str, str]) -> bool:
         return properties.get(TAGS) in self.tags
@@ -84,43 +76,6 @@ class TagSubscription(TagFilter):
 
     def __repr__(self) -> str:
         return f"TagSubscription({self.expression!r})"
-
-
-class SqlSubscription:
-    """Filter for messages whose properties, system properties included, make an SQL92 expression True."""
-
-    __slots__ = ("_expression", "expression")
-
-    def __init__(self, expression: sql92.Expression) -> None:
-        self.expression = expression.text
-        self._expression = expression
-
-    @property
-    def kind(self) -> FilterKind:
-        return "SQL92"
-
-    @property
-    def hashes(self) -> None:
-        """None, because a unit has no properties."""
-
-    def prefilter(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Pass all units."""
-        return np.ones(len(tags_codes), np.bool_)
-
-    def apply(self, messages: list[Message]) -> list[Message]:
-        """Return the messages for whose properties the expression is True.
-        See `Expression.matches` for errors."""
-        matches = self._expression.matches
-        return [message for message in messages if matches(message.stored_properties())]
-
-    def matches(self, properties: Mapping[str, str]) -> bool:
-        return self._expression.matches(properties)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return parse_filter, (self.expression, self.kind)
-
-    def __repr__(self) -> str:
-        return f"SqlSubscription({self.expression!r})"
 
 
 def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
@@ -165,10 +120,10 @@ def _parse_tags(expression: str) -> TagSubscription | None:
     return TagSubscription(expression, frozenset(piece.strip(JAVA_BLANKS) for piece in pieces) - {""})
 
 
-def _parse_sql(expression: str) -> SqlSubscription:
+def _parse_sql(expression: str) -> sql92.SqlSubscription:
     if not expression:
         raise FilterError("an SQL92 filter needs an expression; to receive everything use tags '*'", 0)
-    return SqlSubscription(sql92.compile(expression))
+    return sql92.compile(expression)
 
 
 def as_filter(given: Filter | str | None) -> Filter | None:

@@ -28,7 +28,10 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from mqstore.broker.filters.sqltokens import (
     HINTS,
@@ -42,7 +45,10 @@ from mqstore.broker.filters.sqltokens import (
 )
 from mqstore.errors import EvaluationError, FilterError
 
-__all__ = ["MAX_DEPTH", "MAX_LENGTH", "Expression", "compile"]
+if TYPE_CHECKING:
+    from mqstore.log.message import Message
+
+__all__ = ["MAX_DEPTH", "MAX_LENGTH", "SqlSubscription", "compile"]
 
 _log = logging.getLogger("mqstore")
 
@@ -52,13 +58,18 @@ MAX_DEPTH = 50
 """Maximum levels of nesting. The parser uses six frames for each, and callers may use many, too."""
 
 
-class Expression:
-    """A compiled expression. Immutable and shared between threads."""
+class SqlSubscription:
+    """Filter for messages whose properties, system properties included, make an expression True.
+    Immutable and shared between threads."""
 
-    __slots__ = ("_errors", "_run", "text")
+    __slots__ = ("_errors", "_run", "expression")
 
-    def __init__(self, text: str, run: Run) -> None:
-        self.text = text
+    kind: Literal["SQL92"] = "SQL92"
+    hashes: None = None
+    """None, because a unit has no properties."""
+
+    def __init__(self, expression: str, run: Run) -> None:
+        self.expression = expression
         self._run = run
         self._errors = itertools.count(1)
 
@@ -78,14 +89,25 @@ class Expression:
         except EvaluationError as error:
             count = next(self._errors)  # atomic, and no clock is needed
             if count & (count - 1) == 0:
-                _log.warning("filter %.80r: %s; not delivered (error %d of this filter)", self.text, error, count)
+                _log.warning("filter %.80r: %s; not delivered (error %d of this filter)", self.expression, error, count)
             return False
 
+    def prefilter(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Pass all units."""
+        return np.ones(len(tags_codes), np.bool_)
+
+    def apply(self, messages: list[Message]) -> list[Message]:
+        """Return the messages whose properties match."""
+        return [message for message in messages if self.matches(message.stored_properties())]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return compile, (self.expression,)
+
     def __repr__(self) -> str:
-        return f"Expression({self.text!r})"
+        return f"SqlSubscription({self.expression!r})"
 
 
-def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
+def compile(expression: str) -> SqlSubscription:  # noqa: A001 - as in `re.compile`
     """Compile an expression. Raises FilterError, whose `.position` is the index of the character.
 
     RocketMQ's parser differs in two ways. It ignores text after a complete expression, so `a = 3 garbage` is `a = 3`.
@@ -97,7 +119,7 @@ def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
     """
     if len(expression) > MAX_LENGTH:
         raise FilterError(f"the filter has {len(expression)} characters; at most {MAX_LENGTH} are allowed", MAX_LENGTH)
-    return Expression(expression, _Parser(expression).parse().run)
+    return SqlSubscription(expression, _Parser(expression).parse().run)
 
 
 # -- how operands meet -------------------------------------------------------------------------------------------------
@@ -157,12 +179,8 @@ _KEYS: dict[tuple[Kind, Kind], tuple[Key, Key]] = {
 _NEVER_EQUAL: tuple[Key, Key] = (lambda _: 0, lambda _: 1)
 _STRINGS_IN_ORDER: tuple[Key, Key] = (_parsed_double_order, _parsed_double_order)
 
-_ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+_ORDERINGS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_TESTS: dict[str, Callable[[Any, Any], bool]] = {**_ORDERINGS, "=": operator.eq}
 _SEARCHES: dict[str, Callable[[str, str], bool]] = {
     "CONTAINS": operator.contains,
     "STARTSWITH": str.startswith,
@@ -252,44 +270,28 @@ def _is_null(operand: Run) -> Run:
     return lambda properties: operand(properties) is None
 
 
-def _equal(left: Node, right: Node) -> Run:
-    """Return `left = right`. NULL on the left gives NULL, on the right alone False, on both sides True."""
-    keys, at = _KEYS.get((left.kind, right.kind), _NEVER_EQUAL), left.at
-    if left.form == "property" and right.fixed is not None:
-        return _property_against(left, operator.eq, right.fixed, keys)
-    (left_key, right_key), run_left, run_right = keys, left.run, right.run
-
-    def evaluate(properties: Mapping[str, str]) -> bool | None:
-        a, b = run_left(properties), run_right(properties)
-        if a is None or b is None:
-            return False if a is not None else True if b is None else None
-        try:
-            return bool(left_key(a) == right_key(b))
-        except ValueError as error:
-            raise _unfit(error, at) from None
-
-    return evaluate
-
-
-def _ordered(op: str, left: Node, right: Node) -> Run:
-    """Return `left op right`, op being < <= > >=. NULL if either is. Two strings compare as doubles."""
-    kinds, test, at = (left.kind, right.kind), _ORDERINGS[op], left.at
-    keys = _STRINGS_IN_ORDER if kinds == (Kind.STRING, Kind.STRING) else _KEYS.get(kinds, _NEVER_EQUAL)
+def _compared(op: str, left: Node, right: Node) -> Run:
+    """Return `left op right`, op being = < <= > >=. Two strings are ordered as doubles.
+    With an ordering the result is NULL if either side is. NULL = gives NULL, = NULL False, and NULL = NULL True."""
+    kinds, test, equality, at = (left.kind, right.kind), _TESTS[op], op == "=", left.at
+    keys = _KEYS.get(kinds, _NEVER_EQUAL)
+    if kinds == (Kind.STRING, Kind.STRING) and not equality:
+        keys = _STRINGS_IN_ORDER
     if left.form == "property" and right.fixed is not None:
         return _property_against(left, test, right.fixed, keys)
     (left_key, right_key), run_left, run_right = keys, left.run, right.run
 
     def evaluate(properties: Mapping[str, str]) -> bool | None:
         a = run_left(properties)
-        if a is None:
+        if a is None and not equality:
             return None
         b = run_right(properties)
-        if b is None:
-            return None
+        if a is None or b is None:
+            return None if not equality else False if a is not None else True if b is None else None
         try:
-            return test(left_key(a), right_key(b))
+            return bool(test(left_key(a), right_key(b)))
         except ValueError as error:
-            raise _unfit(error, at) from None
+            raise EvaluationError(f"column {at + 1}: {error}", at) from None
 
     return evaluate
 
@@ -317,10 +319,6 @@ def _property_against(left: Node, test: Callable[[Any, Any], bool], value: Any, 
     return compare
 
 
-def _unfit(error: ValueError, at: int) -> EvaluationError:
-    return EvaluationError(f"column {at + 1}: {error}", at)
-
-
 def _between(value: Node, low: Node, high: Node, *, negated: bool) -> Run:
     """Return `value >= low AND value <= high`, negated `value < low OR value > high`.
     No bound of the negated form needs to be the lower one."""
@@ -329,7 +327,7 @@ def _between(value: Node, low: Node, high: Node, *, negated: bool) -> Run:
         # properties and literals, which cost nothing to evaluate twice.
         return value.run
     ops = ("<", ">") if negated else (">=", "<=")
-    return _join([_ordered(op, value, bound) for op, bound in zip(ops, (low, high), strict=True)], decisive=negated)
+    return _join([_compared(op, value, bound) for op, bound in zip(ops, (low, high), strict=True)], decisive=negated)
 
 
 def _in(name: str, values: frozenset[str], *, negated: bool) -> Run:
@@ -437,7 +435,7 @@ class _Parser:
             if token := self._accept(*_ORDERINGS):
                 right = self._unary()
                 self._check_ordered(token.kind, left, right)
-                left = self._over(left.at, _ordered(token.kind, left, right), left, right)
+                left = self._over(left.at, _compared(token.kind, left, right), left, right)
                 continue
             negated = self._accept("NOT") is not None
             if token := self._accept(*_SEARCHES):
@@ -540,7 +538,7 @@ class _Parser:
                 raise self._error(node.at, "NULL cannot be compared", "use IS NULL or IS NOT NULL")
         if left.form == right.form == "literal" and left.is_truth and not right.is_truth:
             raise self._error(right.at, "TRUE and FALSE on the left are equal to truth values only")
-        return self._over(left.at, _equal(left, right), left, right)
+        return self._over(left.at, _compared("=", left, right), left, right)
 
     def _check_ordered(self, op: str, *operands: Node) -> None:
         for node in operands:

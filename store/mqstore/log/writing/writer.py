@@ -1,6 +1,6 @@
 """Writer: puts messages as records into the log, and waits for the disk if requested (format#limits).
 
-    put        one message: look up the queue, check, append, count; `compiled_put` does the same for most messages
+    put        one message: look up the queue, check, append, count
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
     copy_many  copies of stored records, each to its own queue, built together from their bytes
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import update_wrapper, wraps
+from functools import wraps
 from itertools import pairwise
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from mqstore.layout.properties import (
     RESERVED,
     UNIQ_KEY,
     decode_properties,
+    encode_properties,
 )
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
@@ -48,6 +49,7 @@ from mqstore.log.writing.outgoing import (
     tail_of,
     tail_of_bytes,
     user_properties,
+    without_place,
 )
 from mqstore.log.writing.syncs import LogSyncs
 from mqstore.native import kernel
@@ -60,15 +62,11 @@ __all__ = [
     "HandleState",
     "LogWriter",
     "RecordOptions",
-    "Sending",
-    "compiled_put",
     "fields_of",
 ]
 
 MAX_QUEUE_ID = 16_383
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Put = TypeVar("_Put", bound=Callable[..., SendReceipt])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _INNER = b"INNER_"
 _UNCOUNTED: Mapping[str, int] = {}
 _ENTRY_BYTES = 64
@@ -121,6 +119,24 @@ def fields_of(message: Message) -> RecordOptions:
     }
 
 
+class Prepared(NamedTuple):
+    """Checked parts of a record, without its body, and how it is put."""
+
+    properties: bytes = b""
+    """Encoded."""
+    key: str | None = None
+    """Unique key, for the receipt."""
+    fields: Fields = ORDINARY
+    durability: Durability | None = None
+    asks: bool = True
+    """True for puts of applications, which ask for room. The reserve is for the engine's own records."""
+    copied: bool = False
+    latest: int | None = None
+
+
+_PLAIN = Prepared()
+
+
 class HandleState(NamedTuple):
     """State with which an `AppendHandle` puts."""
 
@@ -159,35 +175,25 @@ class AppendHandle:
         return None if writer.syncs.by_default else HandleState(writer.log, self._queue, self._tail, self._max_body)
 
 
-class Sending:
-    """Base of a class with a `compiled_put`."""
-
-    __slots__ = ("_sender",)
-
-    _sender: object
-    """Result of `LogWriter.sender`."""
-
-
-def compiled_put(put: _Put) -> _Put:
-    """Decorate the method `put` of a `Sending`: compiled code puts ordinary messages, `put` puts others.
-
-    Without compiled parts, and for an object whose `_sender` is None or not set, `put` puts all messages.
-    """
-    return put if kernel is None else cast(_Put, update_wrapper(kernel.PutMethod(put), put))
-
-
-def _counts_failures(
-    put: Callable[Concatenate[LogWriter, _P], _R],
-) -> Callable[Concatenate[LogWriter, _P], _R]:
-    @wraps(put)
-    def counted(self: LogWriter, /, *args: _P.args, **options: _P.kwargs) -> _R:
+def _counts_failures(method: _Method) -> _Method:
+    @wraps(method)
+    def counted(self: LogWriter, /, *args: Any, **options: Any) -> Any:
         try:
-            return put(self, *args, **options)
+            return method(self, *args, **options)
         except Exception:
             self.failed_puts += 1
             raise
 
-    return counted
+    return cast(_Method, counted)
+
+
+def _encoded(topic: str, properties: Mapping[str, str]) -> bytes:
+    """Return encoded properties, which may have reserved names.
+    Raises InvalidMessageError for those that recovery would treat as damage (format#verifies)."""
+    encoded = without_place(encode_properties(properties))
+    if wrong := unreadable_number(topic.encode(), encoded):
+        raise InvalidMessageError(wrong, "properties")
+    return encoded
 
 
 class LogWriter:
@@ -226,7 +232,6 @@ class LogWriter:
         self._max_chunk = min(self._max_message_size + ALLOWANCE, log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
 
-    @_counts_failures
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`. The first message creates the queue.
 
@@ -236,20 +241,51 @@ class LogWriter:
         FlushFailedError, ReadOnlyStoreError and StoreClosedError. Raises StoreBusyError in a signal handler that
         interrupted a put in progress.
         """
-        queue = self.queue_to_put(topic, queue_id)
-        body = self._checked_body(body)
-        if not options:
-            self.check_room(len(body))
-            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self.syncs.by_default)
-        waits = self.waits(options.pop("durability", None))
+        return self.put_record(topic, queue_id, body, self._checked(options) if options else _PLAIN)
+
+    @_counts_failures
+    def _checked(self, options: PutOptions) -> Prepared:
+        durability = options.pop("durability", None)
+        self.waits(durability)
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, PutOptions.__annotations__)
         flag = options.pop("flag", 0)
         check_integer(flag, 32, "flag")
-        tail = tail_of(queue.plain_tail, user_properties(**options))  # type: ignore[misc]  # `flag` is taken out
-        self.check_room(len(body))
-        return self._put_record(queue, body, tail, Fields(flag), options.get("unique_key"), waits)
+        properties = encode_properties(user_properties(**options))  # type: ignore[misc]  # `flag` is taken out
+        return Prepared(properties, options.get("unique_key"), Fields(flag), durability)
+
+    def put_record(self, topic: str, queue_id: int, body: Body, prepared: Prepared = _PLAIN) -> SendReceipt:
+        """Append one record: the only way from a put to the log. Every helper here would cost each put one more call.
+        Raises the errors of `put`."""
+        try:
+            try:
+                queue = self._putters[topic][queue_id]
+            except (KeyError, TypeError):
+                queue = self._putter(topic, queue_id)
+            properties, key, fields, durability, asks, copied, latest = prepared
+            if type(body) is not bytes:
+                body = flat_body(body)
+            size = len(body)
+            if size > self.max_body and not copied:
+                self.refuse_body(size)
+            by_default = self.syncs.by_default
+            waits = by_default if durability is None else self.waits(durability)
+            tail = tail_of_bytes(queue.plain_tail, properties) if properties else queue.plain_tail
+            if asks and not self.log.has_room(size + ALLOWANCE):
+                self._make_room(size + ALLOWANCE, _UNCOUNTED)
+            begin = None if queue.next_offset & 63 else time.perf_counter_ns()
+            receipt = self.log.append(queue, body, tail, fields, key, latest)
+            if waits:
+                self.syncs.flush(receipt)
+            elif by_default:
+                self._flush_soon()
+            if begin is not None:
+                self._note_put(queue, time.perf_counter_ns() - begin)
+            return receipt
+        except Exception:
+            self.failed_puts += 1
+            raise
 
     def check_room(self, size: int, messages: Mapping[str, int] = _UNCOUNTED) -> None:
         """Ask for room before an application's bytes are appended, unless there is room. Raises StoreFullError.
@@ -259,41 +295,14 @@ class LogWriter:
         if not self.log.has_room(size):
             self._make_room(size, messages)
 
-    def _checked_body(self, body: Body) -> bytes:
-        flat = flat_body(body)
-        if len(flat) > self.max_body:
-            self.refuse_body(len(flat))
-        return flat
-
-    def _put_record(
-        self,
-        queue: ConsumeQueue,
-        body: bytes,
-        tail: bytes,
-        fields: Fields,
-        key: str | None,
-        waits: bool,
-        latest: int | None = None,
-    ) -> SendReceipt:
-        """Append a record whose parts were checked. Wait for the disk if `waits`."""
-        begin = None if queue.next_offset & 63 else time.perf_counter_ns()
-        receipt = self.log.append(queue, body, tail, fields, key, latest)
-        self.after_put(receipt if waits else None)
-        if begin is not None:
-            self._note_put(queue, time.perf_counter_ns() - begin)
-        return receipt
-
-    @_counts_failures
     def _put_encoded(
         self, topic: str, queue_id: int, body: bytes, properties: bytes, key: str | None, *numbers: int
     ) -> SendReceipt:
         """Put the parts that a compiled sender has checked and encoded, but could not store.
         `numbers` are flag, system flag, and 1 to wait for the disk."""
-        queue = self.queue_to_put(topic, queue_id)
-        self.check_room(len(body))
         flag, sys_flag, waits = numbers
-        tail = tail_of_bytes(queue.plain_tail, properties)
-        return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
+        durability: Durability = "flush" if waits else "append"
+        return self.put_record(topic, queue_id, body, Prepared(properties, key, Fields(flag, sys_flag), durability))
 
     def sender(self, **more: object) -> Any:
         """Return the `_sender` of an object with a `compiled_put`, or None without compiled parts.
@@ -330,17 +339,8 @@ class LogWriter:
     def outlet(self, topic: str, queue_id: int = 0, properties: Mapping[str, str] | None = None) -> AppendHandle:
         """Return an object for frequent puts with the same properties. Reserved names are allowed."""
         queue = self.queue_to_put(topic, queue_id)
-        return AppendHandle(self, queue, self._checked_tail(queue, properties or {}))
+        return AppendHandle(self, queue, tail_of_bytes(queue.plain_tail, _encoded(topic, properties or {})))
 
-    def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
-        tail = tail_of(queue.plain_tail, properties)
-        # Refuse properties that recovery would treat as damage (format#verifies).
-        wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
-        if wrong:
-            raise InvalidMessageError(wrong, "properties")
-        return tail
-
-    @_counts_failures
     def append(
         self,
         topic: str,
@@ -353,9 +353,13 @@ class LogWriter:
         """Append a record with every field given (`RecordOptions`). Raises the errors of `put`.
         For the engine's own copies (delay, retry, half messages) and for imports. `properties` may have reserved
         names."""
-        queue = self.queue_to_put(topic, queue_id)
-        flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
-        waits = self.waits(options.pop("durability", None))
+        return self.put_record(topic, queue_id, body, self._prepared(topic, queue_id, properties or {}, options))
+
+    @_counts_failures
+    def _prepared(self, topic: str, queue_id: int, properties: Mapping[str, str], options: RecordOptions) -> Prepared:
+        self.queue_to_put(topic, queue_id)  # raises the errors of a bad name first
+        copied, durability = options.pop("copied", False), options.pop("durability", None)
+        self.waits(durability)
         host, latest = options.pop("born_host", None), options.pop("latest", None)
         fields = Fields(**options)  # type: ignore[arg-type, misc]  # other options were popped
         if host is not None:
@@ -366,9 +370,9 @@ class LogWriter:
             check_integer(fields.born_timestamp_ms or 0, 64, "born_timestamp_ms")
             if fields.sys_flag & INNER_BATCH:
                 raise InvalidMessageError("sys_flag marks a batch in one record, which no queue would list", "sys_flag")
-        properties = properties or {}
-        tail = self._checked_tail(queue, properties)
-        return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits, latest)
+        return Prepared(
+            _encoded(topic, properties), properties.get(UNIQ_KEY), fields, durability, False, copied, latest
+        )
 
     @_counts_failures
     def put_many(
@@ -537,8 +541,7 @@ class LogWriter:
         try:
             return self._putters[topic][queue_id]
         except (KeyError, TypeError):
-            pass
-        return self._putter(topic, queue_id)
+            return self._putter(topic, queue_id)
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         self._check_open()
@@ -586,7 +589,5 @@ class LogWriter:
         elif self.syncs.by_default:
             self._flush_soon()
 
-    @_counts_failures
-    def _after_stored(self, awaited: SendReceipt | None) -> None:
-        """Do the steps of `after_put` for compiled code that has stored the message."""
-        self.after_put(awaited)
+    _after_stored = _counts_failures(after_put)
+    """`after_put` for compiled code, which has stored the message."""
